@@ -249,7 +249,7 @@ class Task:
 
 
 @dataclass
-class Told:
+class TeamResult:
     """What a team found: seconds of each measure by round, bytes of the state and of each contender's files."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -258,7 +258,7 @@ class Told:
     saved: Path | None = None
 
 
-def run_team(task: Task, start_method: str) -> Told:
+def run_team(task: Task, start_method: str) -> TeamResult:
     """Let the contenders take turns on ranks in processes of their own; return what rank 0 tells.
 
     Raises:
@@ -286,7 +286,7 @@ def run_team(task: Task, start_method: str) -> Told:
                 process.kill()
 
 
-def _answer(rank: int, pipe: Connection) -> Told | str:
+def _answer(rank: int, pipe: Connection) -> TeamResult | str:
     """Return what a rank tells, or why it failed."""
     if not pipe.poll(PATIENCE_S):
         return f"rank {rank} did not answer within {PATIENCE_S:g} s"
@@ -305,7 +305,7 @@ def _rank(rank: int, task: Task, pipe: Connection) -> None:
         pipe.close()
 
 
-def _measure(rank: int, task: Task) -> Told:
+def _measure(rank: int, task: Task) -> TeamResult:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.num_ranks), LOCAL_WORLD_SIZE=str(task.num_ranks),
         MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
@@ -314,7 +314,7 @@ def _measure(rank: int, task: Task) -> Told:
     store = dist.FileStore(str(task.folder / "store"), task.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.num_ranks)
     grid = build_grid(Topology.of_world(task.num_ranks, tensor=task.num_ranks, pipe=1), rank)
-    state, told = State(task.num_bytes, grid), Told()
+    state, told = State(task.num_bytes, grid), TeamResult()
     if task.other is None:
         told.saved = save(task.folder / "saved", 1, state.records(), {}, grid.host)
     else:

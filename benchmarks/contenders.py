@@ -34,7 +34,7 @@ from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
-from megatron.models.llama.huggingface import FORM
+from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import FAMILIES, build_model
 from megatron.models.t5.huggingface import from_ours as t5_from_ours
 from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
@@ -163,7 +163,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     """Return a step of our engine, built from flags as a user's run is; ``more`` are further flags."""
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
-    from megatron.training import initialize as world
+    from megatron.training.initialize import start
     from megatron.training.parity import mock_tokenizer
     from megatron.training.setup import build_engine
 
@@ -174,7 +174,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
         f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000 {more}",
     )
-    here = world.start(config)
+    here = start(config)
     streams = DropoutStreams(SEED)
     global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
@@ -313,7 +313,7 @@ def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     from megatron.training.setup import weight_rule
 
     ours_of_it = config_of(sizes)
-    settings = {name: value for name, value in FORM.fields(ours_of_it).items() if name != "architectures"}
+    settings = {name: value for name, value in FORMAT.fields(ours_of_it).items() if name != "architectures"}
     config = LlamaConfig(
         **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
         bos_token_id=None,
@@ -322,7 +322,7 @@ def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     with device.bind(kind, 0):
         model = LlamaForCausalLM(config)
     weights = filled(build_model(ours_of_it, None), weight_rule(ours_of_it))
-    model.load_state_dict(FORM.from_ours(weights, ours_of_it))
+    model.load_state_dict(FORMAT.from_ours(weights, ours_of_it))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 

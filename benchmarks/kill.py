@@ -299,7 +299,7 @@ def _kill_all(args: argparse.Namespace, place: Path) -> Tally:
         outcome = run_killed(case, wholes[case.layout], place / f"run-{number}", own, moments)
         tally.outcomes.append(outcome)
         tally.seconds = time.monotonic() - began
-        _tell(tally, outcome)
+        _print_outcome(tally, outcome)
     return tally
 
 
@@ -307,7 +307,7 @@ def _draw_case(draw: random.Random, layout: str, steps: int) -> Case:
     return Case(layout, steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
 
 
-def _tell(tally: Tally, outcome: Outcome) -> None:
+def _print_outcome(tally: Tally, outcome: Outcome) -> None:
     verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
     print(
         f"{tally.kills:4} kills, {tally.seconds:5.0f} s | {outcome.case.name}: {len(outcome.kills)} kills in "

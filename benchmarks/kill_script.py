@@ -33,7 +33,7 @@ _record = os.open(
 _read: list[int] = []
 
 
-def tell(**told: Any) -> None:
+def record(**told: Any) -> None:
     """Append one line."""
     os.write(_record, json.dumps({"start": START, "at": time.time(), **told}).encode() + b"\n")
 
@@ -42,11 +42,11 @@ def record_run() -> None:
     """Let the parts of a run tell what they do; leave out what only costs time."""
     report.MATMUL_SECONDS = 0.0
     metrics.draw_losses = lambda *_: None
-    prepare, advance, say_durable = trainer._prepare, trainer._advance, failure.note_committed_step
+    prepare, advance, note_durable = trainer._prepare, trainer._advance, failure.note_committed_step
     take = data.TimedBatches.__next__
 
-    def prepare_and_tell(run: trainer.Run) -> Any:
-        tell(begins=run.progress.step, loaded=run.loaded.name if run.loaded else None)
+    def prepare_and_record(run: trainer.Run) -> Any:
+        record(begins=run.progress.step, loaded=run.loaded.name if run.loaded else None)
         return prepare(run)
 
     def take_and_sum(batches: data.TimedBatches) -> Any:
@@ -54,19 +54,19 @@ def record_run() -> None:
         _read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
         return batch
 
-    def advance_and_tell(run: trainer.Run, result: Any, samples: int) -> None:
+    def advance_and_record(run: trainer.Run, result: Any, samples: int) -> None:
         advance(run, result, samples)
-        tell(step=run.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
+        record(step=run.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
         _read.clear()
 
-    def say_durable_and_tell(step: int) -> None:
-        say_durable(step)
-        tell(durable=step)
+    def note_durable_and_record(step: int) -> None:
+        note_durable(step)
+        record(durable=step)
 
     trainer._prepare, trainer._advance, failure.note_committed_step = (
-        prepare_and_tell,
-        advance_and_tell,
-        say_durable_and_tell,
+        prepare_and_record,
+        advance_and_record,
+        note_durable_and_record,
     )
     data.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
 

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             text.append("\n".join([table(case, records), "", *map(str, found), *remark, ""]))
             print(text[-1], flush=True)
             rows = [row(case, record, records) for record in records.values()]
-            result["cases"][case.name] = {"rows": rows, "bars": [_told(bar) for bar in found]}
+            result["cases"][case.name] = {"rows": rows, "bars": [_bar_values(bar) for bar in found]}
             _write(lines, what="result", case=case.name, **result["cases"][case.name])
     (args.out / "table.txt").write_text("\n".join(text))
     draw(drawn, args.out / "speed.png")
@@ -176,13 +176,13 @@ def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team]
 
 
 def _record(case: Case, team: Team, costs: Sequence[float]) -> Record:
-    from benchmarks.pipe.cuts import stage_seconds, told
+    from benchmarks.pipe.cuts import format_cut, stage_seconds
     from benchmarks.pipe.model import make_model
 
     bounds = team.ask(Order("cut"))[0]
     record = Record(team.contender)
     if bounds:
-        record.cut = told(bounds, make_model(case, team.contender.layers).specs)
+        record.cut = format_cut(bounds, make_model(case, team.contender.layers).specs)
     if team.contender.kind == "ours":
         record.stage_s = stage_seconds(bounds, costs, case.num_stages)
     return record
@@ -204,7 +204,7 @@ def _progress(case: Case, done: int, args: argparse.Namespace, num_teams: int, r
           file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _told(bar: Bar) -> dict[str, Any]:
+def _bar_values(bar: Bar) -> dict[str, Any]:
     return asdict(bar) | {"is_met": bar.is_met}
 
 

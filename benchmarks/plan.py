@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     machines = {} if args.memory_only else machines_of(sorted({case.ranks for case in cases}), args)
     for number, case in enumerate(cases, 1):
         rows.append(compare(case, machines.get(case.ranks), args))
-        _tell(f"{number} of {len(cases)}: {rows[-1]}")
+        _log(f"{number} of {len(cases)}: {rows[-1]}")
     text = table(rows)
     print(text)
     result = {"surroundings": surroundings(), "load": os.getloadavg()}
@@ -106,7 +106,7 @@ def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, A
     threads = 1 if args.cpu_time else None
     found = {}
     for ranks in numbers:
-        found[ranks] = calibrate(ranks, "cpu", tell=_tell, pace=pace, round_s=pace.window_s, threads=threads)
+        found[ranks] = calibrate(ranks, "cpu", tell=_log, pace=pace, round_s=pace.window_s, threads=threads)
         found[ranks].save(args.out / f"machine-{ranks}.json")
     return found
 
@@ -123,7 +123,7 @@ def compare(case: Case, machine: Any, args: argparse.Namespace) -> Any:
     return row_of(case, estimate, ranks, by_cpu_time=args.cpu_time)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

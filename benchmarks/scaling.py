@@ -234,7 +234,7 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
     rows = []
     for number, point in enumerate(points, 1):
         rows.append(scaling_points.measure(point, machines[point.ranks], args.steps, cores, is_smoke=args.smoke))
-        _tell(f"{number} of {len(points)}: {point.series}, {point.name}: {rows[-1].step_s * 1e3:.0f} ms a step")
+        _log(f"{number} of {len(points)}: {point.series}, {point.name}: {rows[-1].step_s * 1e3:.0f} ms a step")
     here = surroundings()
     title = f"{here['processor']}, {cores} cores, load {load:.1f} ahead of it, commit {here['commit'][:9]}"
     draw_measured(rows, title, page.parent / "pictures" / "scaling_measured.png")
@@ -257,10 +257,10 @@ def _calibrated(ranks: int, is_smoke: bool) -> Any:
         if is_smoke
         else TimingBudget()
     )
-    return calibrate(ranks, "cpu", tell=_tell, pace=pace, round_s=pace.window_s, threads=1)
+    return calibrate(ranks, "cpu", tell=_log, pace=pace, round_s=pace.window_s, threads=1)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -124,16 +124,16 @@ def measure(case: Case, args: argparse.Namespace, start_method: str) -> dict[str
         for contender in contenders(args.stages, not args.no_offload):
             records[contender.name] = _record(contender, case)
             teams[contender.name] = Team(contender, case, threads, start_method)
-            _told(teams, records, contender.name, None)
+            _ask(teams, records, contender.name, None)
         for number in range(args.rounds + 1):
             order = list(teams)
             shift = number % max(1, len(order))
             for name in order[shift:] + order[:shift]:
-                answer = _told(teams, records, name, ("steps", number * args.steps, args.steps))
+                answer = _ask(teams, records, name, ("steps", number * args.steps, args.steps))
                 if answer:
                     _note(records[name], answer, args.steps, counts=number > 0)
         for name in list(teams):
-            held = _told(teams, records, name, ("memory", (args.rounds + 1) * args.steps, 1)) or [(0, 0)]
+            held = _ask(teams, records, name, ("memory", (args.rounds + 1) * args.steps, 1)) or [(0, 0)]
             records[name].kept, records[name].added = (max(each) for each in zip(*held, strict=True))
     finally:
         for team in teams.values():
@@ -147,7 +147,7 @@ def _record(contender: Contender, case: Case) -> Record:
     return Record(expected_kept=kept, expected_added=added)
 
 
-def _told(
+def _ask(
     teams: dict[str, Team], records: dict[str, Record], name: str, order: tuple[str, int, int] | None
 ) -> list[Any]:
     """Return what a team answers to ``order``; a peer's that fails is dismissed, and its record says why.

@@ -133,7 +133,9 @@ def is_on(adaptor: Adaptor, env: Mapping[str, str] | None = None) -> bool:
     return _switch(env, ALL_OFF, "0") == "0" and _switch(env, adaptor.switch, "1") == "1"
 
 
-def rows(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) -> Iterator[tuple[str, str, str, str]]:
+def adaptor_rows(
+    adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str, str, str]]:
     """Yield (adaptor, whether it is on, target, why) of every patch."""
     for adaptor in adaptors:
         for patch in adaptor.patches:

@@ -199,7 +199,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def told_too_large() -> str:
+def too_large_message() -> str:
     """Return in words which limit a file has passed that the system calls too large (EFBIG), and how to lift it."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:

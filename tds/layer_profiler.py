@@ -23,9 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tds import device as seam
 from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
-from tds.device import to_device
+from tds.device import random_numbers_kept, to_device
 from tds.loss import Weighted, named_losses
 from tds.partition import partition_by_times
 from tds.shared_layers import held_in, layer_parameters
@@ -95,7 +94,7 @@ def profile_layers(
     inputs, labels = to_device(batch[0], device), to_device(batch[1], device)
     clock = clock_for(device)
     costs = []
-    with random_numbers_kept(device), torch.enable_grad():
+    with all_random_numbers_kept(device), torch.enable_grad():
         for index, spec in enumerate(specs):
             module, run = build(spec, device)
             if index == len(specs) - 1:
@@ -230,11 +229,11 @@ def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
 
 
 @contextlib.contextmanager
-def random_numbers_kept(device: torch.device) -> Iterator[None]:
+def all_random_numbers_kept(device: torch.device) -> Iterator[None]:
     """Put all random numbers back as they were: Python's, numpy's, torch's and DeepSpeed's for recompute."""
     tracker = checkpointing.get_cuda_rng_tracker()
     states, python, array = tracker.get_states(), random.getstate(), np.random.get_state()
-    with seam.random_numbers_kept(device):
+    with random_numbers_kept(device):
         yield
     tracker.set_states(states)
     random.setstate(python)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 # gradients are multiplied by ``nominal / total`` once, when they are reduced. For a plain tensor ``nominal`` is the
 # number of micro-batches, for ``Weighted`` a power of two that the engine chooses: dividing by it loses nothing.
 
-FORMS = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
+LOSS_STRUCTURES = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
 NO_LOSS_FN = (
     "the model has no loss_fn, so what its last layer returns is the loss. Give PipelineModule(..., loss_fn=...) a "
     "function of (outputs, labels), or end the layers with one that takes the labels and returns the loss"
@@ -127,7 +127,7 @@ class Sum:
             self.is_weighted = is_weighted(value)
         elif self.is_weighted != is_weighted(value):
             raise ValueError(
-                f'the loss "{self.name}" must always have the same form, got {_told(value)} at micro-batch '
+                f'the loss "{self.name}" must always have the same form, got {_describe(value)} at micro-batch '
                 f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'one number'}"
             )
         total, count = (value.total, value.count) if isinstance(value, Weighted) else (value, 1.0)
@@ -169,7 +169,7 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
         named = {}
     if not named or not all(isinstance(name, str) and name for name in named):
         raise TypeError(
-            f"the loss function must return {FORMS}, got {_told(loss)} at micro-batch {micro_batch}. "
+            f"the loss function must return {LOSS_STRUCTURES}, got {_describe(loss)} at micro-batch {micro_batch}. "
             "A model that has no loss can be run by eval_batch(..., compute_loss=False)."
         )
     first = "loss" if "loss" in named else next(iter(named))
@@ -186,8 +186,8 @@ def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
         return torch.tensor(float(value))
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         raise ValueError(
-            f'the loss "{name}"{what} must be one number, got {_told(value)} at micro-batch {micro_batch}. '
-            f"A loss function returns {FORMS}."
+            f'the loss "{name}"{what} must be one number, got {_describe(value)} at micro-batch {micro_batch}. '
+            f"A loss function returns {LOSS_STRUCTURES}."
         )
     return value
 
@@ -195,7 +195,7 @@ def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
 def _refuse_untrainable(value: Any, name: str, micro_batch: int) -> None:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise TypeError(
-            f'the loss to train on, "{name}", must be a tensor of a floating-point type, got {_told(value)} at '
+            f'the loss to train on, "{name}", must be a tensor of a floating-point type, got {_describe(value)} at '
             f"micro-batch {micro_batch}"
         )
 
@@ -204,7 +204,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype is torch.float64 else value.float()
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (tuple, list, Mapping)) and not is_weighted(value):

@@ -148,7 +148,7 @@ class PipelineModule(BaseModule):
             self.profile = self._profiled_cut()
             self.parts = self.profile.bounds
         elif isinstance(method, str):
-            with _as_stages(self, num_pieces), _told_by_classes(layer_specs(self), method):
+            with _as_stages(self, num_pieces), _naming_classes(layer_specs(self), method):
                 super().partition_layers(method)
         else:
             self.parts = check_bounds(method, number, num_pieces)
@@ -192,7 +192,7 @@ def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
+def _naming_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
     """Turn DeepSpeed's "found no valid layers" into an error that names what there is."""
     try:
         yield

@@ -138,7 +138,7 @@ def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
     points_a_unit = (WIDTH_IN - LEFT_IN - RIGHT_IN) * 72 / end
     _draw_boxes(axes, panel, points_a_unit)
     _draw_numbers(axes, panel, points_a_unit, row_in)
-    _tell_stages(axes, panel, row_in)
+    _label_stages(axes, panel, row_in)
 
 
 def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
@@ -169,7 +169,7 @@ def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float)
             axes.text(middle, stage, text, ha="center", va="center_baseline", fontsize=size, color=colour, clip_on=True)
 
 
-def _tell_stages(axes: Axes, panel: Panel, row_in: float) -> None:
+def _label_stages(axes: Axes, panel: Panel, row_in: float) -> None:
     """Write beside each stage its idle time and what it holds."""
     size = min(9.0, 50 * row_in)
     every = max(1, round(0.16 / row_in))

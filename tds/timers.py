@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tds import device as seam
+from tds.device import current, finish_stream, has_events, timing_event
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward
 
 # Two clocks with one face: the host's for work on a CPU, events for work that a device has in a queue.
@@ -54,7 +54,7 @@ class EventClock:
 
     def mark(self) -> Any:
         """Return an event that is reached when the work queued so far is done."""
-        event = self._free.pop() if self._free else seam.timing_event(self.device)
+        event = self._free.pop() if self._free else timing_event(self.device)
         event.record()
         return event
 
@@ -76,9 +76,9 @@ class EventClock:
 
         Events count milliseconds in 32 bits and drift from the host's clock, so long runs align again now and then.
         """
-        with seam.current(self.device):
-            self._aligned = seam.timing_event(self.device)
-            seam.finish_stream(self.device)
+        with current(self.device):
+            self._aligned = timing_event(self.device)
+            finish_stream(self.device)
             self._aligned.record()
             self._aligned.synchronize()
             self._aligned_ns = time.perf_counter_ns()
@@ -93,7 +93,7 @@ Clock = HostClock | EventClock
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of the work on ``device``."""
-    return EventClock(device) if seam.has_events(device) else HostClock()
+    return EventClock(device) if has_events(device) else HostClock()
 
 
 def offset_to_wall_ns() -> int:

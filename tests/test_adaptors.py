@@ -91,7 +91,7 @@ def test_the_environment_switches_parts_off(target: Any, env: dict[str, str], on
     ]
     applied = accelerators.enable(each, env)
     assert {part for part in accelerators.PARTS if getattr(Part, part) == "new"} == on
-    assert {row[0].partition(":")[0] for row in accelerators.rows(each, env) if row[1] == "on"} == on
+    assert {row[0].partition(":")[0] for row in accelerators.adaptor_rows(each, env) if row[1] == "on"} == on
     applied.disable()
     for part in accelerators.PARTS:
         delattr(Part, part)

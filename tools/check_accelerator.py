@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"device {kind}: {device.name(kind)}")
     plugin = accelerators.find(kind)
-    for adaptor, state, target, why in accelerators.rows(plugin.adaptors if plugin else ()):
+    for adaptor, state, target, why in accelerators.adaptor_rows(plugin.adaptors if plugin else ()):
         print(f"adaptor {adaptor:36} {state:4} {target}: {why}")
     told = list(run_checks(kind))
     for name, result in told:

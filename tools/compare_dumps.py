@@ -184,7 +184,7 @@ def verdict(found: Comparison) -> str:
     first = found.first
     if first is None:
         worst = max(judged(found), key=lambda each: each.error)
-        return f"{len(found.differences)} tensors agree, the worst by {worst.error:.1e} ({told(worst)})"
+        return f"{len(found.differences)} tensors agree, the worst by {worst.error:.1e} ({format_difference(worst)})"
     beyond = sum(each.is_beyond for each in found.differences)
     what = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
     if not first.error > first.tolerance:
@@ -194,7 +194,7 @@ def verdict(found: Comparison) -> str:
     if drawn_apart and math.isinf(drawn_apart[0].tolerance):
         worst = max(drawn_apart, key=lambda each: each.error)
         since = f". Weights of that step lie apart by up to {worst.error:.1e} ({worst.key.name})"
-    return f"first differs {told(first)}, {what}; {beyond} of {len(found.differences)} tensors do{since}"
+    return f"first differs {format_difference(first)}, {what}; {beyond} of {len(found.differences)} tensors do{since}"
 
 
 def judged(found: Comparison) -> list[Difference]:
@@ -202,7 +202,7 @@ def judged(found: Comparison) -> list[Difference]:
     return [one for one in found.differences if math.isfinite(one.tolerance)] or found.differences
 
 
-def told(one: Difference) -> str:
+def format_difference(one: Difference) -> str:
     """Return in words which tensor it is."""
     micro_batch = f", micro-batch {one.micro_batch}" if one.micro_batch is not None else ""
     return f"{one.key.what} of {one.key.name} in step {one.key.step}, {one.phase}{micro_batch}"

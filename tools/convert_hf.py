@@ -94,12 +94,12 @@ def export(args: argparse.Namespace) -> None:
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and say how to start from it."""
-    from megatron.checkpoint.huggingface.config import flags
+    from megatron.checkpoint.huggingface.config import flags_of
     from megatron.checkpoint.huggingface.convert import import_folder
     from megatron.models.registry import FAMILIES
 
     path, config = import_folder(args.input, args.output)
-    words = ["--load", str(args.output), "--finetune", *flags(config)]
+    words = ["--load", str(args.output), "--finetune", *flags_of(config)]
     log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].program} {shlex.join(words)}")
     if args.verify:
         compare(path, args.input, None)

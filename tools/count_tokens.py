@@ -152,11 +152,19 @@ def lines(result: dict[str, Any]) -> list[str]:
     rows = [("corpus", "documents", "tokens", "samples", "drawn tokens", "drawn samples", "epochs")]
     for name, row in result["corpora"].items():
         epochs = f"{row['epochs']:.3f}" if "epochs" in row else ""
-        rows.append((name, *_cells(row), _told(row.get("train_tokens")), _told(row.get("train_samples")), epochs))
+        rows.append(
+            (
+                name,
+                *_cells(row),
+                _format_count(row.get("train_tokens")),
+                _format_count(row.get("train_samples")),
+                epochs,
+            )
+        )
         rows += [(f"  {split}", *_cells(part), "", "", "") for split, part in row["splits"].items()]
     total = result["total"]
     if len(result["corpora"]) > 1:
-        rows.append(("total", _told(total["documents"]), _told(total["tokens"]), "", "", "", ""))
+        rows.append(("total", _format_count(total["documents"]), _format_count(total["tokens"]), "", "", "", ""))
     used = [place for place in range(len(rows[0])) if any(row[place] for row in rows[1:])]
     widths = {place: max(len(row[place]) for row in rows) for place in used}
     return [
@@ -165,10 +173,10 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _cells(part: dict[str, Any]) -> tuple[str, str, str]:
-    return _told(part["documents"]), _told(part["tokens"]), _told(part["samples"])
+    return _format_count(part["documents"]), _format_count(part["tokens"]), _format_count(part["samples"])
 
 
-def _told(number: int | None) -> str:
+def _format_count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 

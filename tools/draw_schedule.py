@@ -115,11 +115,11 @@ def draw_schedule(flags: argparse.Namespace) -> None:
     print(f"{name}: {num_stages} stages{of_chunks}, {num_micro_batches} micro-batches")
     print(f"bubble     {100 * timeline.bubble:.1f} %, {max(timeline.idle_s):.6g} idle at most on a stage")
     print(f"step       {timeline.step_s:.6g} in the unit of the costs")
-    print(f"in flight  at most {told_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
+    print(f"in flight  at most {format_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
     print(f"picture    {out}")
 
 
-def told_peaks(peaks: list[int], of_what: str) -> str:
+def format_peaks(peaks: list[int], of_what: str) -> str:
     """Return "8 micro-batches on each stage", or the number of each stage."""
     if len(set(peaks)) == 1:
         return f"{peaks[0]} {of_what} on each stage"

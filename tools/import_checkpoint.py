@@ -54,14 +54,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and say how to start from it."""
-    from megatron.checkpoint.huggingface.config import flags
+    from megatron.checkpoint.huggingface.config import flags_of
     from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 
     wishes = Wishes(args.iteration, args.num_attention_heads, args.qkv_order, args.activation, args.vocab_size)
     path, config, notes = import_checkpoint(args.input, args.output, wishes)
     for note in notes:
         log.info(note)
-    words = ["--load", str(args.output), "--finetune", *flags(config)]
+    words = ["--load", str(args.output), "--finetune", *flags_of(config)]
     log.info(f"{args.input} -> {path}\nstart from it with: pretrain_{config.family}.py {shlex.join(words)}")
 
 

@@ -91,14 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.errors import exit_code
 
     try:
-        tell(flags, prefixes, others, Console(highlight=False))
+        report(flags, prefixes, others, Console(highlight=False))
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)
     return 0
 
 
-def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
+def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
     """Tell facts, then draw the picture, then show samples."""
     from megatron import config
     from megatron.data.indexed_dataset import IndexedDataset

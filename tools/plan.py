@@ -79,18 +79,18 @@ def rank(planner: Planner, asked: Question, is_json: bool) -> int:
     if not found.best and found.smallest is None:
         raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
     if is_json:
-        say_json({"layouts": [report.as_data(one, asked) for one in found.best]}, asked)
+        print_json({"layouts": [report.as_data(one, asked) for one in found.best]}, asked)
         return 0 if found.best else DOES_NOT_FIT
-    say(report.opening(asked, planner))
+    print_lines(report.opening(asked, planner))
     if not found.best:
-        say(["", "no layout fits. The one that comes nearest:", ""])
+        print_lines(["", "no layout fits. The one that comes nearest:", ""])
         assert found.smallest is not None
-        say(report.details(found.smallest, asked))
+        print_lines(report.details(found.smallest, asked))
         over = overflow(found.smallest, asked.machine.usable_bytes)
-        say(["", *report.fitting(asked, over, remedies(planner, found.smallest.layout))])
+        print_lines(["", *report.fitting(asked, over, remedies(planner, found.smallest.layout))])
         return DOES_NOT_FIT
-    say(["", *report.ranking(found, asked), "", *report.details(found.best[0], asked)])
-    say(["", *report.pasted(found.best[0], asked)])
+    print_lines(["", *report.ranking(found, asked), "", *report.details(found.best[0], asked)])
+    print_lines(["", *report.pasted(found.best[0], asked)])
     return 0
 
 
@@ -105,10 +105,10 @@ def fit(planner: Planner, asked: Question, is_json: bool) -> int:
         if over is not None:
             told["overflow"] = vars(over)
             told["remedies"] = [{"changes": way.changes, **report.as_data(way.found, asked)} for way in ways]
-        say_json(told, asked)
+        print_json(told, asked)
     else:
-        say([*report.opening(asked, planner), "", *report.details(found, asked), ""])
-        say([*report.fitting(asked, over, ways), "", *report.pasted(ways[0].found if ways else found, asked)])
+        print_lines([*report.opening(asked, planner), "", *report.details(found, asked), ""])
+        print_lines([*report.fitting(asked, over, ways), "", *report.pasted(ways[0].found if ways else found, asked)])
     return 0 if over is None else DOES_NOT_FIT
 
 
@@ -120,21 +120,21 @@ def calibrate(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int
     if flags.calibrate.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         parser.error(f"--calibrate needs a file in a folder that can be written to, got {flags.calibrate}")
     try:
-        machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: say([text], sys.stderr))
+        machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: print_lines([text], sys.stderr))
         machine.save(flags.calibrate)
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
-    say([f"{machine.name}: {machine.devices_per_node} ranks, written to {flags.calibrate}", machine.notes])
+    print_lines([f"{machine.name}: {machine.devices_per_node} ranks, written to {flags.calibrate}", machine.notes])
     return 0
 
 
-def say(lines: Iterable[str], to: Any = None) -> None:
+def print_lines(lines: Iterable[str], to: Any = None) -> None:
     """Print lines."""
     for line in lines:
         print(line, file=to)
 
 
-def say_json(told: dict[str, Any], asked: Question) -> None:
+def print_json(told: dict[str, Any], asked: Question) -> None:
     """Print JSON, with what was assumed."""
     print(json.dumps({**told, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
 

@@ -30,7 +30,7 @@ def main() -> int:
     flags = parse_args()
     try:
         paths = run_folders(flags.runs)
-        runs = [read_or_tell(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+        runs = [read_or_name_error(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
         title = flags.title or (runs[0].name if len(runs) == 1 else "Training runs")
         text = page_of_whole(runs, title, flags.points)
         out = flags.out or place_of(flags.runs)
@@ -48,7 +48,7 @@ def place_of(paths: Sequence[Path]) -> Path:
     return (paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))) / NAME
 
 
-def read_or_tell(path: Path, name: str) -> RunFolder:
+def read_or_name_error(path: Path, name: str) -> RunFolder:
     """Return what can be read of a run; where nothing can, its name and why."""
     try:
         return read_run(path, name)

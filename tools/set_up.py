@@ -90,11 +90,11 @@ def find_or_make(extra: str) -> str:
                 who, what = f"this Python ({sys.executable})", lacking(wanted)
                 if starts(python):
                     who, what = str(VENV), found.lacking
-                say(f"{who} lacks {', '.join(what[:4])}{' ...' if what[4:] else ''}: setting up {VENV} once")
+                log(f"{who} lacks {', '.join(what[:4])}{' ...' if what[4:] else ''}: setting up {VENV} once")
                 make(python, found.lacking, extra)
-                say("set-up done")
+                log("set-up done")
             elif is_anothers:
-                say(f"using {VENV} as it is: {found.checkout} has set it up, and its packages fit")
+                log(f"using {VENV} as it is: {found.checkout} has set it up, and its packages fit")
             else:
                 stamp(extra).write_text(fingerprint())
     warn_of_another_build(VENV, index, f"remove {VENV} to have it made anew, or leave the variable out")
@@ -184,7 +184,7 @@ def warn_of_another_torch(wanted: list[str]) -> None:
     pinned = next(one for one in wanted if one.startswith("torch=="))
     version = installed("torch") or ""
     if not is_allowed(version, pinned[len("torch") :]):
-        say(f"warning: tested with {pinned}, this Python has {version}; losses may differ in the last digits")
+        log(f"warning: tested with {pinned}, this Python has {version}; losses may differ in the last digits")
 
 
 def torch_index() -> str:
@@ -219,7 +219,7 @@ def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
     """Say so when TORCH_INDEX asks for another build of torch than the one that is there, which stays."""
     wanted, there = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
     if there and TORCH_BUILD.fullmatch(wanted) and wanted != there:
-        say(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {there}: {way_out}")
+        log(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {there}: {way_out}")
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another start is setting up; waiting for it")
+            log("another start is setting up; waiting for it")
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
@@ -267,7 +267,7 @@ def make(python: Path, missing: list[str], extra: str) -> None:
     """Make the environment, or fill up the one that is there."""
     if begun().exists() or not starts(python):
         if begun().exists():
-            say("the last set-up was interrupted; beginning anew")
+            log("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
     pip = [str(python), "-m", "pip", "install"]
@@ -283,7 +283,7 @@ def make(python: Path, missing: list[str], extra: str) -> None:
 
 def run(what: str, command: list[str], without: str | None = None) -> None:
     """Run one step of the set-up, its output on the error stream but for lines that begin with ``without``."""
-    say(what)
+    log(what)
     if without is None:
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode  # with pip's bars on a terminal
     else:
@@ -299,7 +299,7 @@ def run(what: str, command: list[str], without: str | None = None) -> None:
         )
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Show progress on the error stream; standard output is for the path alone."""
     print(f"set-up: {text}", file=sys.stderr, flush=True)
 

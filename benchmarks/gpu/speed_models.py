@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.sizes import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from megatron.models import registry
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import Memory
 from megatron.mpu.topology import Topology
 from megatron.training.dry_run import stage_memory
 
@@ -154,7 +154,7 @@ def config_for(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) 
     return config_of(sizes, f"--batch-size {batch_size} --{dtype} --device {kind} --train-iters 1000 {compiled}")
 
 
-def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> cost.Memory:
+def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Memory:
     """Return what ``--dry-run`` says that ours holds."""
     config = config_for(sizes, batch_size, kind, contender)
     bounds = registry.costs_of(config).stage_bounds(1)

@@ -1,7 +1,7 @@
 """The tables of the pages, made of results: what was seen on which GPU, and how fast a step was there.
 
 Texts are English and Chinese, by the key "en" or "zh". Results are the contents of the files of
-``benchmarks/gpu/results.py``; those of a dry run are none.
+``benchmarks/gpu/part.py``; those of a dry run are none.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def front(seen: Sequence[Mapping[str, Any]], language: str) -> str:
     words = WORDS[language]
     if not seen:
         return words["nothing in front"]
-    lines = [words["in front"].format(what=_told(content, language)) for content in seen[: IN_README["devices"]]]
+    lines = [words["in front"].format(what=_describe(content, language)) for content in seen[: IN_README["devices"]]]
     fast = with_speeds(seen)
     return "\n\n".join(["  \n".join(lines), *(short_table(content, language) for content in fast[:1])])
 
@@ -223,7 +223,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
 
 
-def _told(content: Mapping[str, Any], language: str) -> str:
+def _describe(content: Mapping[str, Any], language: str) -> str:
     parts = "; ".join(_of_parts(content, language))
     about = f"{content['device']} ({content['date']}, {commit_of(content)}, torch {_versions(content)})"
     return f"{about}: {parts}"

@@ -237,7 +237,7 @@ def _run(command: list[str]) -> str:
     return f"{done.stdout}{done.stderr}\n" if done.returncode else ""
 
 
-def told(folder: Path, target: Target, limit_mb: float) -> Iterator[str]:
+def wheel_lines(folder: Path, target: Target, limit_mb: float) -> Iterator[str]:
     """Yield a line for each wheel, the largest first, and one for the sum."""
     paths = sorted(folder.glob("*.whl"), key=lambda path: -path.stat().st_size)
     for path in paths:
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         scratch = tempfile.TemporaryDirectory(dir=args.out)
         folder = Path(scratch.name)
         problems = amiss(wanted, folder, there, target, args.limit_mb, fetch_into(folder, target))
-    print(*told(folder, target, args.limit_mb), sep="\n", flush=True)
+    print(*wheel_lines(folder, target, args.limit_mb), sep="\n", flush=True)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems and not args.check:

@@ -83,7 +83,7 @@ def best_cuts(
     return sorted(cuts, key=lambda each: predicted_s(each, costs, num_stages, num_micro_batches, is_v=is_v))[:number]
 
 
-def told(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
+def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     """Return the cut in transformer layers, such as "5.5+2.5"; embedding and head count for nothing."""
     counts = [WEIGHT_OF_A_LAYER.get(spec.typename.__name__, 0.0) for spec in specs]
     return "+".join(f"{sum(counts[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
@@ -112,7 +112,7 @@ def distinct(cuts: Iterable[Bounds], specs: Sequence[LayerSpec]) -> list[Bounds]
     """Return the cuts whose names differ, of those alike the first: a norm to the left or right changes little."""
     found: dict[str, Bounds] = {}
     for bounds in cuts:
-        found.setdefault(told(bounds, specs), bounds)
+        found.setdefault(format_cut(bounds, specs), bounds)
     return list(found.values())
 
 
@@ -181,19 +181,21 @@ def _pipelines(
     of_torch = best_cuts(cuts, theirs, p, m, num_cuts)
     shared = list(dict.fromkeys([*best, *of_torch, *of_stock[:1]]))  # 1F1B is compared at the same cut
     for bounds in of_stock:
-        yield Contender(name=f"stock {told(bounds, specs)}", kind="stock", layers=layers, partition=methods[bounds])
+        yield Contender(
+            name=f"stock {format_cut(bounds, specs)}", kind="stock", layers=layers, partition=methods[bounds]
+        )
     if m >= 2 * p and case.tensor == 1:
         folded = cuts_of_deepspeed(specs, 2 * p)
         for bounds in best_cuts(folded, theirs, p, m, max(1, num_cuts - 1), is_v=True):
-            name = f"dualpipev {told(bounds, specs)}"
+            name = f"dualpipev {format_cut(bounds, specs)}"
             yield Contender(name=name, kind="dualpipev", layers=layers, partition=folded[bounds])
     for bounds in shared:
-        yield Contender(name=f"torch {told(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
+        yield Contender(name=f"torch {format_cut(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
     gpipe = best[:1] if case.has_gpipe else []
     yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "gpipe": gpipe}, best[0])
     for schedule in MANY_CHUNKS:
         ring = best_ring(costs, p, m, CHUNKS, schedule)
-        yield _ours(layers, ring, told(ring, specs), schedule, CHUNKS)
+        yield _ours(layers, ring, format_cut(ring, specs), schedule, CHUNKS)
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
 
@@ -211,7 +213,7 @@ def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator
     for schedule in MANY_CHUNKS:
         rings = distinct([best_ring(costs, p, m, CHUNKS, schedule), cut_by_cost(case, CHUNKS)], specs)
         for bounds in rings:
-            yield _ours("t5", bounds, told(bounds, specs), schedule, CHUNKS)
+            yield _ours("t5", bounds, format_cut(bounds, specs), schedule, CHUNKS)
     yield _ours("t5", "profile", "profile", "auto")
 
 
@@ -228,7 +230,7 @@ def _all_of_ours(
     """Yield each of our schedules of one chunk at its ``cuts``, by name; those that have none there at the ``best``."""
     for schedule in ONE_CHUNK:
         for bounds in cuts.get(schedule, [best]):
-            yield _ours(layers, bounds, told(bounds, specs), schedule)
+            yield _ours(layers, bounds, format_cut(bounds, specs), schedule)
 
 
 def _ours(layers: str, partition: Bounds | str, cut: str, schedule: str, chunks: int = 1) -> Contender:

@@ -245,25 +245,25 @@ def resolve(
     found: Scan, json: Mapping[str, Any], world_size: int, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
-    firm, soft = dict(found.values), dict(defaults or {})
+    explicit, defaults = dict(found.values), dict(defaults or {})
     options = {option.name: option for _, option in all_options()}
-    has_pipeline = found.values.get("pipe_parallel_size", soft.get("pipe_parallel_size", 0)) > 1
+    has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
     stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
     for name, (key, value) in stated.items():
         given = found.values.get(name)
         if problem := options[name].problem(value, f"{key} in the JSON"):
             found.problems.append(problem)
         elif name not in found.values:
-            firm[name] = value
+            explicit[name] = value
         elif given != value:
             found.problems.append(
                 f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
                 f"Change one of them, or {_way_out(key)}"
             )
     _check_precision(found, json)
-    step_back(soft, firm, excluded(json), found.notes)
-    derived = resolve_batch_size(found, firm, soft, world_size) | resolve_chunks(found, firm, soft)
-    return soft | firm | derived
+    step_back(defaults, explicit, excluded(json), found.notes)
+    derived = resolve_batch_size(found, explicit, defaults, world_size) | resolve_chunks(found, explicit, defaults)
+    return defaults | explicit | derived
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ FLAG_VARIABLES = "MEGATRON_VARIABLES"
 """``--flag=NAME`` for each flag that the run script sets by a variable of its own, so that messages can name both."""
 
 
-def soft_values(
+def default_values(
     defaults: Mapping[str, Any], env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]
 ) -> dict[str, Any]:
     """Return field -> value of both sources; what is wrong with them goes to ``found.problems``."""
@@ -223,27 +223,29 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     except ValueError as error:
         found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
         return {}
-    soft = scan(words, extra_flags, found.family)
-    found.problems += [f"{VARIABLE}: {problem}" for problem in soft.problems]
-    found.notes += soft.notes
-    found.rest[:0] = soft.rest
-    return soft.values
+    defaults = scan(words, extra_flags, found.family)
+    found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
+    found.notes += defaults.notes
+    found.rest[:0] = defaults.rest
+    return defaults.values
 
 
-def step_back(soft: dict[str, Any], firm: Mapping[str, Any], excluded: Iterable[str], notes: list[str]) -> None:
+def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: Iterable[str], notes: list[str]) -> None:
     """Take out of ``soft`` what contradicts ``firm``: values of the command line and the JSON."""
-    if soft.get("dtype") in tuple(excluded):
-        del soft["dtype"]
-    if "vocab_file" in firm or "merge_file" in firm:
-        soft.pop("tokenizer_path", None)
-    if any(name in firm for name in EACH):
-        soft.pop("data_path", None)
-        soft.pop("split", None)
-    elif "data_path" in firm:
+    if defaults.get("dtype") in tuple(excluded):
+        del defaults["dtype"]
+    if "vocab_file" in explicit or "merge_file" in explicit:
+        defaults.pop("tokenizer_path", None)
+    if any(name in explicit for name in EACH):
+        defaults.pop("data_path", None)
+        defaults.pop("split", None)
+    elif "data_path" in explicit:
         for name in EACH:
-            soft.pop(name, None)
-    if "lr" in firm and soft.get("min_lr", 0.0) > firm["lr"]:
-        notes.append(f"the default --min-lr {soft.pop('min_lr'):g} is above --lr {firm['lr']:g}, so --min-lr is 0")
+            defaults.pop(name, None)
+    if "lr" in explicit and defaults.get("min_lr", 0.0) > explicit["lr"]:
+        notes.append(
+            f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
+        )
 
 
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:
@@ -268,7 +270,7 @@ JSON_KEYS = {
 
 
 def resolve_batch_size(
-    found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any], world_size: int
+    found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any], world_size: int
 ) -> dict[str, Any]:
     """Return the sizes that follow from a global batch; a contradiction goes to ``found.problems``.
 
@@ -280,15 +282,15 @@ def resolve_batch_size(
         firm: field -> value from flags and JSON.
         soft: field -> value from defaults.
     """
-    both = {**soft, **firm}
+    both = {**defaults, **explicit}
     total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
     if not total or world_size % (t * p):
         return {}
-    if TOTAL not in firm and "gas" in firm:
+    if TOTAL not in explicit and "gas" in explicit:
         return {TOTAL: 0}
     d = world_size // (t * p)
     replicas = f"dp = world {world_size} / (tp {t} x pp {p})"
-    micro, gas = firm.get("batch_size"), firm.get("gas")
+    micro, gas = explicit.get("batch_size"), explicit.get("gas")
     if micro and gas:
         if total != micro * gas * d:
             found.problems.append(_disagreement(found, total, micro, gas, d, replicas))
@@ -306,9 +308,9 @@ def resolve_batch_size(
         return {}
     if known:
         return {"gas" if micro else "batch_size": total // product}
-    samples, most = total // d, soft.get("batch_size", BatchConfig().batch_size)
+    samples, most = total // d, defaults.get("batch_size", BatchConfig().batch_size)
     size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
-    usual = (most, soft.get("gas", BatchConfig().gas))
+    usual = (most, defaults.get("gas", BatchConfig().gas))
     if (size, samples // size) != usual:
         found.notes.append(
             f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
@@ -337,16 +339,16 @@ def _origin(found: Scan, name: str) -> str:
 FLAG = "--num-layers-per-virtual-pipeline-stage"
 
 
-def resolve_chunks(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chunks that follow from the layers of one; a contradiction goes to ``found.problems``.
 
     Args:
         firm: field -> value from flags and JSON.
         soft: field -> value from defaults.
     """
-    both = {**soft, **firm}
+    both = {**defaults, **explicit}
     each, stages = both.get("layers_per_chunk"), both.get("pipe_parallel_size", 0)
-    if not each or stages < 2 or ("layers_per_chunk" not in firm and "pipeline_chunks" in firm):
+    if not each or stages < 2 or ("layers_per_chunk" not in explicit and "pipeline_chunks" in explicit):
         return {}
     layers = both.get("num_layers", ModelConfig().num_layers)
     name = "--num-layers"
@@ -360,9 +362,9 @@ def resolve_chunks(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any]
         )
         return {}
     chunks = layers // (stages * each)
-    if firm.get("pipeline_chunks", chunks) != chunks:
+    if explicit.get("pipeline_chunks", chunks) != chunks:
         found.problems.append(
             f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {each}) = {chunks} and "
-            f"{firm['pipeline_chunks']}. Leave one of them out"
+            f"{explicit['pipeline_chunks']}. Leave one of them out"
         )
     return {"pipeline_chunks": chunks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from megatron.arguments import deepspeed_keys as keys
+from megatron.arguments import deepspeed_keys
 from megatron.arguments.flag_values import all_options, takes
 from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, REFUSED
 from megatron.config.model import ModelFamily
@@ -129,16 +129,18 @@ def lines() -> Iterator[str]:
 
 def _json_rows() -> Iterator[str]:
     flags = _flags_of_fields()
-    inner = {f"{name}.{key}": value for name, section in keys.SECTIONS.items() for key, value in section.items()}
-    read = [name for name in keys.INNER if name.partition(".")[0] in keys.SECTIONS]
-    params = {f"{section}.{name}": key for section in read for name, key in keys.INNER[section].items()}
-    for name, key in {**keys.VALUES, **inner, **params}.items():
+    inner = {
+        f"{name}.{key}": value for name, section in deepspeed_keys.SECTIONS.items() for key, value in section.items()
+    }
+    read = [name for name in deepspeed_keys.INNER if name.partition(".")[0] in deepspeed_keys.SECTIONS]
+    params = {f"{section}.{name}": key for section in read for name, key in deepspeed_keys.INNER[section].items()}
+    for name, key in {**deepspeed_keys.VALUES, **inner, **params}.items():
         what = f"as `{flags[key.field]}`" if key.field else SAID.get(name, "")
         yield f"| `{name}` | {', '.join(key.choices) or key.kind} | {what} |"
-    for name, key in keys.PASSED.items():
+    for name, key in deepspeed_keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)
-    for name, reason in keys.REFUSED.items():
+    for name, reason in deepspeed_keys.REFUSED.items():
         yield f"| `{name}` | | refused: {reason} |"
 
 
@@ -148,9 +150,9 @@ def _flags_of_fields() -> dict[str, str]:
 
 def _inner_rows(section: str) -> Iterator[str]:
     flags = _flags_of_fields()
-    for name, key in keys.INNER.get(section, {}).items():
-        is_idle = section == "pipeline" and name in keys.NOT_READ
-        about = f"no effect: {keys.NOT_READ[name]}" if is_idle else key.about
+    for name, key in deepspeed_keys.INNER.get(section, {}).items():
+        is_idle = section == "pipeline" and name in deepspeed_keys.NOT_READ
+        about = f"no effect: {deepspeed_keys.NOT_READ[name]}" if is_idle else key.about
         about = f"as `{flags[key.field]}`" if section == "pipeline" and key.field else about
         yield f"| `{section}.{name}` | {', '.join(key.choices) or key.kind} | {about} |"
         yield from _inner_rows(f"{section}.{name}")

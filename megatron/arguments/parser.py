@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import deepspeed_json
-from megatron.arguments import flag_values as outside
+from megatron.arguments import deepspeed_json, flag_values
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -82,10 +81,10 @@ def parse(
         sys.stdout.write(help_text(extra_args_provider, family, defaults or {}))
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
-    soft = outside.soft_values(defaults or {}, env, found, extra_flags)
+    defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
     extra = _extra_values(extra_parser, found)
-    json = _read_json(found, soft)
-    values = deepspeed_json.resolve(found, json, world_size, soft)
+    json = _read_json(found, defaults)
+    values = deepspeed_json.resolve(found, json, world_size, defaults)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,
@@ -100,7 +99,7 @@ def parse(
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(own)):
-        raise_all(outside.with_variables(problems, env))
+        raise_all(flag_values.with_variables(problems, env))
     return _with_notes(config, found.notes, world_size)
 
 
@@ -166,8 +165,8 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _read_json(found: Scan, soft: Mapping[str, Any]) -> dict[str, Any]:
-    path = found.values.get("deepspeed_config", soft.get("deepspeed_config"))
+def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    path = found.values.get("deepspeed_config", defaults.get("deepspeed_config"))
     if path is None:
         return {}
     json, problems = deepspeed_json.read(path)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.arguments.deepspeed_keys import FP16, NOT_READ
-from megatron.config import data as mixtures
 from megatron.config.config import Config
-from megatron.config.data import EACH, OWN_DATA, PATHS
+from megatron.config.data import EACH, OWN_DATA, PATHS, parse_paths, parse_schedule
 from megatron.config.parallel import ParallelConfig
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
@@ -83,7 +82,7 @@ def _late_step_notes(config: Config, world_size: int) -> Iterator[str]:
     data, parallel = config.data, config.parallel
     sizes = config.batch.sizes(world_size // (parallel.model_parallel_size * parallel.num_stages))
     samples, each = sizes.consumed_after(config.batch.train_iters), config.tokens_per_sample
-    steps = mixtures.parse_schedule(data.mixture_schedule or "", len(mixtures.parse_paths(data.training_path or "")))
+    steps = parse_schedule(data.mixture_schedule or "", len(parse_paths(data.training_path or "")))
     late = [str(tokens) for tokens, _ in steps if -(-tokens // each) >= samples]
     if late:
         yield (
@@ -249,9 +248,9 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
     if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
         yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
-    soft = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
-    if soft and not parallel.has_pipeline:
-        yield f"{', '.join(soft)} in the defaults has no effect without a pipeline"
+    defaults = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
+    if defaults and not parallel.has_pipeline:
+        yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"
     if json.get("pipeline") and not parallel.has_pipeline:
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
     elif parallel.has_pipeline:

@@ -42,9 +42,9 @@ from torch.futures import Future
 
 from megatron import files
 from megatron.checkpoint import folders, shard_file
-from megatron.checkpoint import metadata as manifest
 from megatron.checkpoint.metadata import (
     DTYPES,
+    MANIFEST_NAME,
     Claim,
     Entry,
     FileFacts,
@@ -53,6 +53,7 @@ from megatron.checkpoint.metadata import (
     TensorRecord,
     claim,
     is_empty,
+    manifest_to_bytes,
     offsets,
     owned,
     part_shape,
@@ -142,7 +143,7 @@ class ShardWriter(StorageWriter):
             facts = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
             sequence = folders.last_sequence(folders.list_checkpoints(self._root)) + 1
             content = Manifest(sequence, self._step, self._state, facts, metadata.planner_data)
-            files.write_bytes(self._temporary / manifest.MANIFEST_NAME, manifest.manifest_to_bytes(content))
+            files.write_bytes(self._temporary / MANIFEST_NAME, manifest_to_bytes(content))
             files.sync_folder(self._temporary)
             target = folders.free_name(self._root, self._step)
             folders.commit_checkpoint(self._temporary, target)
@@ -156,7 +157,7 @@ class ShardWriter(StorageWriter):
         with suppress(OSError):
             files.remove_tree(self._temporary)
         if f"[Errno {errno.EFBIG}]" in why:
-            return f" (a file of it is {files.told_too_large()})"
+            return f" (a file of it is {files.too_large_message()})"
         if not any(f"[Errno {number}]" in why for number in _NO_ROOM):
             return ""
         with suppress(OSError):

@@ -132,7 +132,7 @@ def state_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[
 
 
 def _difference(name: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
-    told = [_told(checkpoint, name) for checkpoint in (first, second)]
+    told = [_format_tensor(checkpoint, name) for checkpoint in (first, second)]
     if None in told:
         return Difference(name, ONE_SIDE, told[0], told[1])
     if first.shape(name) != second.shape(name):
@@ -143,7 +143,7 @@ def _difference(name: str, first: Checkpoint, second: Checkpoint) -> Difference 
     return Difference(name, VALUES, told[0], told[1], *_apart(one, other))
 
 
-def _told(checkpoint: Checkpoint, name: str) -> str | None:
+def _format_tensor(checkpoint: Checkpoint, name: str) -> str | None:
     if name not in checkpoint.names():
         return None
     return f"{DTYPE_NAMES[checkpoint.dtype(name)]}{list(checkpoint.shape(name))}"

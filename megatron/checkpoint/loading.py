@@ -286,7 +286,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
     content = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
     verify(path, content, world)
     if world.rank == 0:
-        _tell_foreign(path, content)
+        _warn_foreign(path, content)
     return Checkpoint(path, content, world)
 
 
@@ -300,7 +300,7 @@ def _manifest_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _tell_foreign(path: Path, content: Manifest) -> None:
+def _warn_foreign(path: Path, content: Manifest) -> None:
     foreign = sorted(
         child.name for child in path.iterdir() if child.name not in {*content.files, metadata.MANIFEST_NAME}
     )

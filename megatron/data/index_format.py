@@ -211,12 +211,14 @@ class LargeIndex:
         DataError: the file is damaged, as far as the table above says.
     """
 
-    def __init__(self, path: Path, header: Header, *, reader: str, cache: IndexCache | None, is_told: bool) -> None:
+    def __init__(
+        self, path: Path, header: Header, *, reader: str, cache: IndexCache | None, has_metadata: bool
+    ) -> None:
         self._path, self._header, self._cache = path, header, cache
         self._file = FileBinReader(path)
         self.starts, self.crc32 = self._scan(self._lengths())
         self._check_offsets()
-        if not self._is_document_each(is_told):
+        if not self._is_document_each(has_metadata):
             self.sizes = self._kept("joined", self._joined)
             self.starts, self.crc32 = self._scan(self.sizes[i : i + _BLOCK] for i in range(0, len(self.sizes), _BLOCK))
         elif reader == "pread":
@@ -255,14 +257,14 @@ class LargeIndex:
             if int(self._numbers(self._header.offsets_at, "<i8", place, 1)[0]) != start * width:
                 raise offsets_error(self._path)
 
-    def _is_document_each(self, is_told: bool) -> bool:
+    def _is_document_each(self, has_metadata: bool) -> bool:
         """Whether each sequence is a document."""
         count, at = self._header.num_starts, self._header.starts_at
         if has_no_documents(self._numbers(at, "<i8", 0, min(count, 2))):
             return True
         if count != self._header.num_sequences + 1:
             return False
-        if not is_told:
+        if not has_metadata:
             blocks = ((first, self._numbers(at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count))
             return all(np.array_equal(block, np.arange(first, first + len(block))) for first, block in blocks)
         if any(int(self._numbers(at, "<i8", place, 1)[0]) != place for place in _spread(count)):

@@ -67,7 +67,7 @@ class DocumentTable:
         return first + int(np.searchsorted(starts, token, "right")) - 1
 
 
-def read_table(path: Path, *, reader: str, cache: IndexCache | None, is_told: bool) -> DocumentTable:
+def read_table(path: Path, *, reader: str, cache: IndexCache | None, has_metadata: bool) -> DocumentTable:
     """Return the table of the ``.idx`` at ``path``.
 
     Args:
@@ -82,7 +82,7 @@ def read_table(path: Path, *, reader: str, cache: IndexCache | None, is_told: bo
         opening = file.read(index_format.HEADER.size)
     header = index_format.decode_header(opening, path.stat().st_size, path)
     if header.num_sequences >= LARGE:
-        index = index_format.LargeIndex(path, header, reader=reader, cache=cache, is_told=is_told)
+        index = index_format.LargeIndex(path, header, reader=reader, cache=cache, has_metadata=has_metadata)
         key = f"{len(index.sizes)} sizes {index.crc32:08x}"
         return DocumentTable(header.dtype, index.sizes, index.starts, index_format.STRIDE, key, None)
     data = path.read_bytes()
@@ -124,7 +124,7 @@ class IndexedDataset:
         self._check_present()
         sidecar_path = Path(self.prefix + ".meta.json")
         self.sidecar = index_format.read(sidecar_path)
-        self._table = read_table(self.index_path, reader=reader, cache=cache, is_told=self.sidecar is not None)
+        self._table = read_table(self.index_path, reader=reader, cache=cache, has_metadata=self.sidecar is not None)
         self.sizes, self.dtype = self._table.sizes, self._table.dtype
         self.num_documents, self.num_tokens = len(self.sizes), self._table.num_tokens
         if self.sidecar:

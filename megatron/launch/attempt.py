@@ -34,7 +34,7 @@ def oom_kills(root: Path = ROOT) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def told(before: dict[str, int], after: dict[str, int]) -> str:
+def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
     """Say what the counts at the start and now mean for a process that ended by SIGKILL."""
     known = {name: (before[name], after[name]) for name in before if name in after}
     grown = [f"{name}: {was} to {now}" for name, (was, now) in known.items() if now > was]
@@ -124,7 +124,7 @@ class RankGroup:
         self.ranks: list[processes.RankProcess] = []
         self._exits: list[Exit] = []
         self._kills = oom_kills()
-        self._told = self._has_left = False
+        self._was_signalled = self._has_left = False
         self._stop_deadline: float | None = None
         self._next_look = 0.0
         self._verdict: Exit | None = None
@@ -199,13 +199,13 @@ class RankGroup:
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
         last = position_of(self.failure_file, one.rank)
-        if status < 0 and not self._told:
+        if status < 0 and not self._was_signalled:
             show_trace(self.failure_file, one.rank)
-        hint = told(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._told else ""
+        hint = explain_kill(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._was_signalled else ""
         words = failure.words_of(str(self.failure_file), one.rank) if status > 0 else ""
         at = min(one.ended_at, last.said_at or one.ended_at) - self._began
         return Exit(
-            rank=one.rank, pid=one.pid, status=status, at=at, was_told=self._told,
+            rank=one.rank, pid=one.pid, status=status, at=at, was_signalled=self._was_signalled,
             place=last.place, doing=last.doing, words=words, hint=hint, state=last.state,
         )  # fmt: skip
 
@@ -240,7 +240,7 @@ class RankGroup:
     def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._board.tell_left()
+            self._board.report_left()
 
     def _end(self) -> int:
         """End the ranks that are left within ``KILL_S``, and settle with the other nodes who the culprit is."""
@@ -250,14 +250,14 @@ class RankGroup:
             verdict = self._culprit()
             if verdict != named or not self.failure_file.exists():
                 self._write_failure(verdict)
-                self._board.tell_failed(verdict)
+                self._board.report_failed(verdict)
                 named = verdict
             spent = time.monotonic() - start
             if spent > KILL_S or self._signals.is_ended:
                 for one in self.ranks:
                     one.kill()
-            elif not self._told and spent > (QUIET_UNKNOWN_S if verdict and verdict.weight > 1 else QUIET_S):
-                self._told = True
+            elif not self._was_signalled and spent > (QUIET_UNKNOWN_S if verdict and verdict.weight > 1 else QUIET_S):
+                self._was_signalled = True
                 for one in self.ranks:
                     one.terminate()
             self._signals.wait(0.02)
@@ -265,7 +265,7 @@ class RankGroup:
         return self._settle()
 
     def _settle(self) -> int:
-        self._board.tell_failed(root_cause(self._exits) or first_stuck(self._exits))
+        self._board.report_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._leave()
         end = time.monotonic() + MEET_S
         while not self._board.all_left() and time.monotonic() < end and not self._signals.is_ended:

@@ -46,7 +46,7 @@ class Exit:
     at: float
     """When it said why it ends, else when it had ended: seconds since the start of the ranks, which all nodes begin
     together. Who says it first may take longest to end."""
-    was_told: bool = False
+    was_signalled: bool = False
     """The launcher had already told it to leave because a peer had died."""
     place: str = ""
     """Such as "stage 1, tensor 0, data 0"; empty if the rank did not come so far as to know it."""
@@ -80,12 +80,12 @@ class Exit:
         """Whether this end only follows from the launcher's own signal."""
         if self.is_late:
             return False
-        return self.was_told and self.status in (0, 4, 75, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
+        return self.was_signalled and self.status in (0, 4, 75, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
 
     @property
     def is_stuck(self) -> bool:
         """Whether it did not leave when the launcher told it to, and had to be killed."""
-        return self.was_told and self.status == -signal.SIGKILL
+        return self.was_signalled and self.status == -signal.SIGKILL
 
     @property
     def job_code(self) -> int:
@@ -169,12 +169,12 @@ class NodeBoard:
         """Whether no node has a rank left."""
         return self._num_nodes == 1 or self._ask(lambda: self._store.add("left", 0) >= self._num_nodes, True)
 
-    def tell_left(self) -> None:
+    def report_left(self) -> None:
         """Say that this node has no rank left."""
         if self._num_nodes > 1:
             self._ask(lambda: self._store.add("left", 1), 0)
 
-    def tell_failed(self, verdict: Exit | None) -> None:
+    def report_failed(self, verdict: Exit | None) -> None:
         """Say which rank of this node ended the job, if one did."""
         if self._num_nodes > 1:
             if verdict is not None:

@@ -109,10 +109,10 @@ class NodeRendezvous(RendezvousHandler):
                 f"Number the nodes from 0 to {self.num_nodes - 1}."
             )
         if self.node_rank == 0:
-            self._wait(lambda: not self._missing(store), self._tell_missing)
+            self._wait(lambda: not self._missing(store), self._missing_message)
             store.set("run", uuid.uuid4().hex[:12])
         else:
-            self._wait(lambda: store.check(["run"]), self._tell_missing)
+            self._wait(lambda: store.check(["run"]), self._missing_message)
         self.run_id = store.get("run").decode()
 
     def _meet_again(self, store: TCPStore) -> None:
@@ -125,21 +125,21 @@ class NodeRendezvous(RendezvousHandler):
         come, begin = f"come/{self._restart}", f"begin/{self._restart}"
         store.add(come, 1)
         if self.node_rank == 0:
-            self._wait(lambda: store.add(come, 0) >= self.num_nodes, lambda _: self._tell_lost(store.add(come, 0)))
+            self._wait(lambda: store.add(come, 0) >= self.num_nodes, lambda _: self._lost_message(store.add(come, 0)))
             for key in store.list_keys():
                 if not key.startswith(OF_LAUNCHERS):
                     store.delete_key(key)
             store.set(begin, "1")
         else:
-            self._wait(lambda: store.check([begin]), lambda _: self._tell_lost(store.add(come, 0)))
+            self._wait(lambda: store.check([begin]), lambda _: self._lost_message(store.add(come, 0)))
 
-    def _tell_lost(self, come: int) -> str:
+    def _lost_message(self, come: int) -> str:
         return f"{come} of {self.num_nodes} nodes came to restart {self._restart} within {self._timeout_s:g} s"
 
     def _missing(self, store: Store) -> list[int]:
         return [node for node in range(self.num_nodes) if not store.check([f"node/{node}"])]
 
-    def _tell_missing(self, store: Store) -> str:
+    def _missing_message(self, store: Store) -> str:
         missing = self._missing(store)
         return (
             f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes after {self._timeout_s:g} s at "

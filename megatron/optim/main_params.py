@@ -4,7 +4,7 @@ sequence-parallel group).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from megatron.optim.zero.partition import (
     gather_all,
     partition_of,
 )
-from tds.gradients import WIDE, Bucket, BucketSchedule, GradientBucket, multiply
+from tds.gradient_reducer import AgreedOrder, GradientReducer
+from tds.gradients import WIDE, multiply
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -303,12 +304,8 @@ class EngineGradients:
 # ZeRO 0 and 1: whole gradients that are summed over the replicas while the last backward of a step runs.
 #
 # Up to the last micro-batch a gradient is added up where it lies, and nothing is sent. In the last backward each is
-# final as soon as it comes, and a bucket is on its way as soon as all of it has come (``BucketSchedule``). What the
-# last micro-batch does not reach has the sum of the others, or zeros: its bucket goes last.
-#
-# The sums are those of ``tds.reduce_gradients`` after the backward to the bit, in the same buckets; only their time
-# differs. What autograd adds to twice in one backward (a weight that several layers share, under reentrant recompute)
-# would be sent half made, and is refused.
+# final as soon as it comes. What the last micro-batch does not reach has the sum of the others, or zeros: its bucket
+# goes last.
 
 
 class OverlappedMainGradients(MainGradients):
@@ -318,61 +315,34 @@ class OverlappedMainGradients(MainGradients):
 
     def __init__(self, masters: MainParams) -> None:
         super().__init__(masters)
-        self._group = masters.data_group.handle
-        self._order = BucketSchedule(self._group)
+        group = masters.data_group.handle
+        self._order = AgreedOrder(group)
+        way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
+        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out)
         self._is_last = False
-        self._final: set[torch.Tensor] = set()
-        self._started: list[GradientBucket] = []
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:
         super().adopt(parameter)
-        parameter.register_post_accumulate_grad_hook(self._arrive)  # behind the hook that adds up in fp32
         self._order.adopt(parameter)
 
     def begin_last_backward(self) -> None:
         self._is_last = True
+        self._reducer.begin_last_backward()  # its hooks come behind those that add up in fp32
 
     def end_micro_batch(self) -> None:
         """After the last one start the sums that have not started. Collective."""
-        if not self._is_last:
-            return
-        self._is_last = False
-        self._final.clear()
-        self._start(self._order.rest())
-        self._order.end()
+        if self._is_last:
+            self._is_last = False
+            self._reducer.end_last_backward()
+            self._reducer.finish_launch()
 
     def finish(self, factor: float) -> None:
-        started, self._started = self._started, []
-        for bucket in started:
-            bucket.wait(factor)
+        self._reducer.wait(factor)
 
     def clear(self) -> None:
-        for bucket in self._started:
-            bucket.work.wait()
-        self._started.clear()
-        self._final.clear()
         self._is_last = False
-        self._order.reset()
+        self._reducer.reset()
         super().clear()
-
-    def _arrive(self, parameter: torch.Tensor) -> None:
-        """Take note of the gradient that backward has just left."""
-        if not self._is_last or not parameter.numel():
-            return
-        if parameter not in self._final:
-            self._final.add(parameter)
-            self._start(self._order.arrived(parameter))
-        elif self._order.is_taken(parameter):
-            raise RuntimeError(
-                "backward must leave the gradient of a weight once, got one of shape "
-                f"{tuple(parameter.shape)} twice, the second time when its sum over the replicas had started. "
-                "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
-            )
-
-    def _start(self, buckets: Iterable[Bucket]) -> None:
-        with torch.no_grad():
-            start = GradientBucket.start_all_reduce
-            self._started += [start([self.of(p) for p in bucket], self._group) for bucket in buckets]
 
 
 # Gradients of weights that each tensor rank has applied to its part of the sequence: the sum over the ranks.

@@ -24,7 +24,7 @@ from megatron.models.common.memory import peak_flops
 from megatron.planner.layer_benchmarks import LayerTimings, slowest, timed, with_pieces
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import ROUND_S, SIZES, Rates, TimingBudget, link_of, rates_of, update_rate_of_host
-from megatron.planner.spawn_ranks import Rank, Tell, run_ranks
+from megatron.planner.spawn_ranks import Rank, Report, run_ranks
 
 DEADLINE_S = 300.0
 BUSY = 0.5
@@ -48,7 +48,7 @@ def calibrate(
     ranks: int = 0,
     kind: str = "auto",
     *,
-    tell: Tell = lambda text: None,
+    tell: Report = lambda text: None,
     pace: TimingBudget = TimingBudget(),  # noqa: B008 - frozen
     sizes: Sequence[int] = SIZES,
     round_s: float = ROUND_S,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.models import registry
-from megatron.models.common import memory as cost
 from megatron.models.common.cost import Costs
+from megatron.models.common.memory import Memory
 from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
 from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
@@ -45,7 +45,7 @@ class Estimate:
 
     layout: Layout
     bounds: Sequence[int]
-    memory: Sequence[cost.Memory]
+    memory: Sequence[Memory]
     parts: Mapping[str, float]
     bubble: float
     traffic: Mapping[str, Traffic]
@@ -136,7 +136,7 @@ class Planner:
             self._parameters[tensor] = self.costs.stage_parameters([0, self.costs.num_units], tensor)[0]
         return self._parameters[tensor]
 
-    def memory(self, layout: Layout) -> list[cost.Memory]:
+    def memory(self, layout: Layout) -> list[Memory]:
         """Return what one rank of each stage holds."""
         return self.costs.memory_per_stage(
             self.bounds(layout),

@@ -172,12 +172,12 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget) -> list[LayerTi
         _touch_memory()
     shapes = [shape for shape in SHAPES[rank.kind == "cpu"] if shape.hidden <= pace.widest]
     for dtype in dtypes:
-        rank.tell(f"layers of every family in {dtype}")
+        rank.report(f"layers of every family in {dtype}")
         own = pace if dtype == dtypes[0] else replace(pace, turns=1)  # half a minute is not enough for three of all
         found += [_timed(rank, family, dtype, shape, own) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
     if rank.backend and pace.ranks_per_core == 1 and can_cut:
-        rank.tell(f"layers of every family in {dtypes[0]}, cut over the ranks")
+        rank.report(f"layers of every family in {dtypes[0]}, cut over the ranks")
         everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
         found += [_timed(rank, family, dtypes[0], shape, pace, everyone) for shape in can_cut for family in FAMILIES]
     return found

@@ -114,7 +114,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
 
 # What to paste: the variables of a run script and its flags, for one layout.
 
-TOLD = {
+SHOWN = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
     "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "batch_size", "gas",
     "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations", "recompute_granularity",
@@ -177,7 +177,7 @@ def said_schedule(layout: Layout) -> str | None:
 def given_flags(config: Any) -> list[str]:
     """Return the flags that were given and are told neither by variables nor by the layout."""
     family = FAMILIES[config.family]
-    told = TOLD | set(family.variables.values())
+    told = SHOWN | set(family.variables.values())
     if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
         told |= {"enc_layers", "dec_layers"}
     recipe, words = scan(family.recipe, (), config.family).values, []
@@ -248,7 +248,10 @@ def config_of(config: Any, layout: Layout) -> Any:
         "offload_optimizer": layout.offload_optimizer,
         "offload_parameters": layout.offload_parameters,
     }
-    given = (*(name for name in config.given if name not in TOLD), *(name for name, is_said in said.items() if is_said))
+    given = (
+        *(name for name in config.given if name not in SHOWN),
+        *(name for name, is_said in said.items() if is_said),
+    )
     return replace(
         config,
         parallel=parallel,

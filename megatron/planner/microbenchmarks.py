@@ -89,9 +89,9 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget) -> Rates:
     """
     products = {}
     for dtype in dtypes:
-        rank.tell(f"matrix products in {dtype}")
+        rank.report(f"matrix products in {dtype}")
         products[dtype] = _products(rank, dtype, pace)
-    rank.tell("memory and optimizer")
+    rank.report("memory and optimizer")
     stream = STREAM_PASSES * _bytes(dtypes[0], pace) * _turns_per_s(rank, _stream(rank, dtypes[0], pace), pace)
     update = UPDATE_BYTES * pace.numbers * _turns_per_s(rank, _update(rank.place, pace), pace)
     overhead_s = 1 / (2 * CHAIN * _turns_per_s(rank, _chain(rank.place), pace))
@@ -235,7 +235,7 @@ def link_of(rank: Rank, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) 
     """Return the link between all ranks, the same numbers on each. Collective over two ranks and more."""
     wires = {}
     for name, kind in KINDS.items():
-        rank.tell(f"messages: {name}")
+        rank.report(f"messages: {name}")
         turns = [(size, kind.make(rank, size)) for size in sizes]
         samples = [
             (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s) / kind.legs) for size, turn in turns

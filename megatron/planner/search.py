@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
-from megatron.models.common import memory as cost
-from megatron.models.common.memory import BYTES, State
+from megatron.models.common.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import SPLITTING, Layout, problems
 from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, bubble
@@ -352,6 +351,6 @@ def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> I
             yield LayoutChange(told, planner.estimate(layout))
 
 
-def overflow_of(memory: list[cost.Memory], usable: int) -> int:
+def overflow_of(memory: list[Memory], usable: int) -> int:
     """Return by how many bytes the fullest stage exceeds ``usable``; negative where it fits."""
     return max(stage.total for stage in memory) - usable

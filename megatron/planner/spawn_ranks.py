@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron import device
 from megatron.child_process import die_with_parent
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rank:
     def place(self) -> torch.device:
         return device.bind(self.kind, self.number)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Let the caller hear ``text``, from the first rank."""
         if self.number == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
@@ -68,7 +68,7 @@ def run_ranks(
     backend: str = "gloo",
     threads: int | None = None,
     deadline_s: float = 120.0,
-    tell: Tell = lambda text: None,
+    tell: Report = lambda text: None,
 ) -> list[Any]:
     """Return what ``function(rank, *args)`` gave in each of ``size`` processes.
 
@@ -105,7 +105,7 @@ def run_ranks(
                 process.join()
 
 
-def _answers(pipes: list[Connection], deadline_s: float, tell: Tell) -> list[Any]:
+def _answers(pipes: list[Connection], deadline_s: float, tell: Report) -> list[Any]:
     """Return one answer of each rank; the first failure ends the wait, for the others may hang."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + deadline_s

@@ -172,11 +172,11 @@ def _first_difference(slow: Tokenizer, fast: Tokenizer, texts: Sequence[str]) ->
         right = expected[0][spans[0] : spans[0] + spans[2]]
         wrong = got[0][spans[1] : spans[1] + spans[3]]
         if not np.array_equal(right, wrong):
-            return _told(slow, text, right.tolist(), wrong.tolist())
+            return _format_difference(slow, text, right.tolist(), wrong.tolist())
     return ""
 
 
-def _told(tokenizer: Tokenizer, text: str, right: list[int], wrong: list[int]) -> str:
+def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong: list[int]) -> str:
     place = next(
         (at for at, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), min(len(right), len(wrong))
     )

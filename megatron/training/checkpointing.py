@@ -38,7 +38,7 @@ def settle(run: Run) -> None:
 def on_save_committed(run: Run, step: int, path: Path, text: str, values: Mapping[str, float]) -> None:
     """The checkpoint ``path`` of ``step`` is whole and committed."""
     run.saved = path
-    tell(run, step, text, values)
+    log_save(run, step, text, values)
     if run.world.rank == 0:
         failure.note_committed_step(step)
 
@@ -53,7 +53,7 @@ def note_failure(run: Run, step: int, error: CheckpointError) -> None:
         run.metrics.write("save", step, {"failed": 1})
 
 
-def tell(run: Run, step: int, text: str, values: Mapping[str, float]) -> None:
+def log_save(run: Run, step: int, text: str, values: Mapping[str, float]) -> None:
     """Show ``text`` and record ``values``, of the checkpoint of ``step``, on rank 0."""
     if run.screen is not None:
         run.screen.line(f"step {step} | {text}")
@@ -218,7 +218,7 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
     stall = {"save_stall_s": stall_s, "save_stall_share": run.saves.share_since_last(stall_s)}
     if isinstance(written, Staged):
         told = {"staged_s": written.seconds, "staged_bytes": written.num_bytes}
-        tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})
+        log_save(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})
     else:
         on_save_committed(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
 

@@ -120,7 +120,7 @@ KINDS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Told:
+class RankData:
     """What a rank tells the others of its data; ``prints`` has one text for each kind of data set that it has."""
 
     problem: str | None
@@ -131,7 +131,7 @@ class Told:
     prints: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> Told:
+    def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> RankData:
         if failure or not reads:
             return cls(str(failure) if failure else None, False)
         ordered = as_ordered(datasets.get("train"))
@@ -166,7 +166,7 @@ def _print(dataset: object) -> str:
     return f"{text} and order {hashlib.sha256(order).hexdigest()[:8]}"
 
 
-def disagreement(told: Sequence[Told]) -> str | None:
+def disagreement(told: Sequence[RankData]) -> str | None:
     """Say which ranks have opened other data than the first one that reads."""
     for kind in KINDS:
         ranks: dict[str, list[int]] = {}
@@ -278,7 +278,7 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
-    told = world.grid.host.gather_objects(Told.of(datasets, world.reads_data, failure))
+    told = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
     problem = next((one.problem for one in told if one.problem), None) or disagreement(told)
     if problem:
         raise DataError(problem)

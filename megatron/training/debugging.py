@@ -118,7 +118,7 @@ class Debugger:
         if settings.debug_dump is not None:
             names = [[name for name, _ in each] for each in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
-        self._is_dumping = self._has_told_form = False
+        self._is_dumping = self._has_noted_structure = False
         self._number = config.batch.gas
         chunks = getattr(engine.module, "chunks", 1)
         self._chunks = _chunks_of_parameters(engine.module, chunks)
@@ -162,7 +162,7 @@ class Debugger:
     def _looking(self, step: int) -> Iterator[None]:
         """Look at all within, and at what comes ahead of the update."""
         self._check.clear()
-        self._found, self._has_asked, self._has_told_form = None, False, False
+        self._found, self._has_asked, self._has_noted_structure = None, False, False
         on_loss = self.engine.on_loss
 
         def ahead_of_update(loss: float) -> None:
@@ -189,7 +189,7 @@ class Debugger:
             return
         is_gradient = seen.what in (GRAD_OUTPUT, GRAD_INPUT)
         if is_gradient:
-            self._tell_form_of_loss(self._writer)
+            self._note_loss_structure(self._writer)
         if seen.is_boundary or not self._pattern.search(seen.name):
             return
         samples, first = self.config.batch.batch_size, self.world.grid.data.rank * self._number + seen.micro_batch
@@ -207,14 +207,14 @@ class Debugger:
             is_share=seen.is_share,
         )
 
-    def _tell_form_of_loss(self, writer: Writer) -> None:
+    def _note_loss_structure(self, writer: Writer) -> None:
         """Write ahead of the first gradient what ``folder.read`` makes gradients of the mean loss by.
 
         The last stage alone knows, but its line is there for the tensors of all.
         """
-        if not self._has_told_form and self.engine.has_weighted_loss is not None:
+        if not self._has_noted_structure and self.engine.has_weighted_loss is not None:
             writer.note("loss", is_weighted=self.engine.has_weighted_loss)
-            self._has_told_form = True
+            self._has_noted_structure = True
 
     def _dump_weights(self, writer: Writer) -> None:
         """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""

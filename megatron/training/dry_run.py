@@ -15,7 +15,7 @@ from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError
 from megatron.log import human_bytes, human_count
 from megatron.models import registry
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import BYTES, Memory, Zero, waiting_of
 from megatron.models.t5.config import t5_units
 from megatron.mpu.topology import Topology
 from megatron.training.console import TrainingConsole
@@ -180,7 +180,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         )
 
 
-def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[cost.Memory]:
+def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[Memory]:
     """Return an estimate of what one rank of each stage holds."""
     batch = config.batch
     return registry.costs_of(config, is_on_cpu=_is_on_cpu(config)).memory_per_stage(
@@ -188,22 +188,22 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         micro_batch_size=batch.batch_size,
         num_micro_batches=batch.gas,
         tensor=topology.tensor,
-        dtype=dtype if dtype in cost.BYTES else "fp32",
+        dtype=dtype if dtype in BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
         zero=zero_of(config, topology.data),
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_selective=config.parallel.recompute_granularity == "selective",
         sequence=topology.tensor if config.parallel.sequence_parallel else 1,
-        waiting=cost.waiting_of(config),
+        waiting=waiting_of(config),
         is_compiled=config.parallel.compile,
         **_schedule(config, bounds, topology.pipe),
     )
 
 
-def zero_of(config: Config, replicas: int) -> cost.Zero:
+def zero_of(config: Config, replicas: int) -> Zero:
     """Return how so many replicas share what they hold."""
     settings = config.optimizer
-    return cost.Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters)
+    return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters)
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:

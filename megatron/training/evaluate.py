@@ -38,7 +38,7 @@ def _evaluate(run: Run, kind: str) -> float | None:
         if loss is None:
             return None
         losses[corpus or ""] = loss
-    _tell(run, kind, weighted_mean(losses, weights or {"": 1.0}), losses if weights else {})
+    _log_evaluation(run, kind, weighted_mean(losses, weights or {"": 1.0}), losses if weights else {})
     return weighted_mean(losses, weights or {"": 1.0})
 
 
@@ -60,7 +60,7 @@ def _mean_loss(run: Run, kind: str, corpus: str | None) -> float | None:
     return loss
 
 
-def _tell(run: Run, kind: str, loss: float, losses: Mapping[str, float]) -> None:
+def _log_evaluation(run: Run, kind: str, loss: float, losses: Mapping[str, float]) -> None:
     values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
     if run.screen is not None:
         each = f" | {numbers_text(losses, '.4f')}" if losses else ""

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
-from megatron.training.failure import asked_through_launcher, leave_for_dead_peer, told_by_launcher
+from megatron.training.failure import asked_through_launcher, leave_for_dead_peer, peer_failure
 
 WARNING = signal.SIGUSR1
 """What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
@@ -66,7 +66,7 @@ class StopRequests:
         return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        death = told_by_launcher()
+        death = peer_failure()
         if death:
             leave_for_dead_peer(death)
             return

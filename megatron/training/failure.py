@@ -33,7 +33,7 @@ from megatron.errors import ConfigError, JobError, PeerError, StopRequest, exit_
 # MEGATRON_FAILURE_FILE names the first one; without our launcher there are none, and the ranks print all they know.
 
 
-def told_by_launcher() -> str | None:
+def peer_failure() -> str | None:
     """Return what the launcher has written of a dead peer, or None while all live."""
     place = os.environ.get("MEGATRON_FAILURE_FILE")
     return (_read(place).strip() or None) if place else None
@@ -82,7 +82,7 @@ def is_reported(failure_file: str) -> bool:
     return Path(f"{failure_file}.said").exists()
 
 
-def is_first_to_tell() -> bool:
+def is_first_to_report() -> bool:
     """Return whether no other rank of this node has shown its traceback: the same one from each says nothing new."""
     place = os.environ.get("MEGATRON_FAILURE_FILE")
     if not place:
@@ -240,7 +240,7 @@ _leaving = threading.RLock()
 """Held for good by the thread whose error ends this process."""
 _code: int | None = None
 """The exit code of the error that has been told."""
-_is_guarded = _is_saying = _is_hurried = False
+_is_guarded = _is_reporting = _is_hurried = False
 _MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -276,13 +276,13 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
         leave(error, who())
 
 
-def tell(error: BaseException, who: str) -> None:
+def report_failure(error: BaseException, who: str) -> None:
     """Say now what will end this process: undoing what it holds takes a while, in which the launcher may end it.
 
     Below ``guard`` alone; what is raised later counts for nothing then. Elsewhere the caller may go on.
     """
     if _is_guarded and _ends_process(error):
-        _say(error, who)
+        _report(error, who)
 
 
 def _ends_process(error: BaseException) -> bool:
@@ -298,7 +298,7 @@ def leave(error: BaseException, who: str, linger: Callable[[], object] | None = 
     Args:
         linger: called between the last words and the end, while other threads are silent; its errors count for nothing.
     """
-    code = _say(error, who)
+    code = _report(error, who)
     if linger is not None:
         with suppress(Exception):
             linger()
@@ -315,7 +315,7 @@ def leave_for_dead_peer(death: str) -> None:
     _is_hurried = True
     if _code is not None:
         os._exit(_code)
-    if _is_saying:
+    if _is_reporting:
         return
     who = f"rank {os.environ.get('RANK', '0')}"
     handled = sys.exc_info()[1]
@@ -325,14 +325,14 @@ def leave_for_dead_peer(death: str) -> None:
     os._exit(4)
 
 
-def _say(error: BaseException, who: str) -> int:
+def _report(error: BaseException, who: str) -> int:
     """Say what happened, unless this thread has said before what ends this process; return the exit code."""
-    global _code, _is_saying
+    global _code, _is_reporting
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()
     if _code is not None:
         return _code
-    _is_saying = True
+    _is_reporting = True
     note_reporting()
     if threading.current_thread() is threading.main_thread():
         signal.signal(
@@ -363,7 +363,7 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         told = failure if isinstance(failure, JobError) else error
         print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(told).__name__}: {told}'}")
         note_reported()
-        if not isinstance(failure, JobError) and is_first_to_tell():
+        if not isinstance(failure, JobError) and is_first_to_report():
             traceback.print_exception(error, file=sys.stderr)
 
 
@@ -395,7 +395,7 @@ def as_peer_error(error: BaseException) -> BaseException:
         if isinstance(cause, kinds) and (own := fault_of_this_rank(cause)) is not None:
             return own
         if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
-            return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
+            return PeerError(peer_failure() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
 

@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.data import BlendPaths
 from megatron.errors import ConfigError, DataError
 from megatron.models.registry import has_part, load
-from megatron.tokenizer import build as build_tokenizer
+from megatron.tokenizer import build
 
 # What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, dropout.
 #
@@ -94,7 +94,7 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
     files = config.data
     if not (files.tokenizer_path or files.vocab_file):
         return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
-    tokenizer = build_tokenizer(
+    tokenizer = build(
         files.tokenizer_type,
         vocab_file=files.vocab_file,
         merge_file=files.merge_file,

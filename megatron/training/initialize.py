@@ -28,7 +28,7 @@ from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.mappings import all_reduce
 from megatron.training.device_setup import backend_of, check_device_fits, configure_device
 from megatron.training.failure import fault_of_this_rank
-from megatron.training.rendezvous import rendezvous, told_ranks
+from megatron.training.rendezvous import format_ranks, rendezvous
 
 # Checks right after the ranks have met that all of them run the same thing: code, versions, arguments, environment.
 #
@@ -122,7 +122,7 @@ def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
             if name in one or not name.startswith("code"):
                 ranks_of.setdefault(one.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
-            told = (f"{value} on rank {told_ranks(ranks)}" for value, ranks in ranks_of.items())
+            told = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
             yield f"{name}: {'; '.join(told)}"
 
 

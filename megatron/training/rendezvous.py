@@ -168,7 +168,7 @@ def _barrier(
             keys.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
         elif now > deadline:
             missing = [other for other in range(size) if not keys.check([f"{name}/{other}"])]
-            keys.compare_set(name, "", f"{wanted}, {_told_missing(missing)}")
+            keys.compare_set(name, "", f"{wanted}, {_format_missing(missing)}")
         elif now > heartbeat:
             heartbeat = now + _HEARTBEAT_S
             keys.add(f"{_HEARTBEATS}/{rank}", 1)
@@ -181,10 +181,10 @@ def _barrier(
     raise PeerError(word)
 
 
-def _told_missing(missing: list[int]) -> str:
+def _format_missing(missing: list[int]) -> str:
     return (
-        f"rank{'s' * (len(missing) > 1)} {told_ranks(missing)} did not come. Start each process with a RANK of its own "
-        "and with the MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others"
+        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not come. Start each process with a RANK of its "
+        "own and with the MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others"
     )
 
 
@@ -198,7 +198,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def told_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return "0, 2-5" for such ranks."""
     runs: list[list[int]] = []
     for rank in ranks:

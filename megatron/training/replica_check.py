@@ -39,7 +39,7 @@ class ReplicaMismatch(NamedTuple):
     """A parameter that differs, and the ranks, in words; the first rank of each group tells."""
 
     text: str
-    is_told_here: bool
+    is_reported_here: bool
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> Numeric
     Args:
         step, since: of this comparison and the last one that found nothing.
     """
-    told = "; ".join(drift.text for drift in found if drift.is_told_here)
+    told = "; ".join(drift.text for drift in found if drift.is_reported_here)
     error = NumericsError(
         f"all copies of a weight must be equal, bit for bit, got at step {step}: {told or 'a difference elsewhere'}. "
         f"Memory or a sum of gradients has failed since step {since}: go on from a checkpoint of that step or older "

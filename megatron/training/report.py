@@ -16,7 +16,7 @@ from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.log import human_count, human_time
 from megatron.models import registry
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import peak_flops
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
@@ -105,7 +105,7 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
 def peak_of_all_ranks(world: World) -> float | None:
     """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
     if world.kind != "cpu":
-        peak = cost.peak_flops(device.name(world.kind))
+        peak = peak_flops(device.name(world.kind))
         return peak * world.grid.topology.world_size if peak else None
     total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
     return all_reduce(total, world.grid.world).item()

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron import log
 from megatron.checkpoint import Checkpoint
 from megatron.checkpoint.folders import last_sequence
-from megatron.checkpoint.huggingface import config as tokens
 from megatron.checkpoint.huggingface import weights
+from megatron.checkpoint.huggingface.config import tokenizer_difference
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError, marked
 from megatron.training import data, deepspeed_checkpoint
@@ -48,7 +48,7 @@ def start_from(run: Run, source: Path) -> None:
                 raise CheckpointError(
                     f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
                 )
-            folder = weights.opened(source, stack)
+            folder = weights.open_pretrained(source, stack)
             folder.check_fits(run.config)
         folder.load(weight_records(run.engine.module, run.engine.optimizer))
     run.engine.optimizer.copy_masters_to_parameters()
@@ -63,7 +63,7 @@ def start_from(run: Run, source: Path) -> None:
 def _compare_tokenizers(config: Config, source: Path) -> None:
     """Say whether the run's tokenizer gives the ids that the weights of ``source`` were trained on, as far as seen."""
     try:
-        found = tokens.difference(source, config)
+        found = tokenizer_difference(source, config)
     except (ConfigError, DataError) as error:
         log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
         return

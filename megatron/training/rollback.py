@@ -33,7 +33,7 @@ def after_bad_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
         NumericsError: too many bad steps in a row, and no way back; the same on every rank.
     """
     guard, reason = run.guard, result.problem or ""
-    _say(run, f"step {samples.step} | {'skipped' if result.is_refused else 'spike'}: {reason} | {samples.text}")
+    _log_line(run, f"step {samples.step} | {'skipped' if result.is_refused else 'spike'}: {reason} | {samples.text}")
     if not result.is_refused:
         return False
     place = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
@@ -65,7 +65,7 @@ def _go_back(run: Run, samples: StepSamples, reason: str) -> None:
     left_out = {"first_sample": first, "last_sample": samples.last}
     _record(run, {"event": "went back", "step": samples.step, "to_step": step, "bad_steps": steps, **left_out,
                   "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
-    _say(
+    _log_line(
         run,
         f"step {samples.step} | {steps} bad steps in a row: back to {checkpoint}, step {step}; "
         f"{range_text(first, samples.last)} left out",
@@ -88,7 +88,7 @@ def _record(run: Run, record: dict[str, Any]) -> None:
         run.journal.add({"number": history.events, **record})
 
 
-def _say(run: Run, line: str) -> None:
+def _log_line(run: Run, line: str) -> None:
     if run.screen is not None:
         run.screen.line(line)
 

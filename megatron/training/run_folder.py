@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron import files, log
 from megatron.checkpoint import check_writable
-from megatron.checkpoint import metadata as manifest
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
 from megatron.checkpoint.huggingface import weights
+from megatron.checkpoint.metadata import MANIFEST_NAME, manifest_from_bytes
 from megatron.checkpoint.shard_file import FileVisibility
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError
@@ -98,7 +98,7 @@ def require_checkpoint(source: Path) -> None:
     if not place.is_dir():
         found_instead = "a file" if place.exists() else "not there"
         raise CheckpointError(f"--load must name a folder of checkpoints; {place} is {found_instead}")
-    if not (place / manifest.MANIFEST_NAME).exists() and not any(place.glob("step-*")):
+    if not (place / MANIFEST_NAME).exists() and not any(place.glob("step-*")):
         told = f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020"
         if deepspeed_checkpoint.foreign_tags_in(source):
             told += (
@@ -136,9 +136,9 @@ def has_saved(folder: Path) -> bool:
 
 
 def _job_of(checkpoint: Path) -> str | None:
-    path = checkpoint / manifest.MANIFEST_NAME
+    path = checkpoint / MANIFEST_NAME
     try:
-        return manifest.manifest_from_bytes(path.read_bytes(), path).state.get("job")
+        return manifest_from_bytes(path.read_bytes(), path).state.get("job")
     except (OSError, CheckpointError):
         return None
 

@@ -63,7 +63,7 @@ class RunLock:
 
         def refusal(text: bytes) -> str:
             return (
-                f"one job at a time may write to {folder}, got {_told(_parsed(text))}, which holds {path}. "
+                f"one job at a time may write to {folder}, got {_format_holder(_parsed(text))}, which holds {path}. "
                 "Name another folder with --save, or end that job; if it is gone, delete the file"
             )
 
@@ -72,7 +72,7 @@ class RunLock:
                 path, "lockf", wait_s=patience, describe=refusal, error=ConfigError, without_lock=_is_left
             )
             if found := _parsed(self._lock.left):
-                log.info(f"{path} is stale: {_told(found)} is gone; taken over")
+                log.info(f"{path} is stale: {_format_holder(found)} is gone; taken over")
             self._lock.write(json.dumps(_own()).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
@@ -128,7 +128,7 @@ def _start_of(pid: int) -> str | None:
     return None if words[0] in "ZX" else words[19]
 
 
-def _told(found: dict[str, Any]) -> str:
+def _format_holder(found: dict[str, Any]) -> str:
     if not found:
         return "a process that has not written who it is"
     return f"host {found.get('host')}, pid {found.get('pid')}, since {found.get('since')}"

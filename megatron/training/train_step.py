@@ -268,7 +268,7 @@ class SingleStageEngine:
         self._sum_over_replicas()
         read_ahead(data)
         read_with_norm(self.optimizer, agreement)
-        return self._update(*_told(agreement.means()))
+        return self._update(*_loss_values(agreement.means()))
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -281,7 +281,7 @@ class SingleStageEngine:
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
-        return _told(self._agree(meter).means())[0]
+        return _loss_values(self._agree(meter).means())[0]
 
     def bubble(self) -> None:
         """Return None: a single stage waits for no other."""
@@ -340,7 +340,7 @@ class PipelineStepEngine:
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
-        engine.on_loss = lambda _: self.on_loss(_told(engine.means)[0])
+        engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
@@ -350,15 +350,15 @@ class PipelineStepEngine:
         self._step, self._number = step, number
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
-        with _told_as_data_error():
+        with _raising_data_error():
             self.engine.train_batch(data)
-        loss, losses = _told(self.engine.means)
+        loss, losses = _loss_values(self.engine.means)
         return result_of(loss, scale, self.optimizer, losses)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
-        with _told_as_data_error():
+        with _raising_data_error():
             means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
         return float(next(iter(means.values())) if isinstance(means, dict) else means)
 
@@ -394,7 +394,7 @@ class PipelineStepEngine:
 
 
 @contextmanager
-def _told_as_data_error() -> Iterator[None]:
+def _raising_data_error() -> Iterator[None]:
     """Turn what ``--check-data-agreement`` finds, the same on all ranks, into the error of data that cannot be used."""
     try:
         yield
@@ -402,7 +402,7 @@ def _told_as_data_error() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _told(means: MeanLosses) -> tuple[float, dict[str, float]]:
+def _loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
     """Return the mean loss and the others by name, as numbers of the host."""
     (_, loss), *others = means.numbers.items()
     return loss, dict(others)

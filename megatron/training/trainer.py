@@ -22,11 +22,10 @@ from megatron.config import Config
 from megatron.config.parallel import TRACE_IN_RUN
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rate
-from megatron.training import data as data_order
 from megatron.training import failure, global_vars, initialize, profiler, report, run_folder, run_lock
 from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
 from megatron.training.console import TrainingConsole
-from megatron.training.data import DatasetsProvider, open_data
+from megatron.training.data import DatasetsProvider, open_data, start_rows
 from megatron.training.dry_run import bubble_of_run
 from megatron.training.evaluate import evaluate as evaluate
 from megatron.training.exit_signals import StopRequests, how_to_go_on
@@ -283,7 +282,7 @@ def _go_on(this: Run, place: Place) -> None:
         raise
     except BaseException as error:
         _close_screen(this)
-        failure.tell(error, this.world.name)
+        failure.report_failure(error, this.world.name)
         _close_reports(this, draws=False)
         raise
     _close_reports_together(this)
@@ -387,7 +386,7 @@ def _open_reports(this: Run, place: Place) -> None:
     this.rates = report.Rates(config, peak, counted)
     this.predicted_bubble = bubble_of_run(config, bounds, counted)
     sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step
-    read = data_order.start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
+    read = start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
     rows = report.start_rows(config, here, this.engine.module, counted, this.folder, read, peak)
     this.screen.table(f"{this.folder.name}", rows)
 

@@ -61,7 +61,7 @@ class Auto:
         self.is_settled = num_stages == 1
         self._set_schedule(first_name(num_chunks))
         if self.is_settled:
-            self._say(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
+            self._log(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
 
     @property
     def measures(self) -> bool:
@@ -96,7 +96,7 @@ class Auto:
         name, reason = best(whole, split, self._num_stages, num_micro_batches, self._num_chunks)
         self._chosen_for = num_micro_batches
         self._set_schedule(name)
-        self._say(reason)
+        self._log(reason)
 
     def _average(self, work: Iterable[Work]) -> Costs:
         """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
@@ -110,7 +110,7 @@ class Auto:
         forward, *backwards = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
         return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
 
-    def _say(self, reason: str) -> None:
+    def _log(self, reason: str) -> None:
         self.told = f'"schedule": "auto" runs {reason}'
         if dist.get_rank() == 0:
             log_rank_0(self.told)

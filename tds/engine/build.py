@@ -17,7 +17,8 @@ from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
-from tds.gradients import GradientReducer, GradientSource
+from tds.gradient_reducer import ChunkOrder, GradientReducer
+from tds.gradients import GradientSource
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
@@ -171,7 +172,7 @@ def refuse_unsupported(engine: EngineParts) -> None:
         )
 
 
-def tell_what_acts_on_nothing(engine: EngineParts) -> None:
+def log_unused_settings(engine: EngineParts) -> None:
     """Say on rank 0 which keys of the JSON a program has set that act on DeepSpeed's own engine alone."""
     given = engine.config_given
     found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
@@ -215,9 +216,13 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
-    every, group = list(module.parameters()), engine.grid.get_data_parallel_group()
-    starts_early = overlaps_reduction(engine.pipeline_section)
-    return GradientReducer(every, chunks, tied, gradients, group, dtype=engine.sums_dtype, starts_early=starts_early)
+    return GradientReducer(
+        ChunkOrder(module.parameters(), chunks, tied),
+        gradients.of,
+        engine.grid.get_data_parallel_group(),
+        dtype=engine.sums_dtype,
+        starts_early=overlaps_reduction(engine.pipeline_section),
+    )
 
 
 def make_stage(engine: EngineParts) -> Stage:

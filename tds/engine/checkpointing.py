@@ -530,11 +530,15 @@ def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | N
             return f"they were cut over {replicas} replicas, now {here}"
     if engine.zero_optimization():
         shapes, wanted = checkpoint["param_shapes"], engine.zero_shapes()
-        return None if shapes == wanted else f"ZeRO's states were saved for {_told(shapes)}, now {_told(wanted)}"
+        return (
+            None
+            if shapes == wanted
+            else f"ZeRO's states were saved for {_format_shapes(shapes)}, now {_format_shapes(wanted)}"
+        )
     return _other_shapes(engine.optimizer, checkpoint["optimizer"])
 
 
-def _told(shapes: Any) -> str:
+def _format_shapes(shapes: Any) -> str:
     return ", ".join(f"{name} {list(shape)}" for group in shapes or [] for name, shape in group.items()) or "nothing"
 
 

@@ -19,8 +19,8 @@ from tds.engine.micro_batches import BatchSource, training_loader
 from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage import Call
+from tds.gradient_reducer import GradientReducer
 from tds.gradients import (
-    GradientReducer,
     GradientSource,
     clip,
     global_norm,
@@ -262,12 +262,12 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
-        self._has_told_split = False
+        self._has_logged_split = False
         self.report = StepReport(self, lambda: self._seeing.bubble("report"))
         limit_waits(self.module, build.wait_limit(self.pipeline_section, default_timeout()))
         build.refuse_unsupported(self)
         build.check_keys(self.pipeline_section)
-        build.tell_what_acts_on_nothing(self)
+        build.log_unused_settings(self)
         build.configure_recompute(self)
         self._plan = build.make_plan(self)
         self._gradients = build.make_gradients(self)
@@ -304,7 +304,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             self._stage.exchange.window = self._plan.window(self.micro_batches)
             with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
-            self._tell_what_is_split()
+            self._log_split_layers()
             loss = finish(self, call.meter, self._gradients, call.reducer, call.source)
         self.micro_steps += self.micro_batches
         return loss
@@ -394,13 +394,13 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         is_asked = self.agrees_on_data or self._compares_data
         return BatchSource(iterator, self.batch_fn, self.stage_id, self._data_agreement if is_asked else None)
 
-    def _tell_what_is_split(self) -> None:
+    def _log_split_layers(self) -> None:
         """Say once, on one rank of each stage, whose backward a schedule could split."""
-        if self._has_told_split or not self._stage.splits:
+        if self._has_logged_split or not self._stage.splits:
             return
-        self._has_told_split = True
+        self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
-            told = self._stage.splitter.told(dict(self.module.named_parameters()))
+            told = self._stage.splitter.describe_split(dict(self.module.named_parameters()))
             log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {told}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:

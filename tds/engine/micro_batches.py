@@ -72,7 +72,7 @@ class DataConsistency:
         if ended and ready:
             raise DataEnded(
                 "the data must last equally long on all ranks that read, got none for this call on "
-                f"{self._told(ended)}, and more on {self._told(ready)}. {_ADVICE}"
+                f"{self._format_ranks(ended)}, and more on {self._format_ranks(ready)}. {_ADVICE}"
             )
         if ended:
             raise StopIteration
@@ -123,7 +123,7 @@ class DataConsistency:
             dist.all_gather(everyone, own, group=self._group)
         return [row.tolist() for row in everyone]
 
-    def _told(self, ranks: Sequence[int]) -> str:
+    def _format_ranks(self, ranks: Sequence[int]) -> str:
         shown = [self._name_of(rank) for rank in ranks[:4]]
         return ", ".join(shown) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
@@ -152,7 +152,9 @@ def checksum(value: Any, before: int = 0) -> int:
 
 # What a micro-batch must be, ``((inputs...), labels)``, and the words for what came instead.
 
-FORM = "((inputs...), labels): what the first layer takes, and what the loss function takes beside the output"
+BATCH_STRUCTURE = (
+    "((inputs...), labels): what the first layer takes, and what the loss function takes beside the output"
+)
 _MOST_SHOWN = 6
 _DEEPEST = 6
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -189,7 +191,9 @@ def as_pair(batch: Any, origin: str) -> tuple[Any, Any]:
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    raise TypeError(f"a micro-batch must be {FORM}, got {describe_structure(batch)} from {origin}. {_advice(batch)}")
+    raise TypeError(
+        f"a micro-batch must be {BATCH_STRUCTURE}, got {describe_structure(batch)} from {origin}. {_advice(batch)}"
+    )
 
 
 def refuse_input(value: Any, path: str, inputs: Any) -> TypeError:

@@ -250,7 +250,7 @@ def table(pieces: Sequence[Piece]) -> str:
     return "\n".join(lines)
 
 
-def told_layers(names: Sequence[str], start: int) -> str:
+def format_layers(names: Sequence[str], start: int) -> str:
     """Return "3-6 Block x 3, Norm": the numbers of the first and last layer, and the names in their order."""
     runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
     span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
@@ -268,7 +268,7 @@ def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
         chunk, owner = divmod(index, len(counts))
         parameters, weight_bytes = counts[owner][chunk]
         costs = None if cut is None else cut.layers[start:stop]
-        pieces.append(Piece(owner, chunk, told_layers(names[start:stop], start), parameters, weight_bytes, costs))
+        pieces.append(Piece(owner, chunk, format_layers(names[start:stop], start), parameters, weight_bytes, costs))
     if dist.get_rank() != 0:
         return
     if cut is not None:

@@ -32,7 +32,7 @@ class Recompute:
 
     def __init__(self) -> None:
         self._kept = WeakIdKeyDictionary()  # tensor -> (its count of changes, what is kept): several runs may share it
-        self._has_told = False
+        self._has_logged = False
 
     @contextmanager
     def running(self, module: Any) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Recompute:
             return
         function = module.activation_checkpoint_func
         if takes_the_place_of(function):
-            self._tell()
+            self._log_once()
         chosen = self.checkpoint if takes_the_place_of(function) else function
         module.activation_checkpoint_func = keeping_structure(chosen)
         try:
@@ -76,10 +76,10 @@ class Recompute:
             self._kept[x] = changes_of(x), kept
         return kept
 
-    def _tell(self) -> None:
-        if self._has_told or dist.get_rank() != 0:
+    def _log_once(self) -> None:
+        if self._has_logged or dist.get_rank() != 0:
             return
-        self._has_told = True
+        self._has_logged = True
         part = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "whole"
         place = "on the host" if checkpointing.CPU_CHECKPOINT else "on the device"
         buffers = ", in no buffer of its own" if checkpointing.CONTIGUOUS_CHECKPOINTING else ""

@@ -17,7 +17,8 @@ from tds.engine.micro_batches import BatchSource, describe_structure, stage_inpu
 from tds.engine.monitor import BACKWARD, FORWARD, untimed
 from tds.engine.recompute import Recompute
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.gradients import GradientReducer, GradientSource
+from tds.gradient_reducer import GradientReducer
+from tds.gradients import GradientSource
 from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import (
@@ -256,7 +257,7 @@ class Stage:
             inputs, leaves = self.exchange.recv_forward(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        told = _telling(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
+        told = _adding_note(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
         with call.part(FORWARD), told, self._splitting(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
@@ -341,10 +342,10 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         given = output, labels
-        told = _telling(lambda: f"the loss function was given {describe_structure(given)}")
+        told = _adding_note(lambda: f"the loss function was given {describe_structure(given)}")
         with call.part(FORWARD), told, self._splitting(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
-        with _telling(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
+        with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
             share = call.meter.add(loss, action.micro_batch)
         if not call.is_training:
             call.outputs.append(loss)
@@ -375,7 +376,7 @@ class Stage:
 
 
 @contextmanager
-def _telling(words: Callable[[], str], is_told: bool = True) -> Iterator[None]:
+def _adding_note(words: Callable[[], str], is_told: bool = True) -> Iterator[None]:
     """Add ``words`` to an error that is raised within: what a user's code was given tells its nesting."""
     try:
         yield

@@ -118,7 +118,7 @@ class WeightGradStore:
         self._put_off.clear()
         self._current = None
 
-    def told(self, parameters: Mapping[str, torch.Tensor]) -> str:
+    def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
         """Return in words which of the named ``parameters`` are split."""
         whole = {name: p.numel() for name, p in parameters.items() if p.requires_grad and p not in self.split}
         every = sum(p.numel() for p in parameters.values() if p.requires_grad)

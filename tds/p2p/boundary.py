@@ -161,7 +161,7 @@ def _check_flag(name: str, index: int, value: Any) -> None:
 # The receiving stage's layer gets what the sending one returned, in the same form and order, and may work on it in
 # place.
 
-FORMS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
+CONTAINERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 """Their places in this list travel in headers."""
 
 
@@ -311,7 +311,7 @@ class TensorMeta:
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
-def told(tensor: torch.Tensor) -> str:
+def format_tensor(tensor: torch.Tensor) -> str:
     """Return dtype and shape as a user writes them."""
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
@@ -342,7 +342,7 @@ def describe(
         raise BoundaryError(
             f"{place} must pass on the {len(records)} tensors that are declared "
             f"({', '.join(_declared(record) for record in records)}), got {len(tensors)} "
-            f"({', '.join(map(told, tensors))}). "
+            f"({', '.join(map(format_tensor, tensors))}). "
             "Change the layer's output or _input_grad, _input_type and _input_pipe_partitioned."
         )
     names = tuple(record.name for record in records)
@@ -356,7 +356,7 @@ def describe(
 
 
 def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorMeta:
-    got = told(tensor)
+    got = format_tensor(tensor)
     if not record.fits(tensor.dtype):
         text = f"{place}: declared {dtype_name(record.dtype)}, got"
         if not _is_float_declared_int(record, tensor.dtype):
@@ -477,7 +477,7 @@ def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Plac
             f"the keys of a dict that crosses a stage must fit into {MAX_KEY_BYTES} bytes, got {len(keys)} bytes for "
             f"{len(structure.keys)} keys from {place}, {structure.keys[0][:40]!r} first. Use shorter keys, or a tuple."
         )
-    values = [MAGIC, len(specs), FORMS.index(structure.form), len(keys)]
+    values = [MAGIC, len(specs), CONTAINERS.index(structure.form), len(keys)]
     for index, spec in enumerate(specs):
         if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
             raise BoundaryError(
@@ -504,4 +504,4 @@ def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structu
         specs.append(TensorMeta(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
     text = b"".join(word.to_bytes(8, sys.byteorder, signed=True) for word in values[_KEYS - _FRONT :])
     keys = json.loads(text[:num_key_bytes])
-    return tuple(specs), Structure(FORMS[form], tuple(keys))
+    return tuple(specs), Structure(CONTAINERS[form], tuple(keys))

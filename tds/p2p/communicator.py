@@ -29,10 +29,10 @@ from tds.p2p.boundary import (
     encode_header,
     entered,
     flatten,
+    format_tensor,
     input_place,
     output_place,
     records_of,
-    told,
 )
 from tds.p2p.host_copies import Copied
 from tds.schedule import Action, Kind, Message, received
@@ -486,8 +486,8 @@ class P2PCommunicator(Transport):
         for index, tensor in enumerate(tensors):
             if tensor.device.type != self.links.device.type or tensor.layout is not torch.strided:
                 raise TypeError(
-                    f"{place.tensor(index)} must be a dense tensor on {self.links.device}, got {told(tensor)} on "
-                    f"{tensor.device} with layout {tensor.layout}. Change it in the layer."
+                    f"{place.tensor(index)} must be a dense tensor on {self.links.device}, got {format_tensor(tensor)} "
+                    f"on {tensor.device} with layout {tensor.layout}. Change it in the layer."
                 )
         records = records_of(self.declared, message.chunk * self.links.num_stages + self.links.stage)
         flags = {"is_training": self.is_training, "marks_all": self.marks_all}

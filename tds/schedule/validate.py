@@ -144,8 +144,8 @@ class _Run:
             if found != event.takes:
                 raise ScheduleError(
                     f"messages must be taken in the order in which they are sent: stage {event.stage} at "
-                    f"{event.action} would take the {_told(event.source, found)} for the "
-                    f"{_told(event.source, event.takes)}"
+                    f"{event.action} would take the {_format_content(event.source, found)} for the "
+                    f"{_format_content(event.source, event.takes)}"
                 )
         if event.target is not None and event.sends is not None:
             wire = self.wires.get(event.target)
@@ -156,12 +156,12 @@ class _Run:
     def _check_end(self) -> None:
         waiting = {event.stage: event for event in self.next if event is not None}
         if waiting:
-            raise ScheduleError(f"stages wait for each other: {self._told_circle(waiting)}")
+            raise ScheduleError(f"stages wait for each other: {self._format_cycle(waiting)}")
         for channel, wire in self.wires.items():
             if wire:
-                raise ScheduleError(f"stage {channel.receiver} never takes the {_told(channel, wire[0])}")
+                raise ScheduleError(f"stage {channel.receiver} never takes the {_format_content(channel, wire[0])}")
 
-    def _told_circle(self, waiting: dict[int, Event]) -> str:
+    def _format_cycle(self, waiting: dict[int, Event]) -> str:
         """Tell who waits for whom, from the first stage that waits on, until the chain closes or ends."""
         stage: int | None = min(waiting)
         chain: list[int] = []
@@ -172,7 +172,7 @@ class _Run:
         return "; ".join(told) + ("" if stage in waiting else ", which has no more to do")
 
 
-def _told(channel: Channel, content: Content) -> str:
+def _format_content(channel: Channel, content: Content) -> str:
     name = channel.kind.name.lower()
     return f"{name} of micro-batch {content.micro_batch}, piece {content.piece}, from stage {channel.sender}"
 
@@ -196,7 +196,12 @@ WHEN: dict[type[Action], str] = {
     BackwardInput: "after its Forward",
     BackwardWeight: "after its BackwardInput",
 }
-TOLD = {NOTHING: "nothing", FORWARD_DONE: "its Forward", INPUT_DONE: "its BackwardInput", DONE: "its whole backward"}
+STATE_NAMES = {
+    NOTHING: "nothing",
+    FORWARD_DONE: "its Forward",
+    INPUT_DONE: "its BackwardInput",
+    DONE: "its whole backward",
+}
 MISSING = {NOTHING: "Forward", FORWARD_DONE: "Backward", INPUT_DONE: "BackwardWeight"}
 RISING = (
     ((Forward,), "forwards", "data are read in this order"),
@@ -257,7 +262,7 @@ def _check_stage(
         if reached[place] != needed:
             raise ScheduleError(
                 f"stage {stage}: {action} must come once, {WHEN[type(action)]}, got it when "
-                f"{TOLD[reached[place]]} was done"
+                f"{STATE_NAMES[reached[place]]} was done"
             )
         reached[place] = done
         if done == FORWARD_DONE:

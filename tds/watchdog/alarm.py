@@ -84,14 +84,14 @@ class Alarms:
         reports: dict[int, Report] = {}
         missing = set(range(len(self._names)))
 
-        def has_everyone_told() -> bool:
+        def have_all_reported() -> bool:
             for rank in list(missing):
                 if store.check([f"report/{rank}"]):
                     reports[rank] = Report.decode(store.get(f"report/{rank}"))
                     missing.discard(rank)
             return not missing
 
-        until(has_everyone_told, GATHER_S)
+        until(have_all_reported, GATHER_S)
         return reports
 
     def _last_places(self, reports: dict[int, Report]) -> dict[int, str]:
@@ -100,12 +100,12 @@ class Alarms:
         return {rank: self._store.get(f"at/{rank}").decode() for rank in silent if self._store.check([f"at/{rank}"])}
 
 
-def tell(line: str, own: Report) -> None:
+def write_report(line: str, own: Report) -> None:
     """Write ``line`` to standard error, and the stack of the main thread if it waits for nobody.
 
     It is one call, so that lines of several ranks do not mix.
     """
-    stack = "" if own.is_waiting else diagnosis.told_stack(diagnosis.main_frame())
+    stack = "" if own.is_waiting else diagnosis.format_stack(diagnosis.main_frame())
     sys.stderr.write(f"{line}\n{stack}")
     sys.stderr.flush()
 

@@ -98,10 +98,10 @@ def report(
 
 def format_history(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
     """Return the last messages, and the collectives between them, in words, the newest last."""
-    return f"last messages: {', '.join(map(_told, list(history))) or 'none'}"
+    return f"last messages: {', '.join(map(_format_message, list(history))) or 'none'}"
 
 
-def _told(past: tuple[str, Kind, Message] | str) -> str:
+def _format_message(past: tuple[str, Kind, Message] | str) -> str:
     if isinstance(past, str):
         return past
     done, kind, message = past
@@ -193,7 +193,7 @@ def idle_s() -> float:
     return min((each for each in since if each >= 0), default=0.0)
 
 
-def told(groups: Mapping[str, str]) -> str:
+def format_operations(groups: Mapping[str, str]) -> str:
     """Return the last ``NUMBER`` operations in words, the newest last."""
     last = [each.words for each in operations(groups)[-NUMBER:]]
     runs = [(words, len(list(run))) for words, run in itertools.groupby(last)]
@@ -225,14 +225,14 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def told_stack(frame: FrameType | None) -> str:
+def format_stack(frame: FrameType | None) -> str:
     """Return the innermost ``DEEPEST`` calls in the form of a traceback, the last call last."""
     if frame is None:
         return ""
     return "".join(traceback.format_list(traceback.extract_stack(frame, DEEPEST)))
 
 
-def told_place(frame: FrameType | None) -> str:
+def format_place(frame: FrameType | None) -> str:
     """Return the innermost call that is neither Python's nor an installed library's, such as "read (loader.py:12)"."""
     each = frame
     while each is not None and _is_library(each.f_code.co_filename):

@@ -18,7 +18,7 @@ from typing import Any
 
 from tds.p2p import communicator
 from tds.watchdog import diagnosis
-from tds.watchdog.alarm import LINGER_S, PATIENCE_S, Alarms, tell
+from tds.watchdog.alarm import LINGER_S, PATIENCE_S, Alarms, write_report
 from tds.watchdog.diagnosis import Report, State, format_history, report
 
 LOOK_S = 0.3
@@ -75,7 +75,7 @@ class Watchdog:
         self._since = self._looked = time.monotonic()
         self._number = 0
         self._lock = threading.Lock()
-        self._asked = self._has_told = False
+        self._asked = self._has_reported = False
         self._heard, self._settled = threading.Event(), threading.Event()
         self._verdict: str | None = None
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -146,7 +146,7 @@ class Watchdog:
         self._wake.set()
         if not self._settled.wait(PATIENCE_S + LINGER_S) and number == self._number and not self._closed.is_set():
             own = self._report()
-            self._tell(own)
+            self._write_report(own)
             self._answered = self._seen
             self._conclude(number, STORE_LOST, own, None)
 
@@ -184,7 +184,7 @@ class Watchdog:
         self._heard.set()
         own = self._report()
         self._answered = self._seen
-        self._tell(own)
+        self._write_report(own)
         self._conclude(number, alarms.answer(own), own, alarms.linger)
 
     def _settle(self, number: int, found: str | None) -> None:
@@ -212,11 +212,11 @@ class Watchdog:
         own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
         return self._describe(own, state)
 
-    def _tell(self, own: Report) -> None:
+    def _write_report(self, own: Report) -> None:
         """Write this rank's one line."""
-        if not self._has_told:
-            self._has_told = True
-            tell("; ".join([f"{self.start_of_line}{self._name} {own.words}", *self._past()]), own)
+        if not self._has_reported:
+            self._has_reported = True
+            write_report("; ".join([f"{self.start_of_line}{self._name} {own.words}", *self._past()]), own)
 
 
 def _time(own: weakref.ref[Watchdog], closed: threading.Event) -> None:
@@ -276,7 +276,7 @@ class EngineWatchdog(Watchdog):
         self.exchange.waiting = None
         with self._lock:
             self._number += 1
-            self._asked = self._has_told = False
+            self._asked = self._has_reported = False
             self._verdict = None
             self._heard.clear()
             self._settled.clear()
@@ -291,7 +291,7 @@ class EngineWatchdog(Watchdog):
         self._wake.set()
         if self._listener.is_alive() and not self._settled.wait(PATIENCE_S):
             self._verdict = STORE_LOST
-        self._tell(self._report())
+        self._write_report(self._report())
         return self._verdict or self._is_cut_off
 
     def _phase(self) -> str:
@@ -393,10 +393,10 @@ class RunWatchdog(Watchdog):
         if operation is not None and not own.is_waiting:
             words += f", waiting in {operation}"
         is_waiting = own.is_waiting or operation is not None or self._is_busy()
-        return Report(is_waiting, own.waits_for, own.since_s, f"{words}, at {diagnosis.told_place(frame)}")
+        return Report(is_waiting, own.waits_for, own.since_s, f"{words}, at {diagnosis.format_place(frame)}")
 
     def _past(self) -> list[str]:
-        return [diagnosis.told(self._groups), *(super()._past() if self.exchange.history else [])]
+        return [diagnosis.format_operations(self._groups), *(super()._past() if self.exchange.history else [])]
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
         self._settle(number, found)

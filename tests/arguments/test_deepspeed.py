@@ -11,7 +11,7 @@ from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.config import get_pipeline_config
 
-from megatron.arguments import deepspeed_keys as keys
+from megatron.arguments import deepspeed_keys
 from megatron.config import Config, engine_dict, parse
 from megatron.errors import ConfigError
 from tds.engine import build
@@ -218,7 +218,7 @@ def test_the_schedules_and_keys_of_a_pipeline_are_those_that_tds_has():
         schedule_named(name)
     for name in MANY_CHUNKS:
         schedule_named(name, 2)
-    assert set(keys.INNER["pipeline"]) == set(build.KEYS)
+    assert set(deepspeed_keys.INNER["pipeline"]) == set(build.KEYS)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key
     line = "--pipe-parallel-size 2 --num-layers 12"
     ((name, value),) = key.items()
     config = merged(tmp_path, {"pipeline": key}, line, 2)
-    assert getattr(config.parallel, keys.PIPELINE[name].field) == value
+    assert getattr(config.parallel, deepspeed_keys.PIPELINE[name].field) == value
     assert engine_dict(config, 2)["pipeline"] == key
     same = f"{line} {flag.rpartition(' ')[0]} {value}"
     assert merged(tmp_path, {"pipeline": key}, same, 2).parallel == config.parallel
@@ -268,10 +268,10 @@ def test_a_pipeline_of_the_json_says_nothing_where_there_is_none(tmp_path):
 def test_the_keys_of_the_sections_are_those_of_deepspeeds_own_classes():
     sections = DeepSpeedMonitorConfig.model_fields
     for name in ("tensorboard", "wandb", "csv_monitor", "comet"):
-        assert set(keys.INNER[name]) == set(sections[name].annotation.model_fields)
-    assert set(keys.INNER["flops_profiler"]) == set(vars(DeepSpeedFlopsProfilerConfig({})))
-    assert set(keys.INNER["comms_logger"]) == set(CommsLoggerConfig.model_fields)
-    assert set(get_pipeline_config({})) <= set(keys.INNER["pipeline"])
+        assert set(deepspeed_keys.INNER[name]) == set(sections[name].annotation.model_fields)
+    assert set(deepspeed_keys.INNER["flops_profiler"]) == set(vars(DeepSpeedFlopsProfilerConfig({})))
+    assert set(deepspeed_keys.INNER["comms_logger"]) == set(CommsLoggerConfig.model_fields)
+    assert set(get_pipeline_config({})) <= set(deepspeed_keys.INNER["pipeline"])
 
 
 def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_clipping(tmp_path):

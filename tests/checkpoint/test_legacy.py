@@ -15,7 +15,7 @@ from megatron.checkpoint.legacy.files import find_legacy_files
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
-from tools import import_checkpoint as tool
+from tools.import_checkpoint import main
 
 Tensors = dict[str, torch.Tensor]
 
@@ -245,7 +245,7 @@ def test_the_tool_prints_the_flags_of_the_model(
     folder = write_cpm1(tmp_path / "CPM-large", weights_of(model_of()))
     words = ["--input", str(folder), "--output", str(tmp_path / "run"), "--num-attention-heads", "4"]
     monkeypatch.setattr("sys.argv", ["import_checkpoint.py", *words])
-    assert tool.main() == 0
+    assert main() == 0
     told = capsys.readouterr().err + caplog.text
     assert "3-heads-d" in told and "pretrain_gpt2.py --load" in told and "--activation gelu-tanh" in told
-    assert tool.main() == 2  # the folder holds something now
+    assert main() == 2  # the folder holds something now

@@ -10,8 +10,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.preprocess import Unit, plan_units, read_unit
-from megatron.data.preprocess import readers as lines_module
+from megatron.data.preprocess import Unit, plan_units, read_unit, readers
 from megatron.data.preprocess.corpus import unit_documents
 from megatron.errors import DataError
 from tests.data.preprocess_job import texts
@@ -154,7 +153,7 @@ def test_a_giant_line_is_one_record_and_one_beyond_all_measure_is_named(
     units = plan_units([path], None, 300_000)
     found = [[len(record.data) for record in read_unit(unit)] for unit in units]
     assert found == [[13, len(giant)], [], [], [], [], [], [13]]
-    monkeypatch.setattr(lines_module, "_LONGEST_LINE", 1_000_000)
+    monkeypatch.setattr(readers, "_LONGEST_LINE", 1_000_000)
     with pytest.raises(DataError, match="c.jsonl must have lines of at most 1000000 bytes.*jq -c"):
         texts([path])
 

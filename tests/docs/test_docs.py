@@ -21,7 +21,7 @@ from megatron.arguments.deepspeed_keys import KNOWN
 from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, REFUSED
 from megatron.config import parse
 from megatron.errors import EXIT_CODES
-from megatron.generate import options as generate
+from megatron.generate.options import parse_args
 from megatron.launch.options import parse as parse_launch
 from megatron.models.registry import FAMILIES
 
@@ -180,11 +180,11 @@ def check_command(words: list[str]) -> None:
             size = {"WORLD_SIZE": str(options.nproc_per_node)}
             asked = {"RANK": "1"} if options.stdin else {}  # rank 0 looks at its standard input, which a test has not
             with mock.patch.dict(os.environ, {**size, **asked}):
-                generate.parse_args("", options.script_args)
+                parse_args("", options.script_args)
         else:
             parse(options.script_args, world_size=options.nproc_per_node)
     elif script == "tools/generate.py":
-        generate.parse_args("", flags)
+        parse_args("", flags)
     elif script == "-m":
         assert importlib.util.find_spec(flags[0])
     elif script.startswith("tools/"):

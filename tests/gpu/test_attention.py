@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron.ops import attention as ops
+from megatron.ops import attention
 from megatron.ops.biased_attention import biased_attention, without_future
 from megatron.ops.causal_attention import causal_self_attention
 from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
@@ -79,7 +79,7 @@ def causal(s: int, s_k: int) -> torch.Tensor:
 
 
 def documents(s: int, _: int) -> torch.Tensor:
-    return hidden(ops.document_mask(segments(s)))
+    return hidden(attention.document_mask(segments(s)))
 
 
 def alibi(s: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -91,30 +91,31 @@ def alibi(s: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 SCALED = D**-0.5
 PATHS: dict[str, Path] = {
     "causal self-attention": (lambda q, k, v, _: self_attention(q, k, v), causal, SCALED, A, None),
-    "causal": (lambda q, k, v, _: ops.attention(q, k, v), causal, SCALED, A, None),
-    "causal, grouped": (lambda q, k, v, _: ops.attention(q, k, v), causal, SCALED, 2, None),
+    "causal": (lambda q, k, v, _: attention.attention(q, k, v), causal, SCALED, A, None),
+    "causal, grouped": (lambda q, k, v, _: attention.attention(q, k, v), causal, SCALED, 2, None),
     "everything": (
-        lambda q, k, v, _: ops.attention(q, k, v, is_causal=False), lambda s, k: torch.zeros(s, k), SCALED, A, None,
+        lambda q, k, v, _: attention.attention(q, k, v, is_causal=False),
+        lambda s, k: torch.zeros(s, k), SCALED, A, None,
     ),
     "documents": (
-        lambda q, k, v, mask: ops.attention(q, k, v, mask=mask), documents, SCALED, A,
-        lambda s, _: ops.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), documents, SCALED, A,
+        lambda s, _: attention.document_mask(segments(s)),
     ),
     "documents, grouped": (
-        lambda q, k, v, mask: ops.attention(q, k, v, mask=mask), documents, SCALED, 2,
-        lambda s, _: ops.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), documents, SCALED, 2,
+        lambda s, _: attention.document_mask(segments(s)),
     ),
     "alibi": (
-        lambda q, k, v, mask: ops.attention(q, k, v, mask=mask.to(q.dtype)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask.to(q.dtype)),
         lambda s, _: alibi(s).clamp(min=-1e30), SCALED, A,
         lambda s, _: alibi(s, torch.float32),
     ),
     "documents, dropped": (
-        lambda q, k, v, mask: ops.attention(q, k, v, mask=mask, drop=lambda x: x), documents, SCALED, A,
-        lambda s, _: ops.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask, drop=lambda x: x), documents, SCALED, A,
+        lambda s, _: attention.document_mask(segments(s)),
     ),
     "grouped, dropped": (
-        lambda q, k, v, _: ops.attention(q, k, v, drop=lambda x: x), causal, SCALED, 2, None,
+        lambda q, k, v, _: attention.attention(q, k, v, drop=lambda x: x), causal, SCALED, 2, None,
     ),
 }  # fmt: skip
 
@@ -154,7 +155,7 @@ def test_a_bias_by_distance_is_the_formula_with_its_own_gradient(
 ) -> None:
     parts = [0.5 * part for part in inputs_of(s, s, A, dtype)] + [distances(dtype, s)]
     rows = torch.arange(s).unsqueeze(0) - torch.arange(s).unsqueeze(1) + s - 1  # [s, s]: which number is added
-    mask = ops.segment_mask(segments(s), segments(s))
+    mask = attention.segment_mask(segments(s), segments(s))
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return biased_attention(q, k, v, without_future(bias) if is_causal else bias, mask=seen)
@@ -181,8 +182,8 @@ def test_gradients_are_numbers_whatever_the_shape_and_though_a_query_may_look_no
     added = torch.full((B, 1, s, s_k), low, dtype=torch.float64)
 
     def by_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        bias = ops.additive(seen, q.dtype) + low
-        return ops.attention(q, k, v, mask=bias, is_causal=False)
+        bias = attention.additive(seen, q.dtype) + low
+        return attention.attention(q, k, v, mask=bias, is_causal=False)
 
     found = both_ways(by_bias, parts, [mask], place, dtype)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
@@ -264,8 +265,8 @@ def test_a_mask_is_kept_from_cudnn(place: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     q, k, v = (part.to(place, torch.float32) for part in inputs_of(8, 8, A, torch.float32))
-    ops.attention(q, k, v, mask=moved(ops.document_mask(segments(8)), place))
-    ops.attention(q, k, v)
+    attention.attention(q, k, v, mask=moved(attention.document_mask(segments(8)), place))
+    attention.attention(q, k, v)
     assert seen == [False, before] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
@@ -278,7 +279,7 @@ def test_dropout_within_the_kernel_keeps_the_mean_and_is_the_same_for_a_seed(
 
     def drawn(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return ops.attention(q, k, ones, is_causal=False, dropout=0.25).double()
+        return attention.attention(q, k, ones, is_causal=False, dropout=0.25).double()
 
     first = drawn(3)
     assert torch.equal(first, drawn(3)) and not torch.equal(first, drawn(4))

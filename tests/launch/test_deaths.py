@@ -56,13 +56,13 @@ def test_the_oom_killers_counts_are_read_from_both_versions_of_cgroups(cgroup, f
     before = attempt.oom_kills(machine(tmp_path, cgroup, {file: 1, "proc/vmstat": 4}))
     assert before == {"this job's memory cgroup": 1, "this machine": 4}
     after = attempt.oom_kills(machine(tmp_path, cgroup, {file: 2, "proc/vmstat": 5}))
-    told = attempt.told(before, after)
+    told = attempt.explain_kill(before, after)
     assert (
         "this job's memory cgroup: 1 to 2" in told and "this machine: 4 to 5" in told and "lower --batch-size" in told
     )
-    assert "its count has not risen" in attempt.told(before, before)
+    assert "its count has not risen" in attempt.explain_kill(before, before)
 
 
 def test_counts_that_cannot_be_read_leave_a_guess(tmp_path):
     assert attempt.oom_kills(tmp_path) == {}
-    assert attempt.told({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"
+    assert attempt.explain_kill({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launch import __main__ as launcher
 from megatron.launch import machine
+from megatron.launch.__main__ import main
 from megatron.launch.machine import count_gpus, first_host, from_slurm, resolve
 
 
@@ -122,6 +122,6 @@ def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
         raise ConfigError("no rank is started in this test")
 
     monkeypatch.setattr("megatron.launch.processes.Signals", start)
-    assert launcher.main(["--nproc-per-node", "16", __file__]) == 2
+    assert main(["--nproc-per-node", "16", __file__]) == 2
     told = capsys.readouterr().err
     assert told.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in told

@@ -164,7 +164,7 @@ def test_ranks_say_the_signal_that_the_launcher_got_and_not_the_one_that_it_send
 def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:
     def end(rank: int) -> None:
         def main() -> None:
-            failure.tell(failure.PeerError("gone"), "rank 0")
+            failure.report_failure(failure.PeerError("gone"), "rank 0")
             raise OSError("while closing")
 
         failure.guard(main, lambda: "rank 0")

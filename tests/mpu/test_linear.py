@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu import layers as module
+from megatron.mpu import layers
 from megatron.mpu.layers import linear, plus_bias
 from tests.mpu.whole import random
 
@@ -81,4 +81,4 @@ def test_the_gradient_of_a_bias_added_after_a_sum_over_ranks_is_a_product_too() 
 
 def test_the_operator_is_what_torch_wants_of_one() -> None:
     for bias in (random(1, 4), random(1, 8)[::2]):
-        torch.library.opcheck(module._in_every_row, (bias.requires_grad_(), (3, 2, 4)))
+        torch.library.opcheck(layers._in_every_row, (bias.requires_grad_(), (3, 2, 4)))

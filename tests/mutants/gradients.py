@@ -35,9 +35,9 @@ GRADIENTS = (
     ),
     Mutant(
         "gradients are not summed over the replicas",
-        "megatron/optim/main_params.py",
-        "self._group) for bucket in buckets]",
-        "self._group) for bucket in buckets if not bucket]",
+        "tds/gradient_reducer.py",
+        "        for bucket in ready:\n            gradients =",
+        "        for bucket in []:\n            gradients =",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(

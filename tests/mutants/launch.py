@@ -103,7 +103,7 @@ LAUNCH = (
     Mutant(
         "ranks that the launcher has ended are told of as victims of the OOM killer",
         "megatron/launch/attempt.py",
-        "if status == -signal.SIGKILL and not self._told else",
+        "if status == -signal.SIGKILL and not self._was_signalled else",
         "if status != -signal.SIGKILL else",
         (f"{DEATHS}::test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at",),
     ),

@@ -172,7 +172,7 @@ MPT = (
     Mutant(
         "the verification does not prepare their model",
         "megatron/checkpoint/huggingface/convert.py",
-        "    form.prepare(model, config)\n",
+        "    hf_format.prepare(model, config)\n",
         "",
         (f"{CONVERTED}::test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same",),
     ),

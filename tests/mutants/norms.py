@@ -65,12 +65,11 @@ NORMS = (
     ),
     Mutant(
         "each replica clips before the sum, in one stage",
-        "megatron/optim/main_params.py",
-        "            self._started += [",
-        "            buckets = list(buckets)\n"
-        "            for own in (self.of(p) for bucket in buckets for p in bucket):\n"
-        "                own.div_(own.norm().clamp(min=1e-3))\n"
-        "            self._started += [",
+        "tds/gradient_reducer.py",
+        "            gradients = [self._gradient_of(p) for p in bucket]\n",
+        "            gradients = [self._gradient_of(p) for p in bucket]\n"
+        "            for own in gradients:\n"
+        "                own.div_(own.norm().clamp(min=1e-3))\n",
         (f"{LAYOUTS}::test_fp64_equals_one_process[1-1-2]",),
     ),
     Mutant(

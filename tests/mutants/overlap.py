@@ -7,16 +7,16 @@ from tests.mutants.mutant import SUMS, Mutant
 OVERLAP = (
     Mutant(
         "a weight of no layer is not added up over the replicas",
-        "tds/gradients.py",
+        "tds/gradient_reducer.py",
         "if holders[p] != 1}",
         "if holders[p] > 1}",
         (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[1-1]",),
     ),
     Mutant(
         "what was frozen at the start is not added up over the replicas once it is trained",
-        "tds/gradients.py",
-        "        if trained != self._trained:\n",
-        "        if self._trained is None:\n",
+        "tds/gradient_reducer.py",
+        "        if trained == self._trained:\n",
+        "        if self._trained is not None:\n",
         (f"{SUMS}::test_weights_frozen_and_unfrozen_between_steps_stay_equal_on_all_replicas[False]",),
     ),
     Mutant(
@@ -36,10 +36,10 @@ OVERLAP = (
     ),
     Mutant(
         "one replica starts two sums in the other order",
-        "tds/gradients.py",
-        "        self._bucket_of = {",
-        "        self._buckets[:2] = self._buckets[1::-1] if torch.distributed.get_rank() == 1 else self._buckets[:2]\n"
-        "        self._bucket_of = {",
+        "tds/gradient_reducer.py",
+        "        self._buckets = order\n",
+        "        order[:2] = order[1::-1] if torch.distributed.get_rank() == 1 else order[:2]\n"
+        "        self._buckets = order\n",
         (f"{SUMS}::test_sums_start_while_the_backward_still_runs[False]",),
     ),
     Mutant(

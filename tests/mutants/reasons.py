@@ -78,7 +78,7 @@ TOLD = (
     Mutant(
         "an error is told once all is closed",
         "megatron/training/trainer.py",
-        "        failure.tell(error, this.world.name)\n",
+        "        failure.report_failure(error, this.world.name)\n",
         "",
         (f"{REASONS}::test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files",),
     ),

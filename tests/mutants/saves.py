@@ -97,7 +97,7 @@ SAVES = (
     Mutant(
         "a staged checkpoint is told as durable",
         "megatron/training/checkpointing.py",
-        '        tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})\n',
+        '        log_save(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})\n',
         '        on_save_committed(run, step, run.folder, "staged", {**told, **stall})\n',
         (f"{SAVER}::test_staged_and_durable_are_told_apart",),
     ),

@@ -122,7 +122,7 @@ TRAIN = (
     Mutant(
         "the recipe's data and those of the command line mix",
         "megatron/arguments/flag_values.py",
-        '        soft.pop("split", None)\n',
+        '        defaults.pop("split", None)\n',
         "        pass\n",
         (f"{FLAGS}::test_a_path_for_each_split_takes_the_place_of_the_recipes",),
     ),

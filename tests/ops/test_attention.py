@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.ops import biased_attention as biased
+from megatron.ops import biased_attention
 from megatron.ops.attention import additive, attention, document_mask, lowest, segment_mask
 from tests.mpu.whole import random
 
@@ -111,10 +111,10 @@ def test_a_mask_never_goes_to_cudnn(call, monkeypatch):
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(biased, "is_blocked", lambda x: False)
+    monkeypatch.setattr(biased_attention, "is_blocked", lambda x: False)
     mask = CAUSAL.expand(B, 1, S, S)
     if call == "a bias by distance":
-        biased.biased_attention(Q, K, V, random(5, A, 2 * S - 1), mask=mask)
+        biased_attention.biased_attention(Q, K, V, random(5, A, 2 * S - 1), mask=mask)
     else:
         attention(Q, K, V, mask={"a mask": mask, "numbers": additive(mask, Q.dtype), "no mask": None}[call])
     assert seen == [(call == "no mask", True)]

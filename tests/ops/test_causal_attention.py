@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.ops import causal_attention
-from megatron.ops import causal_attention as module
 from megatron.ops.attention import attention
-from megatron.ops.causal_attention import causal_self_attention, heads_of
+from megatron.ops.causal_attention import _forward, causal_self_attention, heads_of
 from tests.ops.causal import formula, outcome, packed_of
 
 SHAPES = {
@@ -40,7 +39,7 @@ def test_a_block_of_its_own_size_is_torchs_attention_in_fp32(monkeypatch: pytest
     monkeypatch.undo()
     packed = packed_of(200, 2, 3, 8).float()
     wide = outcome(lambda x: attention(*heads_of(x)), packed.double())
-    for own, wanted in zip(outcome(lambda x: module._forward(x).permute(1, 2, 0, 3), packed), wide, strict=True):
+    for own, wanted in zip(outcome(lambda x: _forward(x).permute(1, 2, 0, 3), packed), wide, strict=True):
         assert own.dtype == torch.float32
         assert (own - wanted).norm() <= 4 * torch.finfo(torch.float32).eps * wanted.norm()
 
@@ -88,7 +87,7 @@ def test_16_bits_go_by_torchs_attention() -> None:
 
 
 def test_a_compiler_sees_one_operator() -> None:
-    torch.library.opcheck(module._forward, (packed_of(*SHAPES["a rest"]).requires_grad_(),))
+    torch.library.opcheck(_forward, (packed_of(*SHAPES["a rest"]).requires_grad_(),))
     graphs = []
 
     def keep(graph, _):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.ops import activations as module
+from megatron.ops import activations
 from megatron.ops.activations import gelu
 from tests.mpu.whole import random
 
@@ -50,4 +50,4 @@ def test_16_bits_are_rounded_once_when_compiled(dtype: torch.dtype) -> None:
 
 def test_the_operator_is_what_torch_wants_of_one() -> None:
     for x in (random(1, 3, 4), random(1, 3, 4).t(), random(1, 3, 4)[:, ::2]):
-        torch.library.opcheck(module._gelu, (x.requires_grad_(),))
+        torch.library.opcheck(activations._gelu, (x.requires_grad_(),))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.ops import activations as module
+from megatron.ops import activations
 from megatron.ops.activations import relu
 from tests.mpu.whole import random
 
@@ -38,4 +38,4 @@ def test_it_is_torchs_compiled_or_not() -> None:
 
 def test_the_operator_is_what_torch_wants_of_one() -> None:
     for x in (random(1, 3, 4), random(1, 3, 4).t(), random(1, 3, 4)[:, ::2]):
-        torch.library.opcheck(module._relu, (x.requires_grad_(),))
+        torch.library.opcheck(activations._relu, (x.requires_grad_(),))

@@ -86,9 +86,9 @@ class Recorder:
         self.start = gradients.GradientBucket.start_all_reduce
         gradients.GradientBucket.start_all_reduce = self.starting  # type: ignore[method-assign]
 
-    def starting(self, bucket: list[torch.Tensor], group: Any) -> Any:
+    def starting(self, bucket: list[torch.Tensor], *where: Any) -> Any:
         self.events.append(f"sum {len(bucket)} {sum(g.numel() for g in bucket)}")
-        return self.start(bucket, group)
+        return self.start(bucket, *where)
 
 
 def record(rank: int, gas: int) -> list[list[str]]:
@@ -172,10 +172,10 @@ def broken_off(rank: int) -> bool:
     handle = module.words.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(module, tokens_of(rank, 0, 0)).backward()
-    assert within._gradients._started
+    assert within._gradients._reducer._started
     handle.remove()
     within.zero_grad()
-    assert not within._gradients._started
+    assert not within._gradients._reducer._started
     for each, optimizer in zip((plain, module), optimizers, strict=True):
         take_step(each, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import parse
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import Zero
 from megatron.planner.estimate import Estimate, Planner, estimate
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.machine import device
@@ -87,7 +87,7 @@ def test_memory_is_that_of_the_costs_with_what_the_layout_shares() -> None:
     layout = Layout(tensor=2, pipe=2, data=4, num_micro_batches=4, zero_stage=1, sequence_parallel=True, dtype="fp16")
     told = PLANNER.costs.memory_per_stage(
         PLANNER.costs.stage_bounds(2), micro_batch_size=1, num_micro_batches=4, tensor=2, dtype="fp16",
-        zero=cost.Zero(1, 4), sequence=2,
+        zero=Zero(1, 4), sequence=2,
     )  # fmt: skip
     one = PLANNER.estimate(layout)
     assert one.memory == told and one.most_bytes == max(stage.total for stage in told)

@@ -10,7 +10,7 @@ import torch
 from megatron.mpu.groups import build_grid
 from megatron.mpu.shard import Shard, global_norm, set_shard, shard_of
 from megatron.mpu.topology import Topology
-from tds import gradients as tds_gradients
+from tds import gradients
 from tds.gradients import clip_coefficient, is_counted_in_norm, square_of_norm
 from tests.harness import run_ranks
 from tests.mpu.whole import random
@@ -66,7 +66,7 @@ def both_norms(rank):
     groups = [grid.pipe.handle, None, grid.tensor.handle]
     return (
         global_norm(mine, model=grid.tensor, holders=grid.pipe).item(),
-        tds_gradients.global_norm(mine, groups).item(),
+        gradients.global_norm(mine, groups).item(),
         math.sqrt(
             sum(
                 random(seed, n).float().double().square().sum()

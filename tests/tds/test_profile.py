@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tds
-from tds.engine.monitor import Piece, table, told_layers
+from tds.engine.monitor import Piece, format_layers, table
 from tds.layer_profiler import LayerCost, even_out, profile_layers, profiled_cut
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
@@ -145,4 +145,4 @@ def test_the_table_lines_up() -> None:
         "    0  0-1 A, B   1,234,567          3.0        2.00         4.00              2.0",
         "  1.1  2 C                5          0.0        1.00         2.00              1.0",
     ]
-    assert told_layers(["A", "B", "B", "A"], 3) == "3-6 A, B x 2, A" and told_layers(["A"], 0) == "0 A"
+    assert format_layers(["A", "B", "B", "A"], 3) == "3-6 A, B x 2, A" and format_layers(["A"], 0) == "0 A"

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tds
 from tds.engine.optimizers import Gradients
-from tds.gradients import GradientBucket, GradientReducer, reduce_gradients
+from tds.gradient_reducer import ChunkOrder, GradientReducer
+from tds.gradients import GradientBucket, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, preload_zero, train
@@ -41,9 +42,16 @@ def _chunks(model: nn.Sequential, num_chunks: int) -> list[list[nn.Parameter]]:
     return [list(model[i * size : (i + 1) * size].parameters()) for i in range(num_chunks)]
 
 
-def _sums(model: nn.Sequential, num_chunks: int = 1, tied: Sequence[nn.Parameter] = (), **more: Any) -> GradientReducer:
+def _sums(
+    model: nn.Sequential,
+    num_chunks: int = 1,
+    tied: Sequence[nn.Parameter] = (),
+    bucket_bytes: int | None = None,
+    **more: Any,
+) -> GradientReducer:
     gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
-    return GradientReducer(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, **more)
+    order = ChunkOrder(model.parameters(), _chunks(model, num_chunks), tied, bucket_bytes)
+    return GradientReducer(order, gradients.of, dist.group.WORLD, **more)
 
 
 def _loss(model: nn.Module, rank: int) -> torch.Tensor:
@@ -194,7 +202,7 @@ def test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to
 
 
 def _twice_in_a_backward(rank: int) -> str:
-    model = _model()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
     sums = _sums(model)
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):

@@ -16,9 +16,9 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron import config as config_package
 from megatron import tokenizer
 from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.config import parse
 from megatron.tokenizer import train
 from tests.checkpoint.huggingface.models import config_of, save_model, values_of
 from tests.tools.small_corpora import TEXTS, make_tokenizer, write
@@ -101,7 +101,7 @@ def test_the_flags_that_import_prints_build_the_model_of_the_checkpoint(convert:
     told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")[1]
     words = told.split("pretrain_t5.py ")[1].split()
     assert words[:3] == ["--load", str(tmp_path / "run"), "--finetune"]
-    parsed = config_package.parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="t5")
+    parsed = parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="t5")
     state = open_folder(tmp_path / "run").state
     assert state["model"] == parsed.identity() and parsed.model.layernorm_epsilon == 1e-6
 

@@ -68,7 +68,7 @@ def test_megatrons_files_are_looked_through(tmp_path: Path, monkeypatch) -> None
     found = facts_of(file, eod_id=4)
     assert found.eod_share == pytest.approx(1 / 3) and found.max_token_id == 5 and found.sidecar is None
     assert statistics.counts(file).tolist() == [1] * 6
-    told = dict(statistics.rows(facts_of(file), None))
+    told = dict(statistics.statistics_rows(facts_of(file), None))
     assert told["end of document"].startswith("not known") and told["vocabulary"].startswith("not known")
 
 
@@ -100,7 +100,7 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
     small_corpora.write(tmp_path / "own", small_corpora.TEXTS, vocabulary)
     write(tmp_path / "other", [3])
     write_megatron(tmp_path / "unknown", [400], [0, 1])
-    told = {name: dict(statistics.rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
+    told = {name: dict(statistics.statistics_rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
             for name in ("own", "other", "unknown")}  # fmt: skip
     assert "the tokenizer given is that one" in told["own"]
     assert "ANOTHER" in told["other"]

@@ -16,7 +16,7 @@ from megatron.accelerators import Accelerator, Adaptor, Patch
 from megatron.config import Config, ParallelConfig, PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.training import device_setup
-from tds import device as seam
+from tds import device
 
 
 class Plugged(CPU_Accelerator):
@@ -113,10 +113,10 @@ def test_a_format_that_the_device_does_not_compute_in_is_refused(calls: list[str
 
 def test_the_pipelines_seam_goes_by_deepspeeds_accelerator(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("xpu", 0)
-    assert seam.sends_over_host() and not seam.has_events(place), "DeepSpeed's CPU needs no events"
+    assert device.sends_over_host() and not device.has_events(place), "DeepSpeed's CPU needs no events"
     queued = SimpleNamespace(is_synchronized_device=lambda: False, communication_backend_name=lambda: "xccl")
-    monkeypatch.setattr(seam, "get_accelerator", lambda: queued)
-    assert not seam.sends_over_host() and seam.has_events(place) and not seam.has_events(torch.device("cpu"))
+    monkeypatch.setattr(device, "get_accelerator", lambda: queued)
+    assert not device.sends_over_host() and device.has_events(place) and not device.has_events(torch.device("cpu"))
 
 
 def test_moved_parameters_stay_the_objects_that_they_are(calls: list[str]) -> None:
@@ -125,6 +125,6 @@ def test_moved_parameters_stay_the_objects_that_they_are(calls: list[str]) -> No
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight, weight = first.weight, first.weight
     weight.fact = "kept"  # type: ignore[attr-defined]
-    seam.move(torch.nn.ModuleList([first, second]), torch.device("meta"))
+    device.move(torch.nn.ModuleList([first, second]), torch.device("meta"))
     assert first.weight is second.weight is weight and weight.device.type == "meta"
     assert weight.fact == "kept" and weight.requires_grad  # type: ignore[attr-defined]

@@ -17,8 +17,19 @@ from megatron.config import Config, parse
 from megatron.data import BlendPaths, build_train_valid_test
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
-from megatron.training import data as data_order
-from megatron.training.data import RunData, Told, disagreement, samples_wanted
+from megatron.training.data import (
+    RankData,
+    RunData,
+    Saved,
+    disagreement,
+    epochs_text,
+    epochs_values,
+    numbers_text,
+    resumed,
+    samples_wanted,
+    start_rows,
+    to_save,
+)
 from megatron.training.initialize import World
 from tests.data.token_data import write
 
@@ -125,7 +136,7 @@ def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool =
     """Let ``data`` go on where a run on ``before`` was saved."""
     saved = json.loads(json.dumps(before.order.state(consumed)))
     state = {"data_order": saved, "data_fingerprint": "x", "progress": {"samples_consumed": consumed}}
-    data.use_order(data_order.resumed(data, state, allow_change=allow_change))
+    data.use_order(resumed(data, state, allow_change=allow_change))
 
 
 def samples_read(data: RunData, start: int, stop: int) -> list[tuple[int, int]]:
@@ -164,10 +175,10 @@ def test_another_corpus_is_an_error_that_names_both_unless_it_is_allowed(
 def test_a_checkpoint_that_knows_a_fingerprint_only_goes_on(corpora: dict[str, str]) -> None:
     data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
     state = {"data_fingerprint": data.fingerprint, "progress": {"samples_consumed": 32}}
-    order = data_order.resumed(data, state, allow_change=False)
+    order = resumed(data, state, allow_change=False)
     assert [order.locate(i) for i in (0, 32, 99)] == [(0, 0), (0, 32), (0, 99)]
     with pytest.raises(CheckpointError):
-        data_order.resumed(data, state | {"data_fingerprint": "other"}, allow_change=False)
+        resumed(data, state | {"data_fingerprint": "other"}, allow_change=False)
 
 
 def test_a_checkpoint_that_says_nothing_of_what_it_has_read_is_refused_unless_that_is_allowed(
@@ -176,31 +187,31 @@ def test_a_checkpoint_that_says_nothing_of_what_it_has_read_is_refused_unless_th
     data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
     silent: dict[str, Any] = {"data_fingerprint": None, "progress": {"samples_consumed": 32}}
     with pytest.raises(CheckpointError, match=r"of which data the 32 samples were .*--allow-data-change"):
-        data_order.resumed(data, silent, allow_change=False)
-    assert data_order.resumed(data, silent, allow_change=True) is data.order
+        resumed(data, silent, allow_change=False)
+    assert resumed(data, silent, allow_change=True) is data.order
     fresh = silent | {"progress": {"samples_consumed": 0}}
-    assert data_order.resumed(data, fresh, allow_change=False) is data.order
+    assert resumed(data, fresh, allow_change=False) is data.order
     own: Any = RunData({"train": SimpleNamespace()}, None)
-    assert data_order.resumed(own, silent, allow_change=False) is None
+    assert resumed(own, silent, allow_change=False) is None
 
 
 def test_a_run_without_training_data_hands_on_what_its_checkpoint_says_of_them(corpora: dict[str, str]) -> None:
-    data, loaded = data_of(config_of(corpora, 1, 4)), data_order.Saved("print", {"format": 1})
-    assert data_order.to_save(RunData({}, None, has_training=False), 16, loaded) == loaded
-    assert data_order.to_save(RunData({}, None), 16, loaded) == data_order.Saved()
-    assert data_order.to_save(data, 16, loaded) == (data.fingerprint, data.order.state(16))
+    data, loaded = data_of(config_of(corpora, 1, 4)), Saved("print", {"format": 1})
+    assert to_save(RunData({}, None, has_training=False), 16, loaded) == loaded
+    assert to_save(RunData({}, None), 16, loaded) == Saved()
+    assert to_save(data, 16, loaded) == (data.fingerprint, data.order.state(16))
 
 
 def test_a_line_names_the_furthest_of_many_corpora() -> None:
     numbers = {f"c{i}": i / 8 for i in range(9)}
-    assert data_order.numbers_text(numbers, ".3g") == "c8 1, c7 0.875, c6 0.75, c5 0.625 and 5 more"
-    assert data_order.numbers_text(numbers | {"c3": float("nan")}, ".1f").startswith("c3 nan, c8 1.0, ")
+    assert numbers_text(numbers, ".3g") == "c8 1, c7 0.875, c6 0.75, c5 0.625 and 5 more"
+    assert numbers_text(numbers | {"c3": float("nan")}, ".1f").startswith("c3 nan, c8 1.0, ")
     few = dict(list(numbers.items())[:6])
-    assert data_order.numbers_text(few, ".3g") == "c0 0, c1 0.125, c2 0.25, c3 0.375, c4 0.5, c5 0.625"
+    assert numbers_text(few, ".3g") == "c0 0, c1 0.125, c2 0.25, c3 0.375, c4 0.5, c5 0.625"
 
 
-def told_by(*datasets: Any) -> list[Told]:
-    return [Told.of({"train": dataset}, True, None) for dataset in datasets]
+def told_by(*datasets: Any) -> list[RankData]:
+    return [RankData.of({"train": dataset}, True, None) for dataset in datasets]
 
 
 def test_ranks_that_read_other_data_are_named_with_both_fingerprints(corpora: dict[str, str]) -> None:
@@ -208,13 +219,13 @@ def test_ranks_that_read_other_data_are_named_with_both_fingerprints(corpora: di
         data_of(config_of(corpora, 1, 4, mixed=mixed)).datasets["train"]
         for mixed in ("{a}", MIXTURE, "0.6 {a} 0.4 {b}")
     )
-    assert disagreement([*told_by(other, other), Told.of({}, False, None)]) is None
+    assert disagreement([*told_by(other, other), RankData.of({}, False, None)]) is None
     text = disagreement(told_by(other, one, one, other, one)) or ""
     assert f"fingerprint {other.fingerprint} and order " in text and " on ranks 0, 3; " in text
     assert f"fingerprint {one.fingerprint} and order " in text and " on ranks 1-2, 4. Give every node" in text
     assert "rank 1." in (disagreement(told_by(other, heavier)) or ""), "weights count too"
     assert disagreement(told_by(SimpleNamespace(), SimpleNamespace())) is None
-    assert "none on rank 1." in (disagreement([*told_by(one), Told.of({}, True, None)]) or "")
+    assert "none on rank 1." in (disagreement([*told_by(one), RankData.of({}, True, None)]) or "")
 
 
 def test_data_sets_of_ones_own_must_be_equally_long_on_all_ranks() -> None:
@@ -226,31 +237,31 @@ def test_data_sets_of_ones_own_must_be_equally_long_on_all_ranks() -> None:
 
 def test_a_data_set_of_ones_own_may_have_attributes_that_are_called_as_ours(corpora: dict[str, str]) -> None:
     alike = SimpleNamespace(order=np.arange(3), parts=["a", "b"], fingerprint=lambda: 1, samples_per_epoch=lambda: 2)
-    told = Told.of({"train": alike, "valid": alike}, True, None)
+    told = RankData.of({"train": alike, "valid": alike}, True, None)
     assert (told.fingerprint, told.order, dict(told.corpora)) == (None, None, {})
     data: Any = RunData({"train": alike}, None)
-    assert dict(data_order.start_rows(data, 5)) == {}
+    assert dict(start_rows(data, 5)) == {}
     mixed = data_of(config_of(corpora, 1, 4)).datasets["train"]
     passed_on: Any = SimpleNamespace(order=mixed.order, parts=mixed.parts, use_order=mixed.use_order, fingerprint="x")
-    assert Told.of({"train": passed_on}, True, None).order is mixed.order
+    assert RankData.of({"train": passed_on}, True, None).order is mixed.order
 
 
 def test_what_is_told_of_epochs(corpora: dict[str, str]) -> None:
     one, two = data_of(config_of(corpora, 1, 4, mixed="{a}")), data_of(config_of(corpora, 1, 4))
     per_epoch = one.order.corpora[0].samples_per_epoch
-    assert data_order.epochs_text(one, per_epoch // 2) == "epoch 0.5"
-    assert data_order.epochs_values(one, per_epoch) == {"epoch": 1.0}
+    assert epochs_text(one, per_epoch // 2) == "epoch 0.5"
+    assert epochs_values(one, per_epoch) == {"epoch": 1.0}
     read = two.order.epochs(100)
-    assert data_order.epochs_text(two, 100) == f"epochs a {read['a']:.3g}, b {read['b']:.3g}"
-    assert data_order.epochs_values(two, 100) == {"epochs": read}
-    rows = dict(data_order.start_rows(two, 100))
+    assert epochs_text(two, 100) == f"epochs a {read['a']:.3g}, b {read['b']:.3g}"
+    assert epochs_values(two, 100) == {"epochs": read}
+    rows = dict(start_rows(two, 100))
     assert rows["epochs"] == f"a {read['a']:.3g}, b {read['b']:.3g} when the 100 samples of the run are read"
     assert rows["samples"].startswith(f"a {per_epoch}, b ")
 
 
 def test_data_of_ones_own_need_no_order() -> None:
     own: Any = RunData({"train": SimpleNamespace(samples_per_epoch=7)}, None)
-    assert data_order.epochs_text(own, 5) == "" and data_order.epochs_values(own, 5) == {}
-    assert dict(data_order.start_rows(own, 5)) == {"samples": "7 an epoch"}
-    assert dict(data_order.start_rows(RunData({}, None), 5)) == {}
-    assert data_order.resumed(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None
+    assert epochs_text(own, 5) == "" and epochs_values(own, 5) == {}
+    assert dict(start_rows(own, 5)) == {"samples": "7 an epoch"}
+    assert dict(start_rows(RunData({}, None), 5)) == {}
+    assert resumed(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None

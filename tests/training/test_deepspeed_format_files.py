@@ -21,8 +21,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
-from megatron.training import deepspeed_checkpoint as format
-from megatron.training import run_folder
+from megatron.training import deepspeed_checkpoint, run_folder
 from megatron.training.deepspeed_checkpoint import open_newest, tags_in
 from megatron.training.initialize import World
 from megatron.training.train_state import EVERYTHING
@@ -58,12 +57,12 @@ class Engine:
 
 
 def write(root: Path, step: int, keep: RetentionPolicy = ALL) -> Path:
-    return format.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
+    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
 
 
 def value_of(path: Path) -> float:
     engine = Engine()
-    format.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
+    deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
     return engine.value
 
 
@@ -136,11 +135,11 @@ def _one_rank_fails(rank: int, root: Path) -> str:
     group = Group((0, 1), rank, torch.distributed.group.WORLD)
     grid = replace(single_grid(), topology=Topology(1, 2, 1), rank=rank, data=group, world=group, host=group)
     world = World("cpu", torch.device("cpu"), grid, rank)
-    format.save(root, 1, STATE, Engine(1.0, rank), world)
+    deepspeed_checkpoint.save(root, 1, STATE, Engine(1.0, rank), world)
     if rank == 1:
         files.before_operation = lambda operation, path: _fail(path)
     with pytest.raises(CheckpointError) as raised:
-        format.save(root, 2, STATE, Engine(2.0, rank), world)
+        deepspeed_checkpoint.save(root, 2, STATE, Engine(2.0, rank), world)
     files.before_operation = lambda operation, path: None
     client = Engine(0.0, rank).load_checkpoint(str(root), "global_step1")[1]
     assert sorted(client["megatron"]["rng"]) == [0, 1]
@@ -185,10 +184,10 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
 def test_a_file_that_would_run_code_is_refused_without_a_switch(tmp_path: Path) -> None:
     """Row K23: also where its checksum fits."""
     engine = Engine(1.0)
-    path = format.save(tmp_path, 1, STATE, engine, WORLD)
+    path = deepspeed_checkpoint.save(tmp_path, 1, STATE, engine, WORLD)
     torch.save({"value": Bomb(tmp_path / "mark")}, path / "model_0.pt")
     with pytest.raises(CheckpointError, match="explode"):
-        format.restore(_verified(path), engine, Config(), WORLD, EVERYTHING)
+        deepspeed_checkpoint.restore(_verified(path), engine, Config(), WORLD, EVERYTHING)
     assert not (tmp_path / "mark").exists() and engine.value == 1.0
 
 
@@ -218,10 +217,10 @@ def test_another_layout_gets_weights_or_an_error_with_both(
     checkpoint: Any = type("Saved", (), {"state": state, "path": tmp_path})
     place = Topology(**dict(zip(names, now, strict=True)))
     if told is None:
-        format.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
+        deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
         return
     with pytest.raises(CheckpointError, match=told):
-        format.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
+        deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
 
 
 def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
@@ -233,7 +232,7 @@ def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
     optimizer = _optimizer(module)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     _step(optimizer, module)
-    path = format.save(root, 1, STATE, engine, WORLD)
+    path = deepspeed_checkpoint.save(root, 1, STATE, engine, WORLD)
     wanted = {name: weight.clone() for name, weight in module.state_dict().items()}
     torch.manual_seed(2)
     plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).bfloat16()
@@ -243,7 +242,7 @@ def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
     torch.nn.init.zeros_(module[0].weight)
     with torch.no_grad():
         optimizer.master_of(module[0].weight).zero_()
-    format.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
+    deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
     again = all(torch.equal(weight, wanted[name]) for name, weight in module.state_dict().items())
     return same, again, client["megatron"]["state"]["progress"], float(optimizer.scaler.scale)
 

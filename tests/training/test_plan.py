@@ -12,11 +12,10 @@ from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
 from megatron.models import registry
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import Zero
 from megatron.mpu.topology import Topology
-from megatron.training import dry_run as plan
 from megatron.training import global_vars
-from megatron.training.dry_run import dry_run, plan_rows, simulated_bubble
+from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows, simulated_bubble
 from megatron.training.global_vars import with_tokenizer
 from megatron.training.report import Rates
 
@@ -111,7 +110,7 @@ def test_a_plan_with_zero_1_counts_the_states_that_replicas_share() -> None:
     assert shown[1]["ZeRO"] == "stage 1: 1024 replicas share masters and optimizer states" and "ZeRO" not in shown[0]
     costs = registry.costs_of(config, is_on_cpu=True)
     common = {"micro_batch_size": config.batch.batch_size, "num_micro_batches": 8, "dtype": "bf16"}
-    (memory,) = costs.memory_per_stage([0, 11], zero=cost.Zero(1, 1024), **common)
+    (memory,) = costs.memory_per_stage([0, 11], zero=Zero(1, 1024), **common)
     assert f"about {human_bytes(memory.total)} on each rank" in shown[1]["stage 0"]
     assert shown[0]["stage 0"] != shown[1]["stage 0"]
 
@@ -251,7 +250,7 @@ def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeyp
 def test_a_dry_run_before_the_tokenizer_is_made_counts_what_the_run_will_have(
     family: str, flags: str, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(plan.TEXT_VOCABULARY, "900")
+    monkeypatch.setenv(TEXT_VOCABULARY, "900")
     monkeypatch.setenv("RANK", "0")
     dry_run(parse(["--dry-run", *flags.split()], world_size=1, env={}, family=family), 1)
     assert f"vocabulary {size}" in capsys.readouterr().out

@@ -12,10 +12,9 @@ import torch
 
 import pretrain_gpt2
 from examples.llama import pretrain_llama
-from megatron.checkpoint.huggingface import config as settings
-from megatron.checkpoint.huggingface import config as tokens
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface import weights as tensors
+from megatron.checkpoint.huggingface.config import JSON, config_to_huggingface, tokenizer_difference
 from megatron.checkpoint.loading import open_folder, read_weights
 from tests.training.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
@@ -32,10 +31,10 @@ def write_model(place: Path, argv: list[str], vocab_size: int, script: ModuleTyp
     """Write a Hugging Face folder with random weights of the model that ``argv`` names."""
     config = parse_as(script, argv, 1).with_vocab(vocab_size)
     rng = torch.Generator().manual_seed(5)
-    weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in tensors.own(config).items()}
+    weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in tensors.expected_weights(config).items()}
     place.mkdir()
-    folder.write_json(place / folder.CONFIG, settings.to_theirs(config, "float32"))
-    folder.write_tensors(place, tensors.to_theirs(weights, config), 50_000)
+    folder.write_json(place / folder.CONFIG, config_to_huggingface(config, "float32"))
+    folder.write_tensors(place, tensors.weights_to_huggingface(weights, config), 50_000)
 
 
 def losses(run: Path) -> list[float]:
@@ -132,10 +131,10 @@ def test_the_tokenizer_is_compared_with_that_of_the_folder(
     write_model(tmp_path / "hf", flags(corpus, tmp_path / "none", FEW), vocab_of(corpus))
     assert train_ranks(1, argv)[0] == [0]
     assert "is not checked: " in capfd.readouterr().err
-    config, place = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_of(corpus)), tmp_path / "hf" / tokens.JSON
+    config, place = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_of(corpus)), tmp_path / "hf" / JSON
     own = TOKENIZER.read_text(encoding="utf-8")
     place.write_text(own, encoding="utf-8")
-    assert tokens.difference(tmp_path / "hf", config) is None
+    assert tokenizer_difference(tmp_path / "hf", config) is None
     for change, told in (
         (lambda vocab: {**vocab, "a": vocab["b"], "b": vocab["a"]}, "2 of [0-9]+ ids stand for other tokens"),
         (lambda vocab: {**vocab, "a new token": max(vocab.values()) + 1}, "it has ([0-9]+) tokens, and that of"),
@@ -143,7 +142,7 @@ def test_the_tokenizer_is_compared_with_that_of_the_folder(
         library = json.loads(own)
         library["model"]["vocab"] = change(library["model"]["vocab"])
         place.write_text(json.dumps(library), encoding="utf-8")
-        assert re.search(told, tokens.difference(tmp_path / "hf", config) or "")
+        assert re.search(told, tokenizer_difference(tmp_path / "hf", config) or "")
     argv = flags(corpus, tmp_path / "other", f"{FEW} --train-iters 0 --load {tmp_path / 'hf'} --finetune")
     assert train_ranks(1, argv)[0] == [0]
     assert "warning: the tokenizer is not that of" in capfd.readouterr().err

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.training import exit_signals as stopping
-from megatron.training import failure, trainer
+from megatron.training import exit_signals, failure, trainer
 from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
 from megatron.training.train_state import EVERYTHING, RestoreOptions
 from tests.harness import fork_ranks
@@ -76,7 +75,7 @@ def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():
 )
 def test_a_first_signal_is_a_request_and_a_second_ends_the_process(numbers, code, reason, monkeypatch):
     """A Ctrl-C that arrives more than once is one."""
-    monkeypatch.setattr(stopping, "PRESS_S", 0.05 if LATER in numbers else 60.0)
+    monkeypatch.setattr(exit_signals, "PRESS_S", 0.05 if LATER in numbers else 60.0)
     codes, results, _ = fork_ranks(1, hear, numbers, init=False)
     assert (codes, results[0]) == ([code], reason)
 
@@ -103,7 +102,7 @@ def hear(rank: int, numbers: list[int]) -> str | None:
     ],
 )
 def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, last, since_s, is_one):
-    assert stopping.is_same_press(number, last, since_s) == is_one
+    assert exit_signals.is_same_press(number, last, since_s) == is_one
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
 from megatron.training import initialize
-from megatron.training import timeouts as phases
 from megatron.training.failure import as_peer_error
+from megatron.training.timeouts import AXES
 from tests.harness import run_ranks
 from tests.training.runs import flags, parse_as
 
@@ -50,7 +50,7 @@ def test_ranks_that_do_not_connect_are_told_with_the_flag_that_waits_longer(monk
 
 
 def test_each_group_of_the_grid_gets_the_limit_of_each_phase() -> None:
-    assert {field.name for field in fields(Grid)} - {"topology", "rank"} == set(phases.AXES)
+    assert {field.name for field in fields(Grid)} - {"topology", "rank"} == set(AXES)
 
 
 def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() -> None:

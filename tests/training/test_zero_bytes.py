@@ -11,7 +11,7 @@ import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
 from megatron.models import registry
-from megatron.models.common import memory as cost
+from megatron.models.common.memory import Zero
 from megatron.training import global_vars, initialize
 from megatron.training.dry_run import zero_of
 from megatron.training.parity import mock_tokenizer
@@ -107,6 +107,6 @@ def test_counted_bytes_of_a_rank_are_those_of_the_formulas() -> None:
 def test_the_formulas_are_those_of_the_documents(dtype: str, stage: int, of_parameter: float) -> None:
     config = parse([*LINE.split(), f"--{dtype}"], world_size=1).with_vocab(VOCAB)
     costs = registry.costs_of(config)
-    (memory,) = costs.memory_per_stage([0, 6], micro_batch_size=1, dtype=dtype, zero=cost.Zero(stage, 4))
+    (memory,) = costs.memory_per_stage([0, 6], micro_batch_size=1, dtype=dtype, zero=Zero(stage, 4))
     held = memory.weights + memory.gradients + memory.optimizer
     assert abs(held - of_parameter * costs.num_parameters) <= 3

@@ -84,12 +84,12 @@ def judge_reads(seen: Mapping[str, Any]) -> str:
     assert seen["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
     places = {place: count / seen["steps"] for place, count in seen["found"].items()}
     others = {place: count for place, count in places.items() if not place.endswith(f" in {ONCE}")}
-    assert not others, f"the host waits in each step for {_told(others)}"
+    assert not others, f"the host waits in each step for {_format_counts(others)}"
     assert sum(places.values()) == 1, f"the host reads {sum(places.values()):g} times a step, not once"
     return f"one wait a step, in {ONCE}, none in its 4 micro-batches"
 
 
-def _told(places: Mapping[str, float]) -> str:
+def _format_counts(places: Mapping[str, float]) -> str:
     return ", ".join(f"{place} ({count:g})" for place, count in sorted(places.items()))
 
 

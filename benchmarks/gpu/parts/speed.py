@@ -54,10 +54,10 @@ from benchmarks.gpu.speed_models import (
 from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
 from megatron.models import registry
 from megatron.models.common.memory import peak_flops
-from megatron.planner import machine as devices
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
+from megatron.planner.machine import SHEETS, device
 from megatron.planner.machine import Machine as Planned
 from megatron.planner.microbenchmarks import TimingBudget
 
@@ -137,7 +137,7 @@ def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> Done:
 def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Return the figures of a case from the benchmark's result."""
     sheet = sheet_of(machine.name, machine.memory_bytes) if machine.kind == "cuda" else None
-    planned = devices.device(sheet) if sheet else None
+    planned = device(sheet) if sheet else None
     looked = told["contenders"][OURS]["looked"] if OURS in told["contenders"] else {}
     return {
         "title": model.title,
@@ -194,7 +194,7 @@ def sheet_of(name: str, memory_bytes: int) -> str | None:
     words = set(name.upper().replace("-", " ").split())
     known = [
         (abs(sheet.gigabytes * 1e9 - memory_bytes), key)
-        for key, sheet in devices.SHEETS.items()
+        for key, sheet in SHEETS.items()
         if peak_flops(sheet.part) == peak and all(any(part in word for word in words) for part in sheet.part.split())
     ]
     return min(known)[1] if peak and known else None

@@ -97,7 +97,7 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | N
     return Vocabulary(tokenizer, t5)
 
 
-def write(folder: Path, vocabulary: Vocabulary) -> str | None:
+def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> str | None:
     """Write the files of the table above; return why there is less than a tokenizer, None where it is whole."""
     tokenizer, t5 = vocabulary.tokenizer, vocabulary.t5
     if isinstance(tokenizer, LibraryTokenizer):
@@ -189,7 +189,7 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
     return {"tokenizer_type": "GPT2BPETokenizer", **pair}
 
 
-def difference(source: Path, config: Config) -> str | None:
+def tokenizer_difference(source: Path, config: Config) -> str | None:
     """Return how the tokenizer of the run differs from that of the folder ``source``, None where ids mean the same.
 
     Raises:
@@ -223,29 +223,29 @@ def _tokenizer_in(source: Path) -> Tokenizer:
 # The Hugging Face forms of the families.
 
 
-def form_of(family: str) -> HFFormat:
+def format_of(family: str) -> HFFormat:
     """Return the form of ``family`` there.
 
     Raises:
         CheckpointError: it has none.
     """
-    known = with_forms()
+    known = families_with_format()
     if family not in known:
         title = FAMILIES[family].title if family in FAMILIES else family
         have = ", ".join(FAMILIES[name].title for name in known)
         raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
-    form: HFFormat = load(family, "huggingface").FORM
-    return form
+    hf_format: HFFormat = load(family, "huggingface").FORMAT
+    return hf_format
 
 
-def with_forms() -> list[str]:
+def families_with_format() -> list[str]:
     """Return the families that have a form there."""
     return [family for family in FAMILIES if has_part(family, "huggingface")]
 
 
 def family_by_type() -> dict[str, str]:
     """Return their model_type -> our family."""
-    return {kind: family for family in with_forms() for kind in form_of(family).model_types}
+    return {kind: family for family in families_with_format() for kind in format_of(family).model_types}
 
 
 # ``config.json`` of a Hugging Face folder from our configuration, and back.
@@ -272,25 +272,25 @@ def saved_config(state: Mapping[str, Any]) -> Config:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint does not say which model it holds ({type(error).__name__}: {error}); only those of "
-            f"{', '.join(FAMILIES[family].title for family in with_forms())} that the pretraining scripts save can be "
-            "converted"
+            f"{', '.join(FAMILIES[family].title for family in families_with_format())} that the pretraining scripts "
+            "save can be converted"
         ) from error
 
 
-def to_theirs(config: Config, dtype: str) -> dict[str, Any]:
+def config_to_huggingface(config: Config, dtype: str) -> dict[str, Any]:
     """Return the fields of ``config.json``, ids of control tokens left out.
 
     Raises:
         CheckpointError: listing everything of the model that has no form there.
     """
-    form = form_of(config.family)
-    problems = list(form.problems(config))
+    hf_format = format_of(config.family)
+    problems = list(hf_format.problems(config))
     if problems:
         raise CheckpointError(f"this model has no Hugging Face form: {'; '.join(problems)}")
-    return {**form.fields(config), "dtype": dtype}
+    return {**hf_format.fields(config), "dtype": dtype}
 
 
-def to_ours(theirs: Mapping[str, Any]) -> Config:
+def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
     """Return our configuration of the model that ``config.json`` describes.
 
     Raises:
@@ -301,7 +301,7 @@ def to_ours(theirs: Mapping[str, Any]) -> Config:
     if kind is None or kind not in families:
         raise CheckpointError(f"model_type must be one of {', '.join(families)}, got {kind!r}: another architecture")
     try:
-        values = _with_whole_numbers(form_of(families[kind]).values(dict(theirs)))
+        values = _with_whole_numbers(format_of(families[kind]).values(dict(theirs)))
         found = list(_out_of_range(values))
         config = Config() if found else config_from_values(values, family=families[kind])
         found = found or list(model_problems(replace(config, given=tuple(values))))
@@ -332,7 +332,7 @@ def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
             yield problem
 
 
-def flags(config: Config) -> list[str]:
+def flags_of(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and reads its tokenizer."""
     files = {name: getattr(config.data, name) for name in _TOKENIZER}
     beside = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}

@@ -10,11 +10,34 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.folders import CHECKPOINTS
-from megatron.checkpoint.huggingface import config as settings
-from megatron.checkpoint.huggingface import config as tokens
-from megatron.checkpoint.huggingface import folder as hf_folder
-from megatron.checkpoint.huggingface import weights as tensors
-from megatron.checkpoint.huggingface.config import form_of
+from megatron.checkpoint.huggingface.config import (
+    Vocabulary,
+    config_from_huggingface,
+    config_to_huggingface,
+    copy_files,
+    fields_of,
+    format_of,
+    saved_config,
+    unknown_ids,
+    vocabulary_of,
+    write_tokenizer,
+)
+from megatron.checkpoint.huggingface.folder import (
+    CONFIG,
+    GENERATION,
+    new_folder,
+    read_json,
+    read_tensors,
+    require_free,
+    write_json,
+    write_tensors,
+)
+from megatron.checkpoint.huggingface.weights import (
+    build_model,
+    weights_from_huggingface,
+    weights_to_huggingface,
+    without_zero_biases,
+)
 from megatron.checkpoint.loading import WEIGHTS, Checkpoint, read_weights
 from megatron.checkpoint.metadata import TensorRecord
 from megatron.checkpoint.saving import save
@@ -59,32 +82,32 @@ def export(
         ConfigError: ``output`` holds something, or the tokenizer has more tokens than the model.
         DataError: ``tokenizer_path`` cannot be read.
     """
-    hf_folder.require_free(output)
-    config = settings.saved_config(checkpoint.state)
-    settings.to_theirs(config, "")  # refuses before anything large is read
+    require_free(output)
+    config = saved_config(checkpoint.state)
+    config_to_huggingface(config, "")  # refuses before anything large is read
     vocabulary, notes = _vocabulary(config, tokenizer_path)
     weights = read_weights(checkpoint)
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    theirs = tensors.to_theirs(weights, config)
+    theirs = weights_to_huggingface(weights, config)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
-    ids = tokens.unknown_ids(config) if vocabulary is None else vocabulary.ids()
+    ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
     ids.update(checkpoint.state.get("hugging_face_ids") or {} if vocabulary is None else {})
-    with hf_folder.new_folder(output) as folder:
-        names = hf_folder.write_tensors(folder, theirs, max_shard_bytes)
-        hf_folder.write_json(folder / hf_folder.CONFIG, {**settings.to_theirs(config, kind), **ids})
-        hf_folder.write_json(folder / hf_folder.GENERATION, {"_from_model_config": True, **ids})
-        lacking = None if vocabulary is None else tokens.write(folder, vocabulary)
+    with new_folder(output) as folder:
+        names = write_tensors(folder, theirs, max_shard_bytes)
+        write_json(folder / CONFIG, {**config_to_huggingface(config, kind), **ids})
+        write_json(folder / GENERATION, {"_from_model_config": True, **ids})
+        lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary)
     if lacking is not None:
         notes.append(f"the tokenizer is not whole: {lacking}")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     return Exported(names, len(theirs), num_bytes, notes)
 
 
-def _vocabulary(config: settings.Config, tokenizer_path: Path | None) -> tuple[tokens.Vocabulary | None, list[str]]:
+def _vocabulary(config: Config, tokenizer_path: Path | None) -> tuple[Vocabulary | None, list[str]]:
     """Return the tokenizer, and why there is none; only the one that the user names must be there."""
     try:
-        found = tokens.vocabulary_of(config, tokenizer_path)
+        found = vocabulary_of(config, tokenizer_path)
     except DataError as error:
         if tokenizer_path is not None:
             raise
@@ -122,13 +145,13 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
         ConfigError: ``transformers`` is not installed.
     """
     require_transformers()
-    config = settings.saved_config(checkpoint.state)
+    config = saved_config(checkpoint.state)
     tokens = _batch(config, seed)
     with torch.no_grad():
         ours = _our_logits(checkpoint, config, dtype, tokens)
         theirs = _their_logits(folder, config, tokens)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    allowed = form_of(config.family).allowed
+    allowed = format_of(config.family).allowed
     if not difference <= allowed:  # NaN too
         raise CheckpointError(
             f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
@@ -147,10 +170,10 @@ def _batch(config: Config, seed: int) -> torch.Tensor:
 def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
     weights = {name: t if dtype is None else t.to(DTYPES[dtype]) for name, t in read_weights(checkpoint).items()}
     with torch.device("meta"):
-        model = tensors.build_model(config)
+        model = build_model(config)
     model.to_empty(device="cpu")
     model.double().eval().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    return form_of(config.family).our_logits(model, tokens)  # [b, s, v]
+    return format_of(config.family).our_logits(model, tokens)  # [b, s, v]
 
 
 def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
@@ -158,16 +181,16 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    form = form_of(config.family)
-    kind = getattr(transformers, form.auto if isinstance(form.auto, str) else form.auto(config))
+    hf_format = format_of(config.family)
+    kind = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
     loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
     model, told = loaded
     odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}
     if odd:
         raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
     model.eval()
-    form.prepare(model, config)
-    return form.their_logits(model(**form.their_inputs(tokens)))
+    hf_format.prepare(model, config)
+    return hf_format.their_logits(model(**hf_format.their_inputs(tokens)))
 
 
 # The first checkpoint of a run whose weights come from another program.
@@ -217,17 +240,17 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
             its ``config.json`` asks for.
         ConfigError: ``output`` holds something.
     """
-    hf_folder.require_free(output)
+    require_free(output)
     if not source.is_dir():
         raise CheckpointError(f"--input must name a Hugging Face folder; {source} is not there, or a file")
-    theirs = hf_folder.read_json(source, hf_folder.CONFIG)
-    config = settings.to_ours(theirs)
-    held = hf_folder.read_tensors(source)
-    config = tensors.without_zero_biases(held, config)
-    weights = tensors.to_ours(held, config)
-    with hf_folder.new_folder(output) as folder:
-        if tokens.copy_files(source, folder / TOKENIZER):
-            named = tokens.fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
+    theirs = read_json(source, CONFIG)
+    config = config_from_huggingface(theirs)
+    held = read_tensors(source)
+    config = without_zero_biases(held, config)
+    weights = weights_from_huggingface(held, config)
+    with new_folder(output) as folder:
+        if copy_files(source, folder / TOKENIZER):
+            named = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **named))
         ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
         saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, {"hugging_face_ids": ids})

@@ -12,9 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from megatron.checkpoint.huggingface import config as settings
-from megatron.checkpoint.huggingface import folder as hf_folder
-from megatron.checkpoint.huggingface.config import form_of
+from megatron.checkpoint.huggingface import folder
+from megatron.checkpoint.huggingface.config import config_from_huggingface, flags_of, format_of
 from megatron.checkpoint.loading import check_model, fill, is_resized
 from megatron.checkpoint.metadata import TensorRecord, part_shape
 from megatron.config import Config
@@ -51,24 +50,24 @@ def build_model(config: Config) -> torch.nn.Module:
         raise CheckpointError(f"no model has these sizes: {error}") from error
 
 
-def to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+def weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     """Return the tensors of a Hugging Face file with our ``weights``: copies of a tied table are left out.
 
     Raises:
         CheckpointError: listing every weight that is missing, unknown, or of another shape than ``config`` says.
     """
     require_own("the checkpoint", weights, config)
-    return _to_theirs(weights, config)
+    return _weights_to_huggingface(weights, config)
 
 
-def to_ours(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+def weights_from_huggingface(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     """Return our weights from the ``tensors`` of a Hugging Face file.
 
     Raises:
         CheckpointError: listing every tensor that is missing, unknown, or of another shape than ``config`` says; a
             copy of the word table differs from it.
     """
-    ours, known = form_of(config.family).to_ours(checked(tensors, config), config), own(config)
+    ours, known = format_of(config.family).to_ours(checked(tensors, config), config), expected_weights(config)
     return {name: tensor for name, tensor in ours.items() if name in known}
 
 
@@ -76,12 +75,12 @@ def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return the ``tensors`` of a Hugging Face folder by their full names, each once, if they are those of the model.
 
     Raises:
-        CheckpointError: as ``to_ours``.
+        CheckpointError: as ``weights_from_huggingface``.
     """
-    form = form_of(config.family)
-    theirs, expected = _named(tensors, config), _to_theirs(own(config), config)
-    if config.model.untie_embeddings and form.head not in theirs and form.word in theirs:
-        theirs[form.head] = theirs[form.word]  # transformers 5 leaves out a head that equals the table
+    hf_format = format_of(config.family)
+    theirs, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
+    if config.model.untie_embeddings and hf_format.head not in theirs and hf_format.word in theirs:
+        theirs[hf_format.head] = theirs[hf_format.word]  # transformers 5 leaves out a head that equals the table
     _check("the Hugging Face folder", theirs, expected)
     return theirs
 
@@ -92,12 +91,12 @@ def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) 
     Raises:
         CheckpointError: listing every weight of ``what`` that is missing, unknown, or of another shape.
     """
-    _check(what, weights, own(config))
+    _check(what, weights, expected_weights(config))
 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
     """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
-    biases = form_of(config.family).biases
+    biases = format_of(config.family).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
     has_biases = any(
@@ -108,16 +107,18 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` with their full names, each once, without what no model reads."""
-    form = form_of(config.family)
-    is_short = form.word.removeprefix(form.short) in tensors if form.short else False
-    theirs = {f"{form.short}{name}" if is_short and name != form.head else name: t for name, t in tensors.items()}
-    theirs = {name: t for name, t in theirs.items() if not form.unread.fullmatch(name)}
-    theirs = {full: t for name, t in theirs.items() if (full := form.named(name, config)) is not None}
+    hf_format = format_of(config.family)
+    is_short = hf_format.word.removeprefix(hf_format.short) in tensors if hf_format.short else False
+    theirs = {
+        f"{hf_format.short}{name}" if is_short and name != hf_format.head else name: t for name, t in tensors.items()
+    }
+    theirs = {name: t for name, t in theirs.items() if not hf_format.unread.fullmatch(name)}
+    theirs = {full: t for name, t in theirs.items() if (full := hf_format.named(name, config)) is not None}
     for name in _copies(config):
         copy = theirs.pop(name, None)
-        if copy is not None and not _equal(copy, theirs.setdefault(form.word, copy)):
+        if copy is not None and not _equal(copy, theirs.setdefault(hf_format.word, copy)):
             raise CheckpointError(
-                f"{name} must equal {form.word}, of which config.json calls it a copy "
+                f"{name} must equal {hf_format.word}, of which config.json calls it a copy "
                 "(tie_word_embeddings), and holds other values"
             )
     return theirs
@@ -125,8 +126,8 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
 
 def _copies(config: Config) -> tuple[str, ...]:
     """Return their names of what is the word table once more."""
-    form = form_of(config.family)
-    return (*form.copies, *(() if config.model.untie_embeddings else (form.head,)))
+    hf_format = format_of(config.family)
+    return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 
 def _equal(one: Readable, other: Readable) -> bool:
@@ -137,14 +138,14 @@ def _equal(one: Readable, other: Readable) -> bool:
     )
 
 
-def own(config: Config) -> Tensors:
+def expected_weights(config: Config) -> Tensors:
     """Return our weights without values."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
 
 
-def _to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    theirs = form_of(config.family).from_ours(dict(weights), config)
+def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+    theirs = format_of(config.family).from_ours(dict(weights), config)
     return {name: tensor for name, tensor in theirs.items() if name not in _copies(config)}
 
 
@@ -169,9 +170,9 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
 
 def is_folder(source: Path) -> bool:
     """Tell whether ``source`` is a Hugging Face folder, of a model that we have or of another one."""
-    if not (source / hf_folder.CONFIG).is_file():
+    if not (source / folder.CONFIG).is_file():
         return False
-    return hf_folder.read_json(source, hf_folder.CONFIG).get("model_type") is not None
+    return folder.read_json(source, folder.CONFIG).get("model_type") is not None
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Pretrained:
     config: Config
     shapes: Mapping[str, tuple[int, ...]]
     recipes: Mapping[str, WeightMapping]
-    slices: Mapping[str, hf_folder.Slice]
+    slices: Mapping[str, folder.Slice]
 
     def check_fits(self, config: Config) -> None:
         """Check that the folder's weights fit the run's model, as closely as its flags ask for.
@@ -207,7 +208,7 @@ class Pretrained:
     @property
     def flags(self) -> str:
         """The flags with which a pretraining script builds this model."""
-        return shlex.join(settings.flags(self.config))
+        return shlex.join(flags_of(self.config))
 
     def load(self, records: Iterable[TensorRecord]) -> None:
         """Fill the tensors of ``records``, whose names are those of weights.
@@ -242,16 +243,16 @@ class Pretrained:
         read_into(target, recipe, self.slices, shapes, shard)
 
 
-def opened(source: Path, stack: ExitStack) -> Pretrained:
+def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
     """Return the folder ``source``, open as long as ``stack`` is.
 
     Raises:
         CheckpointError: it is no Hugging Face folder of a model that we have, or its tensors are not those that its
             ``config.json`` asks for.
     """
-    config = settings.to_ours(hf_folder.read_json(source, hf_folder.CONFIG))
-    held = hf_folder.open_slices(source, stack)
+    config = config_from_huggingface(folder.read_json(source, folder.CONFIG))
+    held = folder.open_slices(source, stack)
     config = without_zero_biases(held, config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own(config).items()}
-    recipes = form_of(config.family).recipes(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
+    recipes = format_of(config.family).recipes(config)
     return Pretrained(source, config, shapes, recipes, checked(held, config))

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.arguments import config_from_values
 from megatron.checkpoint.folders import CHECKPOINTS
-from megatron.checkpoint.huggingface import folder as folders
 from megatron.checkpoint.huggingface.convert import save_first
+from megatron.checkpoint.huggingface.folder import new_folder, require_free
 from megatron.checkpoint.huggingface.weights import require_own
-from megatron.checkpoint.legacy import weights as legacy
 from megatron.checkpoint.legacy.files import find_legacy_files
+from megatron.checkpoint.legacy.weights import LegacyWeights, read_legacy_weights
 from megatron.config import Config
 from megatron.errors import CheckpointError
 
@@ -50,9 +50,9 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
         CheckpointError: no checkpoint of these families, or its tensors are not those of a GPT-2 or T5 of ours.
         ConfigError: ``output`` holds something.
     """
-    folders.require_free(output)
+    require_free(output)
     files = find_legacy_files(source, wishes.iteration)
-    found = legacy.read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order)
+    found = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order)
     config = _config(found, wishes)
     _cut_vocabulary(found, config.model.vocab_size or 0)
     require_own(str(files.folder), found.weights, config)
@@ -61,12 +61,12 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
         f"vocabulary: {config.model.vocab_size}",
         *found.notes,
     ]
-    with folders.new_folder(output) as folder:
+    with new_folder(output) as folder:
         saved = save_first(folder / CHECKPOINTS, found.weights, config, "none (weights of another program)", {})
     return output / CHECKPOINTS / saved.name, config, notes
 
 
-def _config(found: legacy.LegacyWeights, wishes: Wishes) -> Config:
+def _config(found: LegacyWeights, wishes: Wishes) -> Config:
     """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
     strange = [told for key, told in _UNKNOWN_HERE.items() if found.settings.get(key)]
     norm = found.settings.get("normalization") or "LayerNorm"
@@ -122,12 +122,12 @@ def _activation(settings: Mapping[str, Any]) -> str:
     return "gelu" if is_exact else "gelu-tanh"
 
 
-def _height(found: legacy.LegacyWeights, side: str) -> int:
+def _height(found: LegacyWeights, side: str) -> int:
     prefix = f"{side}layers."
     return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in found.weights if name.startswith(prefix))
 
 
-def _cut_vocabulary(found: legacy.LegacyWeights, vocab_size: int) -> None:
+def _cut_vocabulary(found: LegacyWeights, vocab_size: int) -> None:
     """Drop rows of padding behind the vocabulary.
 
     Raises:

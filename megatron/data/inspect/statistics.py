@@ -244,12 +244,12 @@ def table(facts: Facts, tokenizer: Tokenizer | None) -> Table:
     shown = Table(title=Text(facts.prefix), title_justify="left", show_header=False)
     shown.add_column("name", no_wrap=True)
     shown.add_column("value", overflow="fold")
-    for name, value in rows(facts, tokenizer):
+    for name, value in statistics_rows(facts, tokenizer):
         shown.add_row(name, Text(value))
     return shown
 
 
-def rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of each row."""
     lengths = facts.lengths
     yield "documents", f"{facts.num_documents:,}"

@@ -138,7 +138,7 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
         DataError: the file is damaged, or cannot be read any more.
     """
     if unit.format == "parquet":
-        return readers.rows(unit, keys or ("text",))
+        return readers.read_records(unit, keys or ("text",))
     return _READERS[unit.format](unit)
 
 

@@ -117,10 +117,10 @@ def _named(found: Sequence[str]) -> str:
 
 def _changed(of: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]
-    return [f"{of}{name} was {_told(earlier.get(name))}, now {_told(now.get(name))}" for name in names]
+    return [f"{of}{name} was {_format_value(earlier.get(name))}, now {_format_value(now.get(name))}" for name in names]
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     return shlex.join(value) if isinstance(value, list) else str(value)
 
 
@@ -294,7 +294,7 @@ def in_words(error: OSError, folder: Path, counts: Counts, total_bytes: int, ite
         total_bytes: of the whole input.
     """
     if error.errno == errno.EFBIG:
-        return f"a file of the output in {folder} is {files.told_too_large()} ({error})"
+        return f"a file of the output in {folder} is {files.too_large_message()} ({error})"
     text = f"there is no room for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
     if counts.num_tokens and total_bytes >= counts.num_bytes:
         whole = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes

@@ -38,7 +38,7 @@ def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
         return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
 
 
-def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
+def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for fields of one).
 
     Memory is that of 256 rows, or of 4 MB of rows by their mean size where that is less, and pyarrow's own.

@@ -172,7 +172,7 @@ def their_logits(out: Any) -> torch.Tensor:
     return torch.cat([out.prediction_logits.flatten(1), out.seq_relationship_logits], dim=1)
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("bert",),
     problems=problems,
     fields=fields,

@@ -112,14 +112,16 @@ def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelAr
 # The layers of BERT's encoder, and what comes before them.
 
 
-class AroundWords(nn.Module):
-    """What joins the words: positions, token types, norm and dropout.
+class SharedWordEmbedding(nn.Module):
+    """The sum of word, position and token type, with norm and dropout; ``word`` is a table that others have too.
 
     Shapes:
-        words [s, b, h], or this rank's part of it, by ``place``
-        token_types [b, s]
-        output as words
+        tokens [b, s]
+        token_types [b, s], 0 in the first segment of a sample, 1 in the second
+        output [s, b, h], or this rank's part of it, by ``place``
     """
+
+    word: VocabParallelEmbedding
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -129,30 +131,22 @@ class AroundWords(nn.Module):
         self.hidden_dropout = sizes.hidden_dropout
         self.place = place
 
-    def forward(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
+        words = self.word(tokens.t())  # [s, b, h] or [s/t, b, h]
         types = self.place.part(token_types.t())  # [s, b] or [s/t, b]
         positions = self.place.part(torch.arange(token_types.shape[1], device=words.device))
         x = words + self.position(positions).unsqueeze(1) + self.token_type(types)
         return self.place.dropout(self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
 
-class BertEmbedding(AroundWords):
-    """The sum of word, position and token type, with norm and dropout.
-
-    Shapes:
-        tokens [b, s]
-        token_types [b, s], 0 in the first segment of a sample, 1 in the second
-        output [s, b, h]
-    """
+class BertEmbedding(SharedWordEmbedding):
+    """The same with a word table of its own."""
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__(sizes, place)
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
-
-    def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.word(tokens.t()), token_types)
 
 
 class BertAttention(SelfAttention):

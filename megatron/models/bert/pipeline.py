@@ -13,11 +13,11 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.models.bert.model import (
-    AroundWords,
     BertLayer,
     BertModelArgs,
     NextSentence,
     Outputs,
+    SharedWordEmbedding,
     Transform,
     WordHead,
     bert_loss,
@@ -26,38 +26,13 @@ from megatron.models.bert.model import (
 )
 from megatron.models.common.attention import SharedMask
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.common.pipeline import ModelPipe
+from megatron.models.common.pipeline import ModelPipe, Stream, embedding_pipe, layer_pipe
 from megatron.mpu.layers import VocabParallelEmbedding
 from tds.loss import Weighted
 from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
-Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or hidden states and segments
-
-
-class EmbeddingPipe(AroundWords):
-    """(tokens, token types[, segments]) to hidden states[, segments], by the word table that the head has too."""
-
-    word: VocabParallelEmbedding
-
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
-        tokens, token_types, *segments = inputs
-        x = super().forward(self.word(tokens.t()), token_types)  # [s, b, h]
-        return (x, segments[0]) if segments else x
-
-
-class BertLayerPipe(BertLayer):
-    """A layer that passes segments on, with the mask that all layers of its stage share."""
-
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext, layer: int, mask: SharedMask) -> None:
-        super().__init__(sizes, place, layer)
-        self.mask = mask
-
-    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        if isinstance(inputs, torch.Tensor):
-            return super().forward(inputs)
-        x, segments = inputs
-        return super().forward(x, self.mask.of(segments)), segments
+BertLayerPipe = layer_pipe(BertLayer)
 
 
 class TransformPipe(nn.Module):
@@ -93,7 +68,7 @@ def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]
     )  # fmt: skip
     mask = SharedMask(padding_mask)
     return [
-        SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
+        SharingLayerSpec(embedding_pipe(SharedWordEmbedding, 2), sizes, place, shares={"word": word}),
         *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],
         LayerSpec(TransformPipe, sizes, place),
         SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
@@ -129,7 +104,7 @@ class BertModelPipe(ModelPipe):
     def beside(cls, config: Config) -> dict[str, bool]:
         return {"has_segments": config.own.short_seq_prob > 0}  # where samples are padded
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         ends = enumerate(self.parts[1:-1])
         self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
 

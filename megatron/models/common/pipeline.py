@@ -93,7 +93,7 @@ class ModelPipe(PipelineModule):
             activation_checkpoint_func=recompute,
             **profile,
         )
-        self._say_what_crosses()
+        self._declare_boundaries()
 
     @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
@@ -108,7 +108,7 @@ class ModelPipe(PipelineModule):
         """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank."""
         raise NotImplementedError
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         """Tell the engine which tensors cross into each stage; the layers are there."""
         raise NotImplementedError
 
@@ -141,6 +141,24 @@ def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Modul
 
     EmbeddingPipe.__name__ = f"{embedding.__name__}Pipe"
     return EmbeddingPipe
+
+
+@cache
+def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
+    """Return ``layer`` as one that hands segment ids on, with the mask that all layers of its stage share."""
+
+    class LayerPipe(layer):  # type: ignore[valid-type, misc]
+        def __init__(self, sizes: ModelArgs, place: ParallelContext, number: int, mask: SharedMask) -> None:
+            super().__init__(sizes, place, number)
+            self.mask = mask
+
+        def forward(self, inputs: Stream) -> Stream:
+            x, *beside = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            x = super().forward(x, self.mask.of(beside[0]) if beside else None)
+            return (x, *beside) if beside else x
+
+    LayerPipe.__name__ = f"{layer.__name__}Pipe"
+    return LayerPipe
 
 
 class TiedTable(nn.Module):
@@ -210,7 +228,7 @@ class DecoderPipe(ModelPipe):
 
     has_positions = False
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         beside = self.has_segments + self.has_positions
         self._input_grad = [True, *[False] * beside]
         self._input_type = ["float", *["int"] * beside]
@@ -247,18 +265,7 @@ class DecoderPipe(ModelPipe):
 # The plain decoder, of GPT-2 and of each family of decoders that has no list of layers of its own.
 
 
-class TransformerLayerPipe(TransformerLayer):
-    """A layer that passes segment ids on, with the mask that all layers of its stage share."""
-
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int, mask: SharedMask) -> None:
-        super().__init__(sizes, place, layer)
-        self.mask = mask
-
-    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        if isinstance(inputs, torch.Tensor):
-            return super().forward(inputs)
-        x, segment_ids = inputs
-        return super().forward(x, self.mask.of(segment_ids)), segment_ids
+TransformerLayerPipe = layer_pipe(TransformerLayer)
 
 
 def layer_specs(sizes: ModelArgs, place: ParallelContext) -> list[LayerSpec]:

@@ -26,7 +26,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common import huggingface as made
+from megatron.models.common import huggingface
 from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
@@ -75,7 +75,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     for their_name, tensor in theirs.items():
         found = recipe(name := str(names[their_name]), num_heads)
         assert found is not None  # their names and ours are one table
-        ours[name] = made.to_our_weight(found, dict.fromkeys(found.names, tensor))
+        ours[name] = huggingface.to_our_weight(found, dict.fromkeys(found.names, tensor))
     if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
         del ours[_HEAD]
     return ours
@@ -93,7 +93,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     for name, tensor in ours.items():
         found = recipe(name, num_heads)
         assert found is not None
-        theirs.update(made.from_our_weight(found, tensor))
+        theirs.update(huggingface.from_our_weight(found, tensor))
     if _HEAD not in ours and _WORD in ours:
         theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
     return theirs
@@ -232,7 +232,7 @@ def _zero_biases(ours: Tensors, config: Config) -> Tensors:
     return {bias: ours[name].new_zeros(ours[name].shape[0]) for name, bias in names.items() if bias not in ours}
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("gpt2",),
     problems=_problems,
     fields=_fields,

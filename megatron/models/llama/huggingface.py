@@ -175,7 +175,7 @@ def _rotary(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(kind, kind), **scaled}, []
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("llama",),
     problems=problems,
     fields=fields,

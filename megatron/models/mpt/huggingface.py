@@ -172,7 +172,7 @@ def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
             yield f"{key} {given[key]!r} (known: {only!r})"
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("mpt",),
     problems=problems,
     fields=fields,

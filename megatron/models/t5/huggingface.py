@@ -31,7 +31,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common import huggingface as made
+from megatron.models.common import huggingface
 from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
 from megatron.ops.activations import is_gated
 
@@ -76,7 +76,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
         if all(part in theirs for part in parts):
             tensors = {part: theirs.pop(part) for part in parts}
             found = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
-            ours[f"{name}.weight"] = made.to_our_weight(found, tensors)
+            ours[f"{name}.weight"] = huggingface.to_our_weight(found, tensors)
     if theirs:
         raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
     return ours
@@ -93,7 +93,9 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     for name, parts in _merges_of_ours(rest):
         if name in rest:
             tensor = rest.pop(name)
-            theirs.update(made.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor))
+            theirs.update(
+                huggingface.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor)
+            )
     if rest:
         raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(rest)}")
     if _THEIR_WORD in theirs:
@@ -282,7 +284,7 @@ def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("t5", "mt5"),
     problems=_problems,
     fields=_fields,

@@ -215,7 +215,7 @@ class T5ModelPipe(ModelPipe):
     def beside(cls, config: Config) -> dict[str, bool]:
         return {"has_segments": config.own.has_segments(config.data.reset_attention_mask)}
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         self._mark_ends_of_pieces()
         ends = enumerate(self.parts[1:-1])
         self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}

@@ -14,7 +14,8 @@ from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.main_params import MainParams
 from megatron.optim.zero.partition import ParamPartition
 from megatron.torch_compat import reduce_scatter_single
-from tds.gradients import Bucket, BucketSchedule, accurate_dtype, multiply
+from tds.gradient_reducer import AgreedOrder, Bucket
+from tds.gradients import accurate_dtype, multiply
 
 # Sums of gradients over the replicas of which each replica keeps its parts.
 #
@@ -151,7 +152,7 @@ def _in_slots(shares: Sequence[GradientShard], replicas: int) -> torch.Tensor:
 # is what this stage is there to avoid. With one micro-batch a step the sums are those of ZeRO 0 to the bit where the
 # replicas' sums are (above); with several the additions come in another order.
 #
-# Buckets are those in which ZeRO 0 sums, and all replicas sum them in one order (``BucketSchedule``); what backward
+# Buckets are those in which ZeRO 0 sums, and all replicas sum them in one order (``AgreedOrder``); what backward
 # does not reach is summed at its end, with zeros for what is missing.
 #
 # Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.2.
@@ -167,7 +168,7 @@ class PartitionedGradients:
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._order = BucketSchedule(self.holders.handle)
+        self._order = AgreedOrder(self.holders.handle)
         self._pending: Sum | None = None
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:
@@ -197,7 +198,7 @@ class PartitionedGradients:
         """Sum what is left, and have all sums here. Collective over the replicas."""
         self._sum(self._order.rest())
         self._wait()
-        self._order.end()
+        self._order.reset()
 
     def finish(self, factor: float) -> None:
         multiply(self._parts.values(), factor)

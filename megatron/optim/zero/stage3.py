@@ -50,7 +50,7 @@ class GatherOrder:
         Raises:
             ConfigError: another gathers something else; the same on every replica.
         """
-        self._say(number)
+        self._send_number(number)
 
     def end(self) -> None:
         """Tell the others that this replica gathers no more. Collective.
@@ -58,7 +58,7 @@ class GatherOrder:
         Raises:
             ConfigError: another goes on; the same on every replica.
         """
-        self._say(END)
+        self._send_number(END)
 
     def check(self) -> None:
         """Look at what all have said last.
@@ -80,7 +80,7 @@ class GatherOrder:
                 "step. Let all replicas take the same way through the model, or use --zero-stage 2"
             )
 
-    def _say(self, number: int) -> None:
+    def _send_number(self, number: int) -> None:
         if self._group.size == 1:
             return
         self.check()
@@ -262,7 +262,7 @@ class ParamUnits:
         self._watch: saved_tensors_hooks | None = None
         self._module = module
         self._names = {inner: name for name, inner in module.named_modules()}
-        self._has_told = False
+        self._has_warned = False
         layers = layers_of(module, cut)
         for inner, weights in layers.items():
             self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
@@ -270,7 +270,7 @@ class ParamUnits:
         self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
         self._order = GatherOrder(group, [unit.name for unit in self.units], place_of(cut))
         self._hook(module)
-        self._tell_largest()
+        self._log_largest()
 
     def free(self) -> None:
         """Free all that is gathered."""
@@ -325,13 +325,13 @@ class ParamUnits:
             self._watch.__exit__()
             self._watch = None
             if module is self._module:
-                self._tell_uncalled(output)
+                self._warn_uncalled(output)
         for unit in units:
             unit.calls -= 1
             if not (unit.calls or gradients.is_running() or (unit.stays and torch.is_grad_enabled())):
                 self._free(unit)
 
-    def _tell_largest(self) -> None:
+    def _log_largest(self) -> None:
         sizes = [unit.num_bytes() for unit in self.units]
         if not sizes:
             return
@@ -344,16 +344,16 @@ class ParamUnits:
         else:
             log.info(told)
 
-    def _tell_uncalled(self, output: Any) -> None:
+    def _warn_uncalled(self, output: Any) -> None:
         """After the first pass of all that backward may follow, name the layers that it has not called."""
         names = [unit.name for unit in self.units if not unit.was_called]
-        if names and not self._has_told and output is not None:  # None: the pass has failed
+        if names and not self._has_warned and output is not None:  # None: the pass has failed
             log.warning(
                 f"--zero-stage 3 gathers weights when a module that has them is called, and {', '.join(names)} was not "
                 "called in the first pass. If its weights were read there, they were NaN: call the module, or use "
                 "--zero-stage 2"
             )
-        self._has_told = self._has_told or output is not None
+        self._has_warned = self._has_warned or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return what the graph keeps of ``tensor``: beside a weight its unit, which may be away when it is needed."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import runs
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
 from benchmarks.gpu.parts import faults
 from tests.benchmarks.gpu.made import dry_machine, made_run
@@ -34,7 +34,7 @@ ENDED = "rank 0 failed: NumericsError: step 5 (samples 16-19): the loss must be 
 @pytest.mark.timeout(300)
 def test_a_dry_case_passes_through_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name = "gpt2 waits of the host --fp32"
-    assert program.main(["--device", "cpu", "--out", str(tmp_path), "faults", "--only", name]) == 0
+    assert main(["--device", "cpu", "--out", str(tmp_path), "faults", "--only", name]) == 0
     (file,) = tmp_path.glob("gpu-cpu-*.json")
     (verdict,) = json.loads(file.read_text())["parts"]["faults"]["cases"].values()
     assert verdict["figures"] == {"places": {"tolist in tds/loss.py:read": 2}}

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import step_time, turns
-from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import part
-from benchmarks.gpu.part import PASSED, Machine, Results, Skip, Verdict
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.part import PASSED, Done, Machine, Results, Skip, Verdict
 from benchmarks.gpu.parts import speed
 from benchmarks.gpu.speed_models import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
@@ -22,9 +21,9 @@ from benchmarks.turns import PRODUCT, Record, Work, kernels_of, look
 from megatron.log import human_bytes
 from megatron.models import registry
 from megatron.mpu.topology import Topology
-from megatron.planner import machine as devices
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
+from megatron.planner.machine import device
 from megatron.training.dry_run import plan_rows
 
 GIB = 2**30
@@ -117,7 +116,7 @@ def test_a_step_has_quartiles_and_both_kinds_of_memory() -> None:
 
 def test_ratios_are_estimates_over_measurement(tmp_path: Path) -> None:
     config = config_for(SIZES, 4, "cuda")
-    planned = 1e3 * Planner(config, devices.device("h200")).estimate(layout_of(config, 1)).step_s
+    planned = 1e3 * Planner(config, device("h200")).estimate(layout_of(config, 1)).step_s
     memory = estimated(SIZES, 4, "cuda").total
     given = told(ms_per_step=2 * planned, peak_memory_bytes=4 * memory, reserved_memory_bytes=5 * memory)
     figures = speed.figures_of(MODEL, RUN, given, machine(tmp_path))
@@ -197,19 +196,19 @@ def test_a_run_without_room_after_all_is_tried_with_fewer_sequences(
 ) -> None:
     asked: list[list[str]] = []
 
-    def python(place: Machine, *words: str) -> part.Done:
+    def python(place: Machine, *words: str) -> Done:
         asked.append(list(words))
         if len(asked) == 1:
-            return part.Done(1, "torch.OutOfMemoryError: CUDA out of memory. Tried", 1.0)
+            return Done(1, "torch.OutOfMemoryError: CUDA out of memory. Tried", 1.0)
         (tmp_path / "step_time.json").write_text(json.dumps(told()))
-        return part.Done(0, "", 1.0)
+        return Done(0, "", 1.0)
 
     monkeypatch.setattr(speed, "python", python)
     monkeypatch.setattr(speed, "require_bf16", lambda: None)
     _, figures = speed.measure(MODEL, machine(tmp_path), tmp_path)
     assert [words[words.index("--batch-size") + 1] for words in asked] == ["4", "2"]
     assert figures["batch_size"] == 2
-    monkeypatch.setattr(speed, "python", lambda place, *words: part.Done(1, "error: no such device", 1.0))
+    monkeypatch.setattr(speed, "python", lambda place, *words: Done(1, "error: no such device", 1.0))
     with pytest.raises(AssertionError, match="no such device"):
         speed.measure(MODEL, machine(tmp_path), tmp_path)
 
@@ -266,7 +265,7 @@ def test_the_planner_is_compared_with_the_cases_that_were_measured(tmp_path: Pat
     figures = speed.figures_of(MODEL, RUN, told(), place)
     place.results.add("speed", "measured", Verdict(PASSED, "", json.loads(json.dumps(figures))))
     place.results.add("speed", "broken", Verdict("failed", ""))
-    planned = devices.device("h200")
+    planned = device("h200")
     found = dict(speed.planned_of(place, planned))
     assert set(found) == {"measured"} and set(found["measured"]) == {OURS}
     ms = speed.planner_ms(SIZES, 4, planned, "cuda")
@@ -283,7 +282,7 @@ def test_sizes_come_back_from_their_figures() -> None:
 def test_the_dry_form_runs(tmp_path: Path) -> None:
     """On a busy machine the part's time is over before its last case; a second start goes on there."""
     for _ in range(3):
-        assert program.main(["--device", "cpu", "--out", str(tmp_path), "speed", "pictures"]) == 0
+        assert main(["--device", "cpu", "--out", str(tmp_path), "speed", "pictures"]) == 0
     (path,) = tmp_path.glob("*.json")
     cases = json.loads(path.read_text())["parts"]["speed"]["cases"]
     assert {case["status"] for case in cases.values()} == {"passed"}

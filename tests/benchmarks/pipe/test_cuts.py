@@ -14,10 +14,10 @@ from benchmarks.pipe.cuts import (
     best_cuts,
     best_ring,
     cuts_of_deepspeed,
+    format_cut,
     line_up,
     predicted_s,
     stage_seconds,
-    told,
 )
 from benchmarks.pipe.model import cut_by_cost, plain_specs
 from benchmarks.sizes import GPTSizes, T5Sizes
@@ -38,7 +38,7 @@ def test_all_cuts_hold_each_layer_once_and_leave_no_piece_empty() -> None:
 def test_cuts_of_deepspeed_are_what_its_methods_give() -> None:
     names = [spec.typename.__name__ for spec in HALVES]
     found = cuts_of_deepspeed(HALVES, 2)
-    assert {told(bounds, HALVES) for bounds in found} >= {"4+4", "4.5+3.5", "5+3", "5.5+2.5"}
+    assert {format_cut(bounds, HALVES) for bounds in found} >= {"4+4", "4.5+3.5", "5+3", "5.5+2.5"}
     for bounds, method in found.items():
         if method.startswith("type:"):
             pattern = re.compile(method.removeprefix("type:").lower(), re.IGNORECASE)  # as DeepSpeed reads it
@@ -48,7 +48,7 @@ def test_cuts_of_deepspeed_are_what_its_methods_give() -> None:
 
 def test_the_best_cut_has_the_lowest_slowest_stage() -> None:
     best = best_cuts(all_cuts(len(HALVES), 2), COSTS, 2, 8, 3)
-    assert told(best[0], HALVES) == "5.5+2.5"
+    assert format_cut(best[0], HALVES) == "5.5+2.5"
     slowest = [max(sum(COSTS[a:b]) for a, b in itertools.pairwise(bounds)) for bounds in best]
     assert slowest == sorted(slowest)
 

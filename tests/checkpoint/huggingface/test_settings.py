@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.huggingface import config as settings
 from megatron.checkpoint.huggingface import folder, weights
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface
 from megatron.errors import CheckpointError
 from megatron.training.run_folder import require_checkpoint
 from tests.checkpoint.huggingface.models import config_of
 from tests.models.llama.test_huggingface import LLAMA_1, LLAMA_32
 from tests.models.mpt.test_huggingface import with_attention
 
-BERT = settings.to_theirs(config_of("bert", hidden_bias=True), "float32")
-GPT2 = settings.to_theirs(config_of("gpt2", hidden_bias=True), "float32")
+BERT = config_to_huggingface(config_of("bert", hidden_bias=True), "float32")
+GPT2 = config_to_huggingface(config_of("gpt2", hidden_bias=True), "float32")
 
 
 def scaled(**changes: Any) -> dict[str, Any]:
@@ -44,12 +44,12 @@ def scaled(**changes: Any) -> dict[str, Any]:
 )
 def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(CheckpointError, match="config.json does not describe a ") as error:
-        settings.to_ours(theirs)
+        config_from_huggingface(theirs)
     assert all(text in str(error.value) for text in told), error.value
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    found = settings.to_ours(with_attention(alibi_bias_max=16.0)).own.alibi_bias_max
+    found = config_from_huggingface(with_attention(alibi_bias_max=16.0)).own.alibi_bias_max
     assert found == 16 and isinstance(found, int)
 
 
@@ -57,14 +57,14 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
 def test_the_deviation_of_initial_weights_comes_back(family: str) -> None:
     own = {"activation": "gated-silu"} if family == "llama" else {}
     config = config_of(family, init_method_std=0.007, **own)
-    assert settings.to_ours(settings.to_theirs(config, "float32")).model.init_method_std == 0.007
+    assert config_from_huggingface(config_to_huggingface(config, "float32")).model.init_method_std == 0.007
 
 
 def test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have(tmp_path: Path) -> None:
     folder.write_json(tmp_path / folder.CONFIG, {"model_type": "qwen2"})
     require_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="model_type must be one of gpt2, t5, .*bert, got 'qwen2'"):
-        weights.opened(tmp_path, None)  # type: ignore[arg-type]
+        weights.open_pretrained(tmp_path, None)  # type: ignore[arg-type]
     folder.write_json(tmp_path / folder.CONFIG, {"family": "gpt2"})  # as a run of ours writes it
     assert not weights.is_folder(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint found"):

@@ -12,7 +12,7 @@ import torch
 
 from megatron.models.bert.huggingface import _recipes
 from megatron.models.bert.model import BertModel
-from megatron.models.common import huggingface as made
+from megatron.models.common import huggingface
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
 from tests.harness import run_ranks
@@ -100,7 +100,7 @@ def one(group, kind):
     assert sorted(recipes) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.shard = shard_of(parameter)
-        fill(parameter, made.to_our_weight(recipes[name], before))
+        fill(parameter, huggingface.to_our_weight(recipes[name], before))
     batch = bert_batch(0)
     with torch.no_grad():
         logits = model(batch.tokens, batch.token_types, batch.segments)
@@ -133,7 +133,9 @@ def seen(size):
 def theirs(parts, variant):
     """Return the global tensors of all ranks' parts under Hugging Face's names."""
     recipes, whole = recipes_of(variant), joined(parts)
-    return {name: part for ours in whole for name, part in made.from_our_weight(recipes[ours], whole[ours]).items()}
+    return {
+        name: part for ours in whole for name, part in huggingface.from_our_weight(recipes[ours], whole[ours]).items()
+    }
 
 
 def with_keys(tensors):
@@ -173,6 +175,6 @@ def test_there_and_back_is_bitwise(variant):
     before = reference(next(kind for kind in KINDS if kind[1] == variant))[0]
     recipes, back = recipes_of(variant), {}
     for recipe in recipes.values():
-        back |= made.from_our_weight(recipe, made.to_our_weight(recipe, before))
+        back |= huggingface.from_our_weight(recipe, huggingface.to_our_weight(recipe, before))
     assert set(before) - set(back) <= COPIES and set(back) <= set(before)
     assert all(torch.equal(back[name], before[name]) for name in back)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.models.bert import pipeline as bert
+from megatron.models.bert import pipeline
 from megatron.models.common import pipeline as gpt2
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.llama import pipeline as llama
@@ -20,7 +20,7 @@ from tests.models.llama.samples import llama_sizes
 CASES: dict[str, tuple[ModuleType, ModelArgs, str, tuple[Any, ...]]] = {
     "gpt2": (gpt2, small_sizes(), "document_mask", ()),
     "llama": (llama, llama_sizes(), "document_mask", (True,)),
-    "bert": (bert, bert_sizes(hidden_size=16, kv_hidden_size=4), "padding_mask", ()),
+    "bert": (pipeline, bert_sizes(hidden_size=16, kv_hidden_size=4), "padding_mask", ()),
 }
 
 

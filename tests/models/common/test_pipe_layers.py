@@ -1,25 +1,29 @@
-"""Embeddings and norms as layers of a pipeline: what travels beside the hidden states, and the names of parameters."""
+"""Embeddings, transformer layers and norms in a pipeline: what travels beside hidden states, names of parameters."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megatron.models.bert.model import BertEmbedding, BertLayer, BertModelArgs, SharedWordEmbedding, padding_mask
+from megatron.models.common.attention import SharedMask
 from megatron.models.common.language_model import Embedding, WordEmbedding
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.pipeline import embedding_pipe, norm_pipe
-from megatron.models.common.transformer import LayerNorm, RMSNorm
+from megatron.models.common.pipeline import embedding_pipe, layer_pipe, norm_pipe
+from megatron.models.common.transformer import LayerNorm, RMSNorm, TransformerLayer
+from megatron.ops.attention import document_mask
 
 TOKENS = torch.tensor([[1, 2, 3]])
 BESIDE = torch.zeros(1, 3, dtype=torch.int32)
+SIZES = {
+    "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16, "max_position_embeddings": 4,
+    "kv_hidden_size": 4, "ff_hidden_size": 32,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("embedding", "inputs"), [(WordEmbedding, (TOKENS,)), (Embedding, (TOKENS, TOKENS))])
 def test_an_embedding_takes_its_inputs_and_hands_on_the_rest(embedding, inputs):
-    sizes = ModelArgs(
-        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16, max_position_embeddings=4,
-        kv_hidden_size=4, ff_hidden_size=32,
-    )  # fmt: skip
+    sizes = ModelArgs(**SIZES)
     layer = embedding_pipe(embedding, len(inputs))(sizes, ParallelContext()).eval()
     whole = embedding(sizes, ParallelContext()).eval()
     whole.load_state_dict(layer.state_dict())  # the same names
@@ -31,6 +35,38 @@ def test_an_embedding_takes_its_inputs_and_hands_on_the_rest(embedding, inputs):
     if len(inputs) == 1:
         assert torch.equal(layer(TOKENS), hidden)
     assert type(layer).__name__ == f"{embedding.__name__}Pipe"
+
+
+def test_an_embedding_by_a_shared_table_equals_one_with_its_own():
+    sizes, inputs = BertModelArgs(**SIZES), (TOKENS, torch.zeros_like(TOKENS))
+    whole = BertEmbedding(sizes, ParallelContext()).eval()
+    for weight in whole.parameters():
+        torch.nn.init.normal_(weight)
+    layer = embedding_pipe(SharedWordEmbedding, 2)(sizes, ParallelContext()).eval()
+    assert [*layer.state_dict(), "word.weight"] == list(whole.state_dict())
+    layer.load_state_dict(whole.state_dict(), strict=False)
+    object.__setattr__(layer, "word", whole.word)  # as a layer is given what it shares
+    assert torch.equal(layer(inputs), whole(*inputs))
+    x, beside = layer((*inputs, BESIDE))
+    assert torch.equal(x, whole(*inputs)) and beside is BESIDE
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "mask"), [(TransformerLayer, ModelArgs, document_mask), (BertLayer, BertModelArgs, padding_mask)]
+)
+def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, mask):
+    sizes, segments = args(**SIZES), torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    layer = layer_pipe(kind)(sizes, ParallelContext(), 0, SharedMask(mask)).eval()
+    whole = kind(sizes, ParallelContext(), 0).eval()
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight)
+    whole.load_state_dict(layer.state_dict())  # the same names
+    x = torch.randn(3, 1, 8)
+    assert torch.equal(layer(x), whole(x))
+    out, beside = layer((x, segments))
+    assert torch.equal(out, whole(x, mask(segments))) and beside is segments
+    assert not torch.equal(out, whole(x))
+    assert type(layer).__name__ == f"{kind.__name__}Pipe" and layer_pipe(kind) is type(layer)
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])

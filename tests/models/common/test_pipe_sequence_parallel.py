@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.models.bert import pipeline as bert
+from megatron.models.bert import pipeline
 from megatron.models.common import pipeline as gpt2
 from megatron.models.common.model_args import ParallelContext
 from megatron.models.llama import pipeline as llama
@@ -23,7 +23,7 @@ from tds.shared_layers import held_in
 from tests.models.common.test_sequence_parallel import cases
 
 PAIR = Group((0, 1), 0)
-FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "bert": bert, "t5": t5}
+FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "bert": pipeline, "t5": t5}
 Facts = Counter[tuple[tuple[int, ...], bool, bool]]
 
 

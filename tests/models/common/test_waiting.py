@@ -6,18 +6,17 @@ import pytest
 
 from megatron.config import parse
 from megatron.models import registry
-from megatron.models.common import memory as cost
-from megatron.models.common.memory import Kept, SavedActivations
+from megatron.models.common.memory import Kept, Memory, SavedActivations, waiting_of
 
 LINE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --batch-size 2 --fp32"
 INPUT = 16 * 2 * 32 * 4  # s b h in fp32
 
 
-def estimated(extra: str) -> cost.Memory:
+def estimated(extra: str) -> Memory:
     config = parse(f"{LINE} {extra}".split(), world_size=2, env={})
     (memory,) = registry.costs_of(config).memory_per_stage(
         [0, 7], micro_batch_size=2, tensor=config.parallel.model_parallel_size,
-        checkpoint_activations=config.parallel.checkpoint_activations, waiting=cost.waiting_of(config),
+        checkpoint_activations=config.parallel.checkpoint_activations, waiting=waiting_of(config),
     )  # fmt: skip
     return memory
 
@@ -47,5 +46,5 @@ def test_inputs_wait_where_the_flags_say(extra: str, waits: int, runs: int, on_h
 
 def test_a_stage_keeps_the_forwards_in_flight_and_makes_the_largest_run_again() -> None:
     pieces = [[Kept(), Kept(100, 10), Kept(80, 10)], [Kept(90, 10), Kept(5)]]
-    memory = SavedActivations(every=2).placed(cost.Memory(0, 0, 0, 999, 30), pieces, 3.0, read=7)
+    memory = SavedActivations(every=2).placed(Memory(0, 0, 0, 999, 30), pieces, 3.0, read=7)
     assert memory.activations == 3 * (10 + 10) + 3 * (7 + 5) + 180 - 30

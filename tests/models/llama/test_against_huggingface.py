@@ -18,7 +18,7 @@ from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.models import llama_model_args_from
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.llama.huggingface import FORM
+from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary
 from tests.models.common.decoder_against_huggingface import Against
@@ -94,11 +94,11 @@ def make_reference(kind: str) -> tuple[Any, Config]:
     with torch.no_grad():  # norms and biases away from 1 and 0, so that each of them matters
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model, config_from_values(FORM.values(model.config.to_dict()), family="llama")
+    return model, config_from_values(FORMAT.values(model.config.to_dict()), family="llama")
 
 
 DTYPE_OF = {kind: settings[0] for kind, settings in KINDS.items()}
-CASE = Against(FORM, DTYPE_OF, make_reference, in_its_own_dtype)
+CASE = Against(FORMAT, DTYPE_OF, make_reference, in_its_own_dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +115,7 @@ def test_weights_come_back_bit_for_bit_from_any_number_of_tensor_ranks(kind: str
 def test_a_rank_holds_whole_groups() -> None:
     """Rows go by group: its queries, its key, its value, as the conversion has them."""
     config, before, *_ = CASE.reference("fp64")
-    whole = FORM.to_ours(before, config)["layers.1.attention.query_key_value.weight"]
+    whole = FORMAT.to_ours(before, config)["layers.1.attention.query_key_value.weight"]
     second = CASE.shards("fp64", 1, 4)["layers.1.attention.query_key_value.weight"][1]
     assert second.equal(whole[16:32])
     query, key, value = (before[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.config import parse
 from megatron.errors import CheckpointError
-from megatron.models.llama.huggingface import FORM
+from megatron.models.llama.huggingface import FORMAT
 from tests.checkpoint.huggingface.models import config_of, save_model
 from tests.tools.test_convert_hf import Run, convert, same, tensors_in
 
@@ -40,19 +40,19 @@ LLAMA_1 = {
 
 
 def test_configs_of_the_hub_are_read() -> None:
-    config = settings.to_ours(LLAMA_32)
+    config = config_from_huggingface(LLAMA_32)
     llama = config.own
     assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (2, 500000.0, "llama3")
     assert (llama.rotary_scaling_factor, llama.rotary_original_positions) == (32.0, 8192)
     assert (config.model.kv_hidden_size, config.model.max_position_embeddings) == (8, 131072)
     assert not config.model.untie_embeddings and not config.model.hidden_bias
-    first = settings.to_ours(LLAMA_1)
+    first = config_from_huggingface(LLAMA_1)
     assert (first.llama.num_query_groups, first.llama.rotary_base, first.llama.rotary_scaling) == (4, 10000.0, "none")
     assert (first.model.layernorm_epsilon, first.model.untie_embeddings, first.model.kv_hidden_size) == (1e-6, True, 4)
     older = {**LLAMA_1, "rope_scaling": {"type": "linear", "factor": 4}}
-    assert (settings.to_ours(older).own.rotary_scaling_factor, settings.to_ours(older).own) == (
+    assert (config_from_huggingface(older).own.rotary_scaling_factor, config_from_huggingface(older).own) == (
         4,
-        settings.to_ours({**LLAMA_1, "rope_parameters": {"rope_type": "linear", "factor": 4}}).own,
+        config_from_huggingface({**LLAMA_1, "rope_parameters": {"rope_type": "linear", "factor": 4}}).own,
     )
 
 
@@ -71,13 +71,13 @@ def test_configs_of_the_hub_are_read() -> None:
 )
 def test_what_our_llama_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as told:
-        settings.to_ours({**LLAMA_32, **changed})
+        config_from_huggingface({**LLAMA_32, **changed})
     assert f"our LLaMA has no counterpart of these settings: {named}" in str(told.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as told:
-        settings.to_theirs(config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4), "float32")
+        config_to_huggingface(config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4), "float32")
     assert all(text in str(told.value) for text in ("got relu", "got 16 and 3"))
 
 
@@ -88,19 +88,19 @@ def test_settings_come_back_and_their_program_takes_them(scaling: str) -> None:
     values = {"attention_dropout": 0.25, "hidden_dropout": 0.125, "hidden_bias": True, "layernorm_epsilon": 1e-6}
     rotary = {"rotary_base": 500.0, "rotary_scaling": scaling, "num_query_groups": 1, "kv_hidden_size": 6}
     config = config_of("llama", **values, **rotary, activation="gated-gelu", untie_embeddings=False)
-    fields = settings.to_theirs(config, "float32")
+    fields = config_to_huggingface(config, "float32")
     theirs = LlamaConfig.from_dict(json.loads(json.dumps(fields)))
     assert (theirs.head_dim, theirs.num_key_value_heads, theirs.tie_word_embeddings) == (6, 1, True)
     assert theirs.rope_parameters["rope_theta"] == 500.0
     assert theirs.rope_parameters["rope_type"] == {"none": "default"}.get(scaling, scaling)
-    back = settings.to_ours(theirs.to_dict())
+    back = config_from_huggingface(theirs.to_dict())
     assert back.identity() == config.identity() and back.model == config.model
 
 
 @pytest.mark.parametrize("theirs", [LLAMA_32, LLAMA_1], ids=["tied", "untied"])
 def test_the_flags_of_a_model_build_it(theirs: dict[str, Any]) -> None:
-    config = settings.to_ours(theirs)
-    words = settings.flags(config)
+    config = config_from_huggingface(theirs)
+    words = flags_of(config)
     assert ("--tie-embeddings-and-output-weights" in words) == (theirs is LLAMA_32)
     parsed = parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="llama")
     assert parsed.identity() == config.identity() and parsed.model == config.model
@@ -149,4 +149,4 @@ def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding
 
 def test_a_tensor_that_no_llama_has_is_named() -> None:
     with pytest.raises(CheckpointError, match="layers.0.input_norm.bias"):
-        FORM.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config_of("llama"))
+        FORMAT.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config_of("llama"))

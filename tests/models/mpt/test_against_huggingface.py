@@ -17,7 +17,7 @@ import torch
 from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.mpt.huggingface import FORM, prepare
+from megatron.models.mpt.huggingface import FORMAT, prepare
 from megatron.models.registry import build_model
 from tests.models.common.decoder_against_huggingface import Against
 from tests.models.gpt2.test_against_huggingface import DTYPES, SEQ, VOCAB, text
@@ -56,13 +56,13 @@ def make_reference(kind: str) -> tuple[Any, Config]:
     with torch.no_grad():  # norms away from 1, so that they matter
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    config = config_from_values(FORM.values(model.config.to_dict()), family="mpt")
+    config = config_from_values(FORMAT.values(model.config.to_dict()), family="mpt")
     prepare(model, config)
     return model, config
 
 
 DTYPE_OF = {kind: settings[0] for kind, settings in KINDS.items()}
-CASE = Against(FORM, DTYPE_OF, make_reference, in_its_own_dtype)
+CASE = Against(FORMAT, DTYPE_OF, make_reference, in_its_own_dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError
-from megatron.models.mpt.huggingface import FORM
+from megatron.models.mpt.huggingface import FORMAT
 from tests.checkpoint.huggingface.models import config_of, save_model
 from tests.tools.test_convert_hf import Run, convert, same, tensors_in
 
@@ -38,14 +38,14 @@ def with_attention(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_config_of_the_hub_is_read() -> None:
-    config = settings.to_ours(STORYWRITER)
+    config = config_from_huggingface(STORYWRITER)
     assert (config.own.alibi_bias_max, config.own.clip_qkv) == (16, 6.0)
     model = config.model
     assert (model.ff_hidden_size, model.max_position_embeddings, model.untie_embeddings) == (64, 64, False)
-    assert settings.to_ours(with_attention(softmax_scale=8**-0.5)) == config
-    assert settings.to_ours({**STORYWRITER, "attn_config": None}).own.alibi_bias_max == 8
+    assert config_from_huggingface(with_attention(softmax_scale=8**-0.5)) == config
+    assert config_from_huggingface({**STORYWRITER, "attn_config": None}).own.alibi_bias_max == 8
     same = {"norm_type": "layernorm", "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None}}
-    assert settings.to_ours({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
+    assert config_from_huggingface({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_a_config_of_the_hub_is_read() -> None:
 )
 def test_what_our_mpt_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as told:
-        settings.to_ours(changed)
+        config_from_huggingface(changed)
     assert f"our MPT has no counterpart of these settings: {named}" in str(told.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as told:
-        settings.to_theirs(config_of("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32")
+        config_to_huggingface(config_of("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32")
     assert all(text in str(told.value) for text in ("gelu there, got relu", "2 heads of 4 for 16", "got 20 for 16"))
 
 
@@ -89,16 +89,16 @@ def test_settings_come_back_and_their_program_takes_them() -> None:
 
     values = {"clip_qkv": 3.0, "alibi_bias_max": 4, "attention_dropout": 0.25, "hidden_dropout": 0.125}
     config = config_of("mpt", **values, layernorm_epsilon=1e-6, untie_embeddings=True)
-    fields = settings.to_theirs(config, "float32")
+    fields = config_to_huggingface(config, "float32")
     theirs = MptConfig.from_dict(json.loads(json.dumps(fields)))
     assert (theirs.attn_config.alibi_bias_max, theirs.attn_config.clip_qkv, theirs.max_seq_len) == (4, 3.0, 12)
-    back = settings.to_ours(theirs.to_dict())
+    back = config_from_huggingface(theirs.to_dict())
     assert back.identity() == config.identity() and back.model == config.model
 
 
 def test_the_flags_of_a_model_build_it() -> None:
-    config = settings.to_ours({**STORYWRITER, "layer_norm_epsilon": 1e-6})
-    parsed = parse([*settings.flags(config), "--data-path", "x", "--dry-run"], world_size=1, family="mpt")
+    config = config_from_huggingface({**STORYWRITER, "layer_norm_epsilon": 1e-6})
+    parsed = parse([*flags_of(config), "--data-path", "x", "--dry-run"], world_size=1, family="mpt")
     assert parsed.identity() == config.identity() and parsed.model.layernorm_epsilon == 1e-6
     assert parsed.model.max_position_embeddings == 64
 
@@ -144,4 +144,4 @@ def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding
 def test_a_tensor_that_no_mpt_has_is_named() -> None:
     config: Config = config_of("mpt")
     with pytest.raises(CheckpointError, match="layers.0.input_norm.bias"):
-        FORM.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config)
+        FORMAT.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config)

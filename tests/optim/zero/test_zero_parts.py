@@ -19,7 +19,7 @@ from megatron.optim.zero import stage2
 from megatron.optim.zero.partition import partition_of
 from megatron.optim.zero.stage3 import layers_of
 from megatron.training import setup
-from tds import gradients
+from tds import gradient_reducer, gradients
 from tests.harness import RankFailure, run_ranks
 from tests.optim.zero.parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
 
@@ -173,10 +173,10 @@ def test_buckets_are_those_in_which_stage_0_sums(monkeypatch: pytest.MonkeyPatch
     for limit in (1, 500, 900, 2**20):
         monkeypatch.setattr(gradients, "BUCKET_BYTES", limit)
         theirs = [[id(p) for p in bucket] for bucket in gradients.buckets(parameters)]
-        order = gradients.BucketSchedule(None)
+        order = gradient_reducer.AgreedOrder(None)
         for parameter in parameters:
             order.adopt(parameter)
-        assert sorted([id(p) for p in bucket] for bucket in order._in_order()) == sorted(theirs)
+        assert sorted([id(p) for p in bucket] for bucket in order._guessed()) == sorted(theirs)
 
 
 def held_in_backward(rank: int) -> tuple[list[int], list[int], int]:

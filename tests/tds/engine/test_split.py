@@ -73,7 +73,7 @@ def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
     _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
     have = {name for name, p in net.named_parameters() if p.grad is not None}
     assert have == {"norm.weight", "norm.bias"}
-    told = splitter.told(dict(net.named_parameters()))
+    told = splitter.describe_split(dict(net.named_parameters()))
     assert "norm.weight" in told and "91.5 %" in told, told
     splitter.run((0, 0))
     assert all(p.grad is not None for p in net.parameters())

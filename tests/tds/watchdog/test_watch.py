@@ -134,10 +134,10 @@ def _record(rank: int) -> tuple[str, float, int, str | None]:
     thread = threading.Thread(target=in_background)
     thread.start()
     released.wait(SLACK_S)
-    told = diagnosis.told({here.grid.data.handle.group_name: "data"})
+    told = diagnosis.format_operations({here.grid.data.handle.group_name: "data"})
     for _ in range(30):
         all_reduce(torch.ones(3), here.grid.data)
-    many = diagnosis.told({})
+    many = diagnosis.format_operations({})
     held.set()
     thread.join()
     return told, diagnosis.idle_s(), many.count("all_reduce"), many
@@ -178,8 +178,8 @@ def test_a_thread_is_seen_where_it_waits_for_an_operation() -> None:
     frame = work.wait()
     assert diagnosis.communication(frame) is None, "the line above has been left"
     assert diagnosis.communication(_waiting_frame(work)) == "an operation that it has started"
-    assert diagnosis.communication(None) is None and diagnosis.told_stack(None) == ""
-    assert diagnosis.told_place(frame).startswith(
+    assert diagnosis.communication(None) is None and diagnosis.format_stack(None) == ""
+    assert diagnosis.format_place(frame).startswith(
         "test_a_thread_is_seen_where_it_waits_for_an_operation (test_watch.py:"
     )
 

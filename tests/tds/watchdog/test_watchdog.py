@@ -359,9 +359,9 @@ def _called_from(file: str, inner: Any) -> Any:
 )
 def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: str) -> None:
     frame = _called_from(file, lambda: _called_from(file, sys._getframe))
-    assert diagnosis.told_place(frame).partition(" (")[2].startswith("test_watchdog.py:"), file
+    assert diagnosis.format_place(frame).partition(" (")[2].startswith("test_watchdog.py:"), file
     own = _called_from("/home/user/my-site-packages.py", sys._getframe)
-    assert diagnosis.told_place(own) == "wait (my-site-packages.py:1)"
+    assert diagnosis.format_place(own) == "wait (my-site-packages.py:1)"
 
 
 def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,4 +370,4 @@ def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tds.watchdog, "diagnosis", diagnosis)  # to be put back: the import replaces it
     rebuilt: Any = importlib.import_module(diagnosis.__name__)
     frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
-    assert "test_watchdog.py:" in rebuilt.told_place(frame)
+    assert "test_watchdog.py:" in rebuilt.format_place(frame)
