@@ -27,8 +27,9 @@ mypy=$!
 trap 'kill "$mypy" 2> /dev/null; rm -f "$types"' EXIT
 
 start=$SECONDS
-# Two files at a time: most tests are ranks that wait for each other. More would crowd out their deadlines.
-"$PYTHON" -m pytest -n 2 --dist loadfile "$@"      # its closing line stays the last one when all is well
+# Three files at a time, for two cores: most tests are ranks that wait for each other, and some wait for a clock.
+# In the order of tests/conftest.py, which begins with the longest.
+"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"  # its closing line stays the last when all is well
 code=$?
 if [ "$code" -eq 2 ]; then
   kill "$mypy"                                     # by Ctrl-C, which does not reach what runs beside

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.checkpoint_contenders import Task, run_team
 from benchmarks.machine import surroundings
 from benchmarks.turns import quartiles
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {"NHIDDEN": "256", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}
@@ -95,7 +95,7 @@ class Ceiling:
         return self.quartiles[1] <= self.at_most
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         low, middle, high = self.quartiles
         verdict = "met" if self.is_met else "NOT MET"
         return f"{self.name:58}{middle:9.5f} (quartiles {low:.5f}, {high:.5f})  at most {self.at_most:g}: {verdict}"
@@ -170,7 +170,7 @@ def table(result: dict[str, Any]) -> str:
             middle = statistics.median(values)
             rate = told.state_bytes / 1e6 / middle
             lines.append(f"  {name:38}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
-        lines += [f"  {bar.told}" for bar in result["bars"][ranks]]
+        lines += [f"  {bar.text}" for bar in result["bars"][ranks]]
     if "small run" in result:
         run = result["small run"]
         stall, share = statistics.median(run.seconds), statistics.median(run.shares)

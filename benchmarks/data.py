@@ -221,7 +221,7 @@ def table(result: dict[str, Any]) -> str:
     for family, needed in result["facts"].get("needed_samples_per_s", {}).items():
         taken, tokens = result["facts"]["tokens_per_s_of_a_step"][family], data_reading.TOKENS_PER_SAMPLE[family]
         lines.append(f"{family}: 10 x {taken:,.0f} tokens/s of a step / {tokens} tokens of a sample = {needed:,.0f}")
-    return "\n".join([*lines, *(bar.told for bar in result["bars"])])
+    return "\n".join([*lines, *(bar.text for bar in result["bars"])])
 
 
 def as_json(result: dict[str, Any]) -> dict[str, Any]:

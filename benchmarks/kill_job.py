@@ -75,7 +75,7 @@ MODULES = (
     "torch.distributed.elastic.agent.server.api",
     "torch.utils.tensorboard",
     "deepspeed",
-    "megatron.training.trainer",
+    "megatron.training.train",
     "megatron.checkpoint.dcp",
     "pretrain_gpt2",
 )

@@ -17,8 +17,8 @@ from megatron.data import IndexedDatasetBuilder
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.tokenizer import build
-from megatron.training.metrics import read_metrics
-from megatron.training.run_lock import NAME as LOCK
+from megatron.training import run_lock
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tokenizer.json"
@@ -259,7 +259,7 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
-        if path.name.startswith(".") or path.name == LOCK:
+        if path.name.startswith(".") or path.name == run_lock.NAME:
             yield f"{path.relative_to(run)} is left behind"
     if not has_saved:
         return

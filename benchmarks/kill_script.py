@@ -24,7 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt2  # noqa: E402
-from megatron.training import data, entrypoint, failure, metrics, report, trainer  # noqa: E402
+from megatron.training import Callback, data, entrypoint, failure  # noqa: E402
+from megatron.training.callbacks import metrics_writer, speed_monitor  # noqa: E402
+from megatron.training.callbacks.checkpointer import Checkpointer  # noqa: E402
 
 START = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 _record = os.open(
@@ -38,36 +40,35 @@ def record(**told: Any) -> None:
     os.write(_record, json.dumps({"start": START, "at": time.time(), **told}).encode() + b"\n")
 
 
+class Recorder(Callback):
+    """Tells where the run begins, and each step that is done."""
+
+    def on_train_start(self) -> None:
+        checkpointer = self.trainer.find(Checkpointer)
+        loaded = checkpointer.loaded if checkpointer else None
+        record(begins=self.trainer.progress.step, loaded=loaded.name if loaded else None)
+
+    def on_after_update(self, result: Any) -> None:
+        record(step=self.trainer.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
+        _read.clear()
+
+
 def record_run() -> None:
     """Let the parts of a run tell what they do; leave out what only costs time."""
-    report.MATMUL_SECONDS = 0.0
-    metrics.draw_losses = lambda *_: None
-    prepare, advance, note_durable = trainer._prepare, trainer._advance, failure.note_committed_step
-    take = data.TimedBatches.__next__
-
-    def prepare_and_record(run: trainer.Run) -> Any:
-        record(begins=run.progress.step, loaded=run.loaded.name if run.loaded else None)
-        return prepare(run)
+    speed_monitor.MATMUL_SECONDS = 0.0
+    metrics_writer.draw_losses = lambda *_: None
+    take, note_durable = data.TimedBatches.__next__, failure.note_committed_step
 
     def take_and_sum(batches: data.TimedBatches) -> Any:
         batch = take(batches)
         _read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
         return batch
 
-    def advance_and_record(run: trainer.Run, result: Any, samples: int) -> None:
-        advance(run, result, samples)
-        record(step=run.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
-        _read.clear()
-
     def note_durable_and_record(step: int) -> None:
         note_durable(step)
         record(durable=step)
 
-    trainer._prepare, trainer._advance, failure.note_committed_step = (
-        prepare_and_record,
-        advance_and_record,
-        note_durable_and_record,
-    )
+    failure.note_committed_step = note_durable_and_record
     data.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
 
 
@@ -78,4 +79,5 @@ if __name__ == "__main__":
         pretrain_gpt2.model_provider,
         pretrain_gpt2.forward_step,
         name="gpt2",
+        callbacks=[Recorder()],
     )

@@ -106,7 +106,7 @@ def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, A
     threads = 1 if args.cpu_time else None
     found = {}
     for ranks in numbers:
-        found[ranks] = calibrate(ranks, "cpu", tell=_log, pace=pace, round_s=pace.window_s, threads=threads)
+        found[ranks] = calibrate(ranks, "cpu", report=_log, pace=pace, round_s=pace.window_s, threads=threads)
         found[ranks].save(args.out / f"machine-{ranks}.json")
     return found
 

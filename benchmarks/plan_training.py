@@ -178,7 +178,7 @@ class Row:
         time = "" if self.time_ratio is None else f"step time {self.time_ratio:.3f}, "
         return f"{self.name}: {time}memory {self.memory_ratio:.3f} of what was measured"
 
-    def told(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         """Return everything, for JSON."""
         names = ("time_ratio", "memory_ratio", "is_time_met", "is_memory_met")
         return asdict(self) | {name: getattr(self, name) for name in names}
@@ -247,7 +247,7 @@ def _summary(what: str, ratios: Sequence[float], bar: float) -> str:
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
     """Return what ``rows_now`` needs, for JSON; of the machines all but their notes, which name a host."""
     told = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
-    return {"is_smoke": is_smoke, "machines": told, "rows": [row.told() for row in rows]}
+    return {"is_smoke": is_smoke, "machines": told, "rows": [row.as_data() for row in rows]}
 
 
 def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:

@@ -223,7 +223,7 @@ def words(job: Job) -> Iterator[Check]:
     yield "docs/flags.md", partial(same_text, job, lambda where: (where.root / "docs/flags.md").read_text("utf-8"))
     programs = {path for where in (job.here, job.other) for path in programs_of(where.root)}
     for program in sorted(programs):
-        yield f"--help of {program}", partial(same_text, job, partial(run_any, command=f"{program} --help"))
+        yield f"--help of {program}", partial(same_text, job, partial(help_of, program=program))
     (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
     for family, ranks, flags in LAYOUTS:
         command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
@@ -245,6 +245,14 @@ def programs_of(root: Path) -> Iterator[str]:
     for path in [*root.glob("run_*.sh"), *root.glob("examples/*/run_*.sh")]:
         if path.name != "run_tests.sh":
             yield f"bash {path.relative_to(root).as_posix()}"
+
+
+def help_of(where: Checkout, program: str) -> str:
+    """Return the whole help, of a training program without what it says of ``--help`` and ``--help-all``."""
+    whole = where.run(f"{program} --help-all", code=None)
+    if whole.rstrip().endswith("exit code 0"):
+        return re.sub(r"^  (-h, --help|--help-all)  .*\n", "", whole, flags=re.M)
+    return re.sub(r"^  -h, --help  .*\n", "", where.run(f"{program} --help", code=None), flags=re.M)
 
 
 def run_any(where: Checkout, command: str, env: Mapping[str, str] | None = None) -> str:

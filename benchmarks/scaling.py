@@ -236,13 +236,13 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
         rows.append(scaling_points.measure(point, machines[point.ranks], args.steps, cores, is_smoke=args.smoke))
         _log(f"{number} of {len(points)}: {point.series}, {point.name}: {rows[-1].step_s * 1e3:.0f} ms a step")
     here = surroundings()
-    title = f"{here['processor']}, {cores} cores, load {load:.1f} ahead of it, commit {here['commit'][:9]}"
+    title = f"{here['processor']}, {cores} cores, load {load:.1f} before it, {time.strftime('%Y-%m-%d')}"
     draw_measured(rows, title, page.parent / "pictures" / "scaling_measured.png")
     text = scaling_points.measured_table(rows)
     print(title, text, sep="\n")
     told = f"{title}: `{here['command']}`.\n\n{text}\n\n![measured efficiency](pictures/scaling_measured.png)"
     update(page, "measured", told)
-    result = [row.told() for row in rows]
+    result = [row.as_data() for row in rows]
     if args.out:
         (args.out / "measured.json").write_text(json.dumps({"surroundings": here, "rows": result}, indent=1) + "\n")
     return result

@@ -263,7 +263,7 @@ class Scaled:
         speeds = [each.tokens / each.estimated_s for each in (self, one)]
         return speeds[0] / speeds[1] / min(self.point.ranks, self.cores)
 
-    def told(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         return asdict(self)
 
 

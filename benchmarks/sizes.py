@@ -35,7 +35,7 @@ class GPTSizes:
         return self.seq_length
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"{self.num_layers} layers, vocabulary {self.vocab_size}"
 
     def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ class T5Sizes:
         return self.enc_seq_length + self.target_length
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return (
             f"{self.num_layers}+{self.num_layers} layers, {self.enc_seq_length}+{self.target_length} tokens, "
             f"vocabulary {self.vocab_size}"

@@ -236,7 +236,7 @@ def look(step: Callable[[], Any], kind: str) -> dict[str, Any]:
         step()
         if kind == "cuda":
             torch.cuda.synchronize()
-    return {**kernels_of(taken.key_averages(), kind), "attention": seen.told()}
+    return {**kernels_of(taken.key_averages(), kind), "attention": seen.as_data()}
 
 
 def kernels_of(averages: Iterable[Any], kind: str) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class _Attention(TorchFunctionMode):
             self._calls[chosen, tuple(query.shape), tuple(key.shape), str(query.dtype), has_mask] += 1
         return function(*args, **given)
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_data(self) -> list[dict[str, Any]]:
         return [
             {"kernel": kernel, "query": list(query), "key": list(key), "dtype": dtype, "has_mask": mask, "calls": calls}
             for (kernel, query, key, dtype, mask), calls in self._calls.items()
@@ -305,7 +305,7 @@ class Bar:
         return self.quartiles[1] >= self.at_least
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         low, middle, high = self.quartiles
         verdict = "met" if self.is_met else "NOT MET"
         cpu = "" if self.by_cpu is None else f", by CPU time {self.by_cpu:.2f}"

@@ -193,7 +193,7 @@ def table(case: Case, records: dict[str, Record]) -> str:
     """Return the result as lines of text."""
     sizes = case.sizes
     lines = [
-        f"{case.dtype}: {sizes.told}, hidden {sizes.hidden_size}, {case.replicas} replicas, {case.num_micro_batches} "
+        f"{case.dtype}: {sizes.text}, hidden {sizes.hidden_size}, {case.replicas} replicas, {case.num_micro_batches} "
         f"micro-batches of {case.batch_size} x {sizes.seq_length}",
         f"  {'contender':22}{'kept MB':>9}{'formula':>9}{'+ a step':>10}{'formula':>9}{'s a step':>10}{'of theirs':>11}"
         f"{'last loss':>11}",

@@ -36,6 +36,19 @@ MOVED = {
         "megatron.models",
     ),
     "megatron.pipe": ("megatron.models",),
+    "megatron.training.checkpointing": ("megatron.training.callbacks.checkpointer",),
+    "megatron.training.debugging": ("megatron.training.callbacks.debugger",),
+    "megatron.training.evaluate": ("megatron.training.trainer", "megatron.training.callbacks.evaluator"),
+    "megatron.training.metrics": (
+        "megatron.training.callbacks.metrics_writer",
+        "megatron.training.callbacks.layer_norms",
+        "megatron.training.callbacks.straggler",
+        "megatron.training.callbacks.wandb",
+    ),
+    "megatron.training.profiler": ("megatron.training.callbacks.profiler",),
+    "megatron.training.replica_check": ("megatron.training.callbacks.replica_check",),
+    "megatron.training.stability_guard": ("megatron.training.callbacks.stability_guard",),
+    "megatron.training.training_log": ("megatron.training.callbacks.speed_monitor",),
     "megatron.stages": ("tds.schedule.simulate", "tds.partition", "megatron.models.t5.config"),
 }
 """Former modules that pages or scripts name, for one release -> where their names are now."""

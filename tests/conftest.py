@@ -16,6 +16,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -76,7 +77,31 @@ def _make_simulated_device() -> None:
     accelerators.adapt(megatron_accelerator_sim.NAME)
 
 
+LONGEST = (
+    "parity/test_layouts.py", "training/test_guard.py", "checkpoint/test_crash.py", "training/test_faults.py",
+    "training/test_loss_scale.py", "tds/watchdog/test_watchdog.py", "test_main_job.py", "training/test_resume.py",
+    "generate/test_command.py", "mutants/test_mutants.py", "training/test_pretrained.py", "training/test_phases.py",
+    "parity/test_t5_steps.py", "parity/test_llama.py", "training/test_kills.py", "training/test_host_reads.py",
+    "tds/schedule/test_orders.py", "launch/test_run_script.py", "examples/test_accelerator_sim.py",
+    "tds/test_parity.py", "gpu/test_dry_form.py", "launch/test_exit_codes.py", "tds/engine/test_optimizers.py",
+)  # fmt: skip
+"""Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for while ten thousand tests come to be, nor among them later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
     has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--all"):

@@ -8,6 +8,7 @@ its traceback. Children are waited for and ended by their own ids; nothing is le
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ def fork_ranks(
         place = Path(folder)
         sys.stdout.flush()
         sys.stderr.flush()
+        _import_ahead()
         children = [_fork(rank, num_ranks, place, function, args, init) for rank in range(num_ranks)]
         codes = _wait(children, deadline_s)
         results: list[Any] = [None] * num_ranks
@@ -66,6 +69,14 @@ def fork_ranks(
             if (place / f"report-{rank}").exists():
                 reports[rank] = (place / f"report-{rank}").read_text()
         return codes, results, reports
+
+
+def _import_ahead() -> None:
+    """Import once, rather than in every rank, what DeepSpeed imports when it makes an engine."""
+    if "deepspeed" in sys.modules:
+        for name in ("auto_ep_config", "auto_ep_layer", "auto_ep_comm"):
+            with suppress(ImportError):  # another release of DeepSpeed
+                importlib.import_module(f"deepspeed.module_inject.{name}")
 
 
 def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:

@@ -1,8 +1,12 @@
-"""Words that gave way to the field's: none of them names anything again. docs/glossary.md has the table."""
+"""Words that gave way to the field's: none of them names anything again. docs/glossary.md has the table.
+
+And a module is called by its own name: no import gives it another word.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -145,7 +149,6 @@ FORMER = (
     ("Phases", "Sections", "megatron/training/"),
     ("PipelineEngine", "PipelineStepEngine", "megatron/training/"),
     ("FiniteOnly", "FiniteLossCheck", "megatron/training/"),
-    ("Vote", "StepDecision", "megatron/training/"),
     ("Guard", "StabilityGuard", "megatron/training/"),
     ("Recent", "RunningStatistics", "megatron/training/"),
     ("find_drift", "check_replicas", "megatron/training/"),
@@ -153,7 +156,6 @@ FORMER = (
     ("Copies", "ReplicaGroup", "megatron/training/"),
     ("Suspect", "StragglerDetector", "megatron/training/"),
     ("OfRanks", "RankMetrics", "megatron/training/"),
-    ("tell_step", "training_log", "megatron/training/"),
     ("Screen", "TrainingConsole", "megatron/training/"),
     ("Progress", "TrainState", "megatron/training/"),
     ("Taken", "RestoreOptions", "megatron/training/"),
@@ -163,9 +165,6 @@ FORMER = (
     ("compare_ranks", "check_ranks_identical", "megatron/training/"),
     ("by_rank_0", "run_on_rank_0", "megatron/training/"),
     ("stand_in_tokenizer", "mock_tokenizer", "megatron/training/"),
-    ("load_back", "roll_back", "megatron/training/"),
-    ("note_durable", "on_save_committed", "megatron/training/"),
-    ("explained", "explain_nonfinite", "megatron/training/rollback"),
     ("SeeingConfig", "LoggingConfig", "megatron/config/"),
     ("resolve_batch", "resolve_batch_size", "megatron/arguments/"),
     ("to_bytes", "manifest_to_bytes", "megatron/checkpoint/metadata"),
@@ -180,9 +179,36 @@ FORMER = (
     ("read", "read_legacy_weights", "megatron/checkpoint/legacy/weights"),
     ("note", "heartbeat_note", "megatron/training/failure"),
     ("now", "heartbeat_now", "megatron/training/failure"),
-    ("values", "compile_metrics", "megatron/training/compile"),
-    ("line", "compile_line", "megatron/training/compile"),
+    ("values", "compile_metrics", "megatron/training/callbacks/compile_meter"),
+    ("line", "compile_line", "megatron/training/callbacks/compile_meter"),
     ("problems", "unused_flag_problems", "megatron/arguments/unused_flags"),
+    ("soft_values", "default_values", "megatron/arguments/"),
+    ("FORM", "FORMAT", "megatron/models/"),
+    ("form_of", "format_of", "megatron/checkpoint/huggingface/"),
+    ("with_forms", "families_with_format", "megatron/checkpoint/huggingface/"),
+    ("to_ours", "config_from_huggingface", "megatron/checkpoint/huggingface/"),
+    ("to_theirs", "config_to_huggingface", "megatron/checkpoint/huggingface/"),
+    ("own", "expected_weights", "megatron/checkpoint/huggingface/"),
+    ("opened", "open_pretrained", "megatron/checkpoint/huggingface/"),
+    ("difference", "tokenizer_difference", "megatron/checkpoint/huggingface/"),
+    ("told_layers", "format_layers", "tds/engine/"),
+    ("tell_what_acts_on_nothing", "log_unused_settings", "tds/engine/"),
+    ("told", "format_operations", "tds/watchdog/diagnosis"),
+    ("told_stack", "format_stack", "tds/watchdog/diagnosis"),
+    ("told_place", "format_place", "tds/watchdog/diagnosis"),
+    ("tell", "write_report", "tds/watchdog/alarm"),
+    ("told", "format_tensor", "tds/p2p/boundary"),
+    ("rows", "adaptor_rows", "megatron/accelerators"),
+    ("tell", "report_failure", "megatron/training/failure"),
+    ("told_by_launcher", "peer_failure", "megatron/training/failure"),
+    ("is_first_to_tell", "is_first_to_report", "megatron/training/failure"),
+    ("told_ranks", "format_ranks", "megatron/training/rendezvous"),
+    ("Told", "RankData", "megatron/training/data"),
+    ("told_too_large", "too_large_message", "megatron/files"),
+    ("Tell", "Report", "megatron/planner/spawn_ranks"),
+    ("rows", "statistics_rows", "megatron/data/inspect/statistics"),
+    ("rows", "read_records", "megatron/data/preprocess/readers"),
+    ("told", "explain_kill", "megatron/launch/attempt"),
     ("untouched", "preserve_training_state", "tds/engine/evaluate"),
     ("result", "evaluation_result", "tds/engine/evaluate"),
 )
@@ -256,7 +282,9 @@ UNIQUE = {
     "cut_of",
     "doing_together",
     "find_drift",
+    "form_of",
     "give_memory",
+    "is_first_to_tell",
     "is_unset",
     "layers_in_chunks",
     "llama_sizes_from",
@@ -271,16 +299,27 @@ UNIQUE = {
     "stage_recompute",
     "stand_in_tokenizer",
     "standing_in",
+    "soft_values",
     "start_joining",
     "start_summing_parts",
     "t5_sizes_from",
     "tell_step",
+    "tell_what_acts_on_nothing",
+    "told_by_launcher",
+    "told_layers",
+    "told_place",
+    "told_ranks",
+    "told_stack",
     "told_together",
+    "told_too_large",
     "waiting_together",
     "whole_logits",
+    "with_forms",
     "without_memory",
 }
 """Former names that stood for one thing: nothing at all is called so."""
+WORDS = {"firm", "say", "saying", "soft", "tell", "telling", "told"}
+"""Not in the name of a function, class, argument, constant or attribute: log, report, format; explicit, default."""
 FILES = {
     p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
     for folder in ("megatron", "tds")
@@ -318,6 +357,46 @@ def test_a_former_name_is_defined_no_more(former: str, name: str, where: str) ->
     names = [defined(tree) for path, tree in TREES.items() if path.startswith(where)]
     assert not any(former in found for found in names)
     assert any(name in found for found in names)
+
+
+def made_names(tree: ast.Module) -> set[str]:
+    """All names that a file gives to others, and those of arguments: not the ones of a function's own variables."""
+    found = defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_nothing_is_named_by_a_word_that_gave_way() -> None:
+    named = [(path, name) for path, tree in TREES.items() for name in sorted(made_names(tree))]
+    assert not [(path, name) for path, name in named if WORDS & set(name.lower().split("_"))]
+
+
+def other_words(text: str, modules: set[str]) -> list[str]:
+    """The imports that call one of ``modules`` by another word than the end of its dotted name."""
+    found = []
+    for home, name, word in re.findall(r"^ *from ([\w.]+) import (\w+) as (\w+)$", text, re.MULTILINE):
+        module = f"{home}.{name}"
+        if module in modules and name != "__main__" and not f"_{module.replace('.', '_')}".endswith(f"_{word}"):
+            found.append(f"{module} as {word}")
+    return found
+
+
+def test_a_module_is_called_by_its_name() -> None:
+    texts = {
+        path.relative_to(ROOT): path.read_text(encoding="utf-8")
+        for folder in ("benchmarks", "examples", "megatron", "tds", "tests", "tools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in texts}
+    assert not [(str(path), words) for path, text in texts.items() if (words := other_words(text, modules))]
+    text = "from megatron.data import cache as data_cache\nfrom megatron.data import cache as keeper\n"
+    assert other_words(text, modules) == ["megatron.data.cache as keeper"]
 
 
 def test_the_glossary_has_them_all() -> None:

@@ -169,14 +169,14 @@ def listed_names(keys: list[Key]) -> str:
 
 def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
     """Draw the errors of forward and backward of one step: that of the first difference, or the first."""
+    from megatron.debug import plot
     from megatron.debug.compare import ORDER, worst_by_name
-    from megatron.debug.plot import draw as draw_curves
 
     shown = found.first or judged(found)[0]
     curves = {phase: worst_by_name(found.differences, shown.key.step, phase) for phase in ORDER}
     mark = None if found.first is None else f"{shown.phase}: {shown.key.name}"
     title = f"{dumps[0].folder} and {dumps[1].folder}, step {shown.key.step}"
-    draw_curves(curves, shown.tolerance, mark, path, title)
+    plot.draw(curves, shown.tolerance, mark, path, title)
 
 
 def verdict(found: Comparison) -> str:

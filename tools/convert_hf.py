@@ -71,11 +71,11 @@ def _named_way(words: list[str]) -> list[str]:
 
 def export(args: argparse.Namespace) -> None:
     """Write the Hugging Face folder and say what is in it."""
-    from megatron.checkpoint.huggingface.convert import export as write
+    from megatron.checkpoint.huggingface import convert
     from megatron.checkpoint.loading import open_folder
 
     checkpoint = open_folder(args.load)
-    done = write(
+    done = convert.export(
         checkpoint,
         args.output,
         dtype=args.dtype,

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser, flags, rest = read_flags(argv)
     try:
         if flags.calibrate is not None:
-            return calibrate(parser, flags)
+            return write_machine(parser, flags)
         asked = question(flags, rest)
         planner = Planner(asked.config, asked.machine)
         return fit(planner, asked, flags.json) if asked.layout else rank(planner, asked, flags.json)
@@ -101,26 +101,28 @@ def fit(planner: Planner, asked: Question, is_json: bool) -> int:
     over = overflow(found, asked.machine.usable_bytes)
     ways = remedies(planner, asked.layout) if over else []
     if is_json:
-        told: dict[str, Any] = {"fits": over is None, "layout": report.as_data(found, asked)}
+        answer: dict[str, Any] = {"fits": over is None, "layout": report.as_data(found, asked)}
         if over is not None:
-            told["overflow"] = vars(over)
-            told["remedies"] = [{"changes": way.changes, **report.as_data(way.found, asked)} for way in ways]
-        print_json(told, asked)
+            answer["overflow"] = vars(over)
+            answer["remedies"] = [{"changes": way.changes, **report.as_data(way.found, asked)} for way in ways]
+        print_json(answer, asked)
     else:
         print_lines([*report.opening(asked, planner), "", *report.details(found, asked), ""])
         print_lines([*report.fitting(asked, over, ways), "", *report.pasted(ways[0].found if ways else found, asked)])
     return 0 if over is None else DOES_NOT_FIT
 
 
-def calibrate(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
+def write_machine(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     """Measure this machine and write it to a file."""
-    from megatron.planner.calibrate import calibrate as measure
+    from megatron.planner.calibrate import calibrate
 
     folder = flags.calibrate.absolute().parent
     if flags.calibrate.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         parser.error(f"--calibrate needs a file in a folder that can be written to, got {flags.calibrate}")
     try:
-        machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: print_lines([text], sys.stderr))
+        machine = calibrate(
+            flags.ranks or 0, flags.device or "auto", report=lambda text: print_lines([text], sys.stderr)
+        )
         machine.save(flags.calibrate)
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
@@ -134,9 +136,9 @@ def print_lines(lines: Iterable[str], to: Any = None) -> None:
         print(line, file=to)
 
 
-def print_json(told: dict[str, Any], asked: Question) -> None:
+def print_json(answer: dict[str, Any], asked: Question) -> None:
     """Print JSON, with what was assumed."""
-    print(json.dumps({**told, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
+    print(json.dumps({**answer, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi
 for flag in "$@"; do
   case $flag in
-    -h | --help) exec "$PYTHON" "$program" --help ;;
+    -h | --help | --help-all) exec "$PYTHON" "$program" "$flag" ;;
     --dry-run) is_dry=1 ;;
     --data-path | --data-path=* | --*-data-path | --*-data-path=*) has_data=1 ;;
   esac

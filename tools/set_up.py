@@ -270,7 +270,7 @@ def make(python: Path, missing: list[str], extra: str) -> None:
             log("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
-    pip = [str(python), "-m", "pip", "install"]
+    pip = [str(python), "-m", "pip", "install", "--no-compile"]  # the first import compiles a third of the files
     index = torch_index()
     source = ["--index-url", index] if index else []
     for torch in [one for one in missing if one.startswith("torch==")]:

@@ -137,7 +137,7 @@ def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: 
 
 def read_run(folder: Path, seconds: float = 0.0) -> Run:
     """Return what the run in ``folder`` has recorded."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.callbacks.metrics_writer import read_metrics
 
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
     numbers = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
@@ -285,6 +285,6 @@ def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, s
 
 def last_step(folder: Path) -> int:
     """Return the last step that the run in ``folder`` has recorded; 0: none yet."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.callbacks.metrics_writer import read_metrics
 
     return max((r["step"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"), default=0)

@@ -206,7 +206,7 @@ def table(case: Case, records: Mapping[str, Record]) -> str:
     """Return the case as lines of text, the fastest first."""
     lines = [
         f"{case.name}: {case.num_stages} stages x {case.tensor} tensor, {case.num_micro_batches} micro-batches of "
-        f"{case.micro_batch_size}, {case.sizes.told}",
+        f"{case.micro_batch_size}, {case.sizes.text}",
         f"  {'':32}{'cut':>18}{'tokens/s':>10}{'ms/step':>10}{'CPU ms':>9}{'of two':>8}{'MiB before+step':>17}"
         f"{'/simulate':>11}{'third loss':>12}",
     ]

@@ -1,4 +1,4 @@
-"""Pretrain BERT. ``bash examples/bert/run_bert.sh`` starts it on all devices; ``--help`` lists the flags."""
+"""Pretrain BERT. ``bash examples/bert/run_bert.sh`` starts it on all devices; ``--help`` shows the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretrain LLaMA. ``bash examples/llama/run_llama.sh`` starts it on all devices; ``--help`` lists the flags."""
+"""Pretrain LLaMA. ``bash examples/llama/run_llama.sh`` starts it on all devices; ``--help`` shows the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretrain MPT. ``bash examples/mpt/run_mpt.sh`` starts it on all devices of a machine; ``--help`` lists the flags."""
+"""Pretrain MPT. ``bash examples/mpt/run_mpt.sh`` starts it on all devices of a machine; ``--help`` shows the flags."""
 
 from __future__ import annotations
 

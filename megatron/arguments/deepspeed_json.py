@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys as keys
+from megatron.arguments import deepspeed_keys
 from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size, resolve_chunks, step_back, unknown
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
@@ -145,24 +145,25 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     place = text.where(name)
-    if name in keys.REFUSED:
-        yield f"{place}: key {name} is refused: {keys.REFUSED[name]}"
-    elif name in keys.SECTIONS:
-        yield from _section_problems(text, (name,), keys.SECTIONS[name], value)
+    if name in deepspeed_keys.REFUSED:
+        yield f"{place}: key {name} is refused: {deepspeed_keys.REFUSED[name]}"
+    elif name in deepspeed_keys.SECTIONS:
+        yield from _section_problems(text, (name,), deepspeed_keys.SECTIONS[name], value)
         if name == "optimizer" and isinstance(value, dict):
             yield from _optimizer_problems(text, value)
         if name == "zero_optimization" and isinstance(value, dict):
             yield from _zero_problems(text, value)
-    elif name in keys.INNER:
-        yield from _section_problems(text, (name,), keys.INNER[name], value)
-    elif name in keys.VALUES or name in keys.PASSED:
-        yield from _value_problems(place, name, keys.VALUES.get(name) or keys.PASSED[name], value)
+    elif name in deepspeed_keys.INNER:
+        yield from _section_problems(text, (name,), deepspeed_keys.INNER[name], value)
+    elif name in deepspeed_keys.VALUES or name in deepspeed_keys.PASSED:
+        yield from _value_problems(place, name, deepspeed_keys.VALUES.get(name) or deepspeed_keys.PASSED[name], value)
     else:
-        yield f"{place}: {unknown('key', name, keys.KNOWN).replace('--help lists all flags', 'remove it')}"
+        told = unknown("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
+        yield f"{place}: {told}"
 
 
 def _section_problems(
-    text: JsonText, path: tuple[str, ...], known: Mapping[str, keys.Key], section: Any
+    text: JsonText, path: tuple[str, ...], known: Mapping[str, deepspeed_keys.Key], section: Any
 ) -> Iterator[str]:
     name = ".".join(path)
     if not isinstance(section, dict):
@@ -171,17 +172,17 @@ def _section_problems(
     for inner, value in section.items():
         place = text.where(*path, inner)
         whole = f"{name}.{inner}"
-        if whole in keys.INNER:
-            yield from _section_problems(text, (*path, inner), keys.INNER[whole], value)
+        if whole in deepspeed_keys.INNER:
+            yield from _section_problems(text, (*path, inner), deepspeed_keys.INNER[whole], value)
         elif inner in known:
             yield from _value_problems(place, whole, known[inner], value)
         else:
-            rule = keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
-            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {rule}"
+            rule = deepspeed_keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
+            yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
-def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:
-    if value == "auto" and key.kind not in (keys.OBJECT, keys.TEXT):
+def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
+    if value == "auto" and key.kind not in (deepspeed_keys.OBJECT, deepspeed_keys.TEXT):
         return
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
@@ -190,18 +191,18 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
             yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
         return
     good = {
-        keys.POSITIVE: is_integer and value >= 1,
-        keys.INTEGER: is_integer and value >= 0,
-        keys.NUMBER: is_number and value >= 0,
-        keys.BOOLEAN: isinstance(value, bool),
-        keys.TEXT: isinstance(value, str),
-        keys.OBJECT: isinstance(value, dict),
-        keys.TEXT_OR_NULL: value is None or isinstance(value, str),
-        keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
-        keys.DEPTH: is_integer and value >= -1,
-        keys.FALSE: value is False,
-        keys.NULL: value is None,
-        keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
+        deepspeed_keys.POSITIVE: is_integer and value >= 1,
+        deepspeed_keys.INTEGER: is_integer and value >= 0,
+        deepspeed_keys.NUMBER: is_number and value >= 0,
+        deepspeed_keys.BOOLEAN: isinstance(value, bool),
+        deepspeed_keys.TEXT: isinstance(value, str),
+        deepspeed_keys.OBJECT: isinstance(value, dict),
+        deepspeed_keys.TEXT_OR_NULL: value is None or isinstance(value, str),
+        deepspeed_keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
+        deepspeed_keys.DEPTH: is_integer and value >= -1,
+        deepspeed_keys.FALSE: value is False,
+        deepspeed_keys.NULL: value is None,
+        deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
         yield f"{place}: {name} must be {key.kind}, got {value!r}"
@@ -213,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
     kind = section.get("type", "AdamW")
-    if isinstance(kind, str) and kind.lower() not in keys.OPTIMIZER_TYPES:
+    if isinstance(kind, str) and kind.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
             f"SGD, got {kind!r}. Use one of these, or remove the section"
@@ -221,10 +222,15 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    pins = {name: section[name].get("pin_memory") for name in keys.OFFLOADS if isinstance(section.get(name), dict)}
+    pins = {
+        name: section[name].get("pin_memory") for name in deepspeed_keys.OFFLOADS if isinstance(section.get(name), dict)
+    }
     if len(set(pins.values()) - {None, "auto"}) > 1:
         place = text.where("zero_optimization", "offload_param")
-        yield f"{place}: pin_memory must be the same in {' and '.join(keys.OFFLOADS)}, got {pins}. Change one of them"
+        yield (
+            f"{place}: pin_memory must be the same in {' and '.join(deepspeed_keys.OFFLOADS)}, got {pins}. "
+            "Change one of them"
+        )
 
 
 def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
@@ -232,7 +238,7 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
     section = json.get("zero_optimization", {})
     if _is_stated(section.get("stage")):
         yield "zero_stage", ("zero_optimization.stage", section["stage"])
-    for name, field in keys.OFFLOADS.items():
+    for name, field in deepspeed_keys.OFFLOADS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):
             where = inner["device"]
@@ -273,7 +279,9 @@ def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) of every value that the JSON states."""
-    stated = {key.field: (name, json[name]) for name, key in keys.VALUES.items() if _is_stated(json.get(name))}
+    stated = {
+        key.field: (name, json[name]) for name, key in deepspeed_keys.VALUES.items() if _is_stated(json.get(name))
+    }
     fp16, bf16 = json.get("fp16", {}), json.get("bf16", {})
     if fp16.get("enabled") is True and bf16.get("enabled") is True:
         problems.append("fp16 and bf16 exclude each other, got both enabled in the JSON. Disable one")
@@ -282,19 +290,23 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
     elif bf16.get("enabled") is True:
         stated["dtype"] = ("bf16.enabled true, that is", "bf16")
     if fp16.get("enabled") is not False:
-        stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
+        stated |= {
+            k.field: (f"fp16.{n}", fp16[n])
+            for n, k in deepspeed_keys.FP16.items()
+            if k.field and _is_stated(fp16.get(n))
+        }
     stated |= dict(_zero_values(json))
     kept = json.get("activation_checkpointing", {})
     stated |= {
         k.field: (f"activation_checkpointing.{n}", kept[n])
-        for n, k in keys.ACTIVATIONS.items()
+        for n, k in deepspeed_keys.ACTIVATIONS.items()
         if k.field and _is_stated(kept.get(n))
     }
     section = json.get("optimizer", {})
     params = section.get("params", {})
     if _is_stated(section.get("type")):
-        stated["optimizer"] = ("optimizer.type", keys.OPTIMIZER_TYPES[section["type"].lower()])
-    for name, key in keys.OPTIMIZER_PARAMS.items():
+        stated["optimizer"] = ("optimizer.type", deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()])
+    for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items():
         if key.field and _is_stated(params.get(name)):
             stated[key.field] = (f"optimizer.params.{name}", params[name])
     if _is_stated(params.get("betas")):
@@ -306,8 +318,12 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) of what "pipeline" states; its schedule "auto" is a schedule."""
     section = json.get("pipeline", {})
-    stated = [name for name in keys.PIPELINE if name in section and (name == "schedule" or _is_stated(section[name]))]
-    return {keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
+    stated = [
+        name
+        for name in deepspeed_keys.PIPELINE
+        if name in section and (name == "schedule" or _is_stated(section[name]))
+    ]
+    return {deepspeed_keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
 
 
 def _way_out(key: str) -> str:
@@ -334,7 +350,7 @@ def _text(value: Any) -> str:
 def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
     d = config.parallel.data_parallel_size(world_size)
-    engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in keys.PASSED})
+    engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
     engine.setdefault("steps_per_print", config.run.log_interval)
     engine.setdefault("wall_clock_breakdown", False)
     off = {"enabled": False}  # it waits for the device at each micro-batch
@@ -357,10 +373,10 @@ def _pipeline_section(config: Config) -> dict[str, Any]:
 
     Of the rest the engine knows better: chunks and so the schedule are its module's, the time limit its group's.
     """
-    said = {name: getattr(config.parallel, key.field) for name, key in keys.PIPELINE.items()}
+    said = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}
     if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
         del said["chunks"]
-    return {name: value for name, value in said.items() if bool(value) != (name in keys.ON_BY_DEFAULT)}
+    return {name: value for name, value in said.items() if bool(value) != (name in deepspeed_keys.ON_BY_DEFAULT)}
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megatron.models.registry import FAMILIES, family_of
 
 
 def all_sections() -> dict[str, type]:
-    """Return name -> dataclass of every section: the groups of --help, in this order, those of the families in it."""
+    """Return name -> dataclass of every section: the groups of --help in their order, those of the families in it."""
     own = {family.name: family.config for family in FAMILIES.values() if family.has_section}
     return {"model": SECTIONS["model"], **own, **SECTIONS}
 
@@ -139,7 +139,7 @@ def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Op
     words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
     told = [flag for flag, option in options.items() if " " in words and words in option.help]
     near = longer[:1] or [bare[other] for other in close] or told[:1]
-    return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags")
+    return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all flags")
 
 
 def _values_after(words: list[str]) -> list[str]:

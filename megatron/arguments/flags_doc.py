@@ -109,7 +109,8 @@ def _acting(section: str, option: Option) -> list[ModelFamily]:
 def lines() -> Iterator[str]:
     """Yield the lines of docs/flags.md."""
     yield HEAD
-    yield "## What can be set\n\nA flag of some models only names them.\n"
+    yield "## What can be set\n"
+    yield "A flag of some models only names them. `--help` shows the flags that people set, `--help-all` every one.\n"
     yield "| flag | other names | model | value | default | meaning |"
     yield "|---|---|---|---|---|---|"
     for section, option in all_options():

@@ -1,4 +1,4 @@
-"""parse: command line to Config; --help."""
+"""parse: command line to Config; --help and --help-all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ SOURCES = (
     "variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
     "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
 )
+REST = "--help-all lists every flag. docs/flags.md says what each means, and which flags of Megatron-LM are accepted."
 
 
 def parse(
@@ -71,14 +73,14 @@ def parse(
     Raises:
         ConfigError: all problems at once, numbered.
         ValueError: there is no such family.
-        SystemExit: after ``--help``.
+        SystemExit: after ``--help`` or ``--help-all``.
     """
     family_of(family)
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
     extra_parser, extra_flags = _extra_parser(extra_args_provider, family)
-    if "-h" in words or "--help" in words:
-        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}))
+    if asked := {"-h", "--help", "--help-all"} & set(words):
+        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole="--help-all" in asked))
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
     defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
@@ -107,20 +109,51 @@ def help_text(
     extra_args_provider: ExtraArgs | None = None,
     family: str = "gpt2",
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    is_whole: bool = False,
 ) -> str:
-    """Return the text of --help: every flag that acts in ``family``, by section, with its default."""
+    """Return the text of --help: by section a line for each flag that has a ``short`` and acts in ``family``.
+
+    Args:
+        is_whole: return that of --help-all: every flag that acts in ``family``, with all there is to say.
+    """
     trained = family_of(family)
     program, defaults = f"bash {trained.run_script}", {**trained.config.DEFAULTS, **defaults}
-    parser = RaisingParser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
+    parser = RaisingParser(
+        prog=program,
+        usage=f"{program} [flags]",
+        epilog=SOURCES if is_whole else REST,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.HelpFormatter if is_whole else partial(argparse.HelpFormatter, max_help_position=36),
+    )
+    parser.add_argument("-h", "--help", action="help", help="show the flags that people set, and exit")
+    parser.add_argument("--help-all", action="help", help="show every flag, and exit")
     for name, section in all_sections().items():
         options = [option for option in options_of(section) if takes(family, name, option)]
+        options = [option for option in options if is_whole or option.short]
         if options:
-            group = parser.add_argument_group(name, (section.__doc__ or "").splitlines()[0].replace("`", ""))
+            about = (section.__doc__ or "").splitlines()[0].replace("`", "") if is_whole else None
+            group = parser.add_argument_group(name, about)
         for option in options:
-            _add_help(group, option, defaults.get(option.name, option.shown_default))
+            add = _add_help if is_whole else _add_short_help
+            add(group, option, defaults.get(option.name, option.shown_default))
     if extra_args_provider is not None:
         extra_args_provider(parser)
     return parser.format_help()
+
+
+def _add_short_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> None:
+    """Add one line: the first name alone, and the default where it is one word."""
+    is_switch = option.kind == "bool" or not option.flag
+    default = "" if is_switch or shown in ("", None) or " " in str(shown) else f" (default: {shown})"
+    text = (option.short + default).replace("%", "%%")
+    if is_switch:
+        flags = [option.flag] if option.flag else list(option.constants)
+        group.add_argument(*flags, dest=option.name, action="store_true", help=text)
+    else:
+        metavar = option.kind.upper() + (" ..." if option.join else "")
+        group.add_argument(option.flag, dest=option.name, metavar=metavar, help=text)
 
 
 def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> None:

@@ -77,7 +77,7 @@ from megatron.mpu.shard import Shard
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
-_told_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
+_format_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
 
 class ShardWriter(StorageWriter):
@@ -115,7 +115,7 @@ class ShardWriter(StorageWriter):
             free = files.free_bytes(self._root)
             if self._num_bytes > free:
                 raise CheckpointError(
-                    f"need {_told_bytes(self._num_bytes)}, free {_told_bytes(free)}. "
+                    f"need {_format_bytes(self._num_bytes)}, free {_format_bytes(free)}. "
                     "Free some space, lower --keep-last or move --save."
                 )
             self._temporary = folders.temporary_name(folders.free_name(self._root, self._step))
@@ -161,8 +161,8 @@ class ShardWriter(StorageWriter):
         if not any(f"[Errno {number}]" in why for number in _NO_ROOM):
             return ""
         with suppress(OSError):
-            free = _told_bytes(files.free_bytes(self._root))
-            return f" (needed {_told_bytes(self._num_bytes)}, now free {free})"
+            free = _format_bytes(files.free_bytes(self._root))
+            return f" (needed {_format_bytes(self._num_bytes)}, now free {free})"
         return ""
 
 

@@ -85,11 +85,11 @@ def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[li
     return verdict
 
 
-def _shares(told: list[tuple[Any, str | None]]) -> list[Any]:
-    problems = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(told) if cause]
+def _shares(answers: list[tuple[Any, str | None]]) -> list[Any]:
+    problems = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(answers) if cause]
     if problems:
         raise CheckpointError("; ".join(problems))
-    return [share for share, _ in told]
+    return [share for share, _ in answers]
 
 
 def _gather(world: Group, value: Any) -> list[Any]:

@@ -93,9 +93,15 @@ class BatchConfig:
     """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode."""
 
     batch_size: int = option(
-        4, "samples of one forward pass on one replica (micro-batch)", minimum=1, aliases=("--micro-batch-size",)
+        4,
+        "samples of one forward pass on one replica (micro-batch)",
+        minimum=1,
+        aliases=("--micro-batch-size",),
+        short="samples of a micro-batch",
     )
-    gas: int = option(0, "micro-batches per step on one replica", minimum=1, shown_default="1")
+    gas: int = option(
+        0, "micro-batches per step on one replica", minimum=1, shown_default="1", short="micro-batches per step"
+    )
     requested_global_batch_size: int = option(
         0,
         "samples per step over all replicas; gives --gas when that is not set, else must agree",
@@ -110,10 +116,16 @@ class BatchConfig:
         join=" ".join,
         shown_default="the whole global batch in every step",
     )
-    seq_length: int = option(256, "tokens of a sample", minimum=1)
-    train_iters: int = option(200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0)
-    eval_iters: int = option(10, "steps of each evaluation; 0: no evaluation", minimum=0)
-    eval_interval: int = option(100, "steps between evaluations; 0: never", minimum=0)
+    seq_length: int = option(256, "tokens of a sample", minimum=1, short="tokens of a sample")
+    train_iters: int = option(
+        200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0, short="optimizer steps"
+    )
+    eval_iters: int = option(
+        10, "steps of each evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
+    )
+    eval_interval: int = option(
+        100, "steps between evaluations; 0: never", minimum=0, short="steps between evaluations"
+    )
 
     def __post_init__(self) -> None:
         if not self.gas:

@@ -17,12 +17,17 @@ DEFAULT_KEPT = 2
 class CheckpointConfig:
     """The run folder and its checkpoints."""
 
-    save: str | None = option(None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>")
+    save: str | None = option(
+        None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>", short="run folder"
+    )
     load: str | None = option(
         None,
         "run folder or checkpoint to go on from; with --finetune also a Hugging Face folder, whose weights are read",
+        short="run folder or checkpoint to go on from",
     )
-    save_interval: int = option(0, "steps between checkpoints; 0: as the minutes say", minimum=0)
+    save_interval: int = option(
+        0, "steps between checkpoints; 0: as the minutes say", minimum=0, short="steps between checkpoints"
+    )
     save_interval_minutes: float | None = option(
         None,
         "minutes between checkpoints; 0: never by time. The last step and a stop always save",
@@ -42,7 +47,9 @@ class CheckpointConfig:
         "after a save that failed in mid-run; one that fails at the end always ends the run with code 3",
         choices=("continue", "stop"),
     )
-    resume: bool = option(False, "go on from the newest checkpoint of the newest run")
+    resume: bool = option(
+        False, "go on from the newest checkpoint of the newest run", short="go on from the newest checkpoint"
+    )
     load_if_exists: bool = option(False, "start from scratch where --load or --resume finds no checkpoint")
     strict_load: bool = option(False, "end with code 3 where the newest checkpoint is damaged; go back to no older one")
     no_load_optim: bool = option(False, "leave the optimizer's state and the loss scale of the checkpoint out")

@@ -34,7 +34,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "run": RunConfig,
     }
 )
-"""Name in ``Config`` -> dataclass of the sections that every run has, in the order of --help.
+"""Name in ``Config`` -> dataclass of the sections that every run has, in the order of --help and --help-all.
 
 Behind "model" stands the section of the family, under the family's name; the two say what the model is.
 """

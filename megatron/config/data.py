@@ -151,12 +151,13 @@ class DataConfig:
 
     data_path: str | None = _paths(
         "token files: the path without .bin and .idx; several with weights in turn: 0.7 a 0.3 b; none: the script "
-        "brings its own data"
+        "brings its own data",
+        short="token files, without .bin and .idx",
     )
     train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
     valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
     test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
-    split: str = option("949,50,1", "shares of documents for training, validation and test")
+    split: str = option("949,50,1", "shares of documents for training, validation and test", short="train, valid, test")
     split_by: str = option(
         "range",
         "range: the splits are neighbouring documents; hash: a document's tokens say where it falls, so equal ones "
@@ -183,6 +184,7 @@ class DataConfig:
         None,
         "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
         aliases=("--tokenizer-model",),
+        short="file or folder of the tokenizer",
     )
     num_workers: int = option(
         0,

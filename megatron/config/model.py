@@ -19,9 +19,9 @@ from megatron.config.option import Option, option
 class ModelConfig:
     """The sizes of a model; a size of 0 is derived from the others when the object is made."""
 
-    num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0)
-    hidden_size: int = option(256, "size h of the residual stream", minimum=1)
-    num_attention_heads: int = option(4, "attention heads a", minimum=1)
+    num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
+    hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
+    num_attention_heads: int = option(4, "attention heads a", minimum=1, short="attention heads a")
     kv_hidden_size: int = option(
         0,
         "size d of one head",

@@ -19,13 +19,16 @@ class OptimizerConfig:
         "update rule; adafactor keeps a mean for each row and column of a matrix and no moment",
         choices=("adamw", "adafactor", "sgd"),
     )
-    lr: float = option(5e-4, "highest learning rate", above=0)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
+    lr: float = option(5e-4, "highest learning rate", above=0, short="highest learning rate")
+    min_lr: float = option(
+        0.0, "learning rate at the end of the decay", minimum=0, short="learning rate at the end of the decay"
+    )
     lr_decay_style: str = option(
         "cosine",
         "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end: "
         "--lr-decay-iters then only gives W",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
+        short="cosine, linear, wsd, ...",
     )
     lr_decay_iters: int = option(
         0,
@@ -39,6 +42,7 @@ class OptimizerConfig:
         minimum=0,
         maximum=1,
         aliases=("--lr-warmup-fraction",),
+        short="fraction of warm-up steps",
     )
     wsd_decay_fraction: float = option(
         0.1,
@@ -46,11 +50,15 @@ class OptimizerConfig:
         above=0,
         maximum=1,
     )
-    weight_decay: float = option(0.01, "decoupled weight decay; biases and norms have none", minimum=0)
+    weight_decay: float = option(
+        0.01, "decoupled weight decay; biases and norms have none", minimum=0, short="decoupled weight decay"
+    )
     adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
     adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
-    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    clip_grad: float = option(
+        1.0, "largest global gradient norm; 0: no clipping", minimum=0, short="largest gradient norm"
+    )
     zero_stage: int = option(
         0,
         "each replica keeps its part alone, 1: of the fp32 masters and the optimizer's states, 2: of the gradients "
@@ -58,6 +66,7 @@ class OptimizerConfig:
         "those of 0",
         minimum=0,
         maximum=3,
+        short="ZeRO stage, 0 to 3",
     )
     offload_optimizer: bool = option(
         False, "keep masters and optimizer states on the CPU and update them there", aliases=("--cpu-optimizer",)
@@ -103,6 +112,7 @@ class PrecisionConfig:
         choices=DTYPES,
         constants={f"--{name}": name for name in ("fp16", "bf16", "fp32", "fp64")},
         shown_default="bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU",
+        short="number format; default: by the device",
     )
     loss_scale: float = option(0.0, "fixed loss scale of fp16; 0: dynamic", minimum=0)
     initial_scale_power: int = option(16, "the dynamic loss scale starts at 2 to this power", minimum=0, maximum=64)

@@ -38,6 +38,7 @@ class Option:
     elsewhere: str = ""  # what a run in which it does not act is told to do, where its family's ADVICE is silent
     alone: str | None = None  # the value where none follows the flag
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
+    short: str = ""  # its line in --help, of a flag that people set; without one it is in --help-all only
 
     @property
     def flags(self) -> tuple[str, ...]:

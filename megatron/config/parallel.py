@@ -25,20 +25,32 @@ TRACE_IN_RUN = "<run folder>/trace"
 class ParallelConfig:
     """Sizes of the tensor and pipe axes, how the pipeline runs, and the device that carries them."""
 
-    model_parallel_size: int = option(1, "tensor-parallel size t", minimum=1, aliases=("--tensor-model-parallel-size",))
+    model_parallel_size: int = option(
+        1,
+        "tensor-parallel size t",
+        minimum=1,
+        aliases=("--tensor-model-parallel-size",),
+        short="tensor-parallel size t",
+    )
     sequence_parallel: bool = option(
         False,
         "between the tensor-parallel products each tensor rank keeps its part of the sequence of hidden states, 1/t; "
         "what the products read stays whole with --pipeline-schedule zb-h1 or --compile",
+        short="cut hidden states along the sequence, too",
     )
     pipe_parallel_size: int = option(
-        0, "pipeline stages p; 0 or 1: no pipeline engine", minimum=0, aliases=("--pipeline-model-parallel-size",)
+        0,
+        "pipeline stages p; 0 or 1: no pipeline engine",
+        minimum=0,
+        aliases=("--pipeline-model-parallel-size",),
+        short="pipeline stages p; 0 or 1: no pipeline",
     )
     pipeline_schedule: str | None = option(
         None,
         "order of work in the pipeline; auto: the one that is fastest in the first steps",
         choices=SCHEDULES,
         shown_default="1f1b; interleaved with more than 1 chunk",
+        short="1f1b, gpipe, zb-h1, interleaved or auto",
     )
     pipeline_chunks: int = option(
         1,
@@ -73,7 +85,9 @@ class ParallelConfig:
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
     checkpoint_activations: bool = option(
-        False, "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass"
+        False,
+        "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass",
+        short="recompute layers in the backward pass",
     )
     checkpoint_num_layers: int = option(
         1, "layers between two kept inputs", minimum=1, aliases=("--recompute-num-layers",)

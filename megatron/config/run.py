@@ -22,23 +22,31 @@ if TYPE_CHECKING:
 class RunConfig:
     """Seed, log, early ends, and DeepSpeed's JSON."""
 
-    seed: int = option(1234, "seed of weights, data order and dropout", minimum=0)
+    seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, short="seed of the run")
     deterministic: bool = option(
         False,
         "on CUDA: take kernels that add in the same order every time, slower, so that a run resumes bit for bit; on a "
         "CPU it does so anyway",
     )
-    log_interval: int = option(10, "steps between progress lines", minimum=1)
+    log_interval: int = option(10, "steps between progress lines", minimum=1, short="steps between log lines")
     exit_interval: int = option(
         0, "save and stop when the step is a multiple of this", minimum=1, shown_default="never"
     )
     exit_duration_in_mins: float = option(0.0, "save and stop after so many minutes", above=0, shown_default="never")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events", shown_default="in the run folder")
     deepspeed_config: str | None = option(
-        None, "DeepSpeed's JSON file", flag="--deepspeed_config", aliases=("--deepspeed-config",)
+        None,
+        "DeepSpeed's JSON file",
+        flag="--deepspeed_config",
+        aliases=("--deepspeed-config",),
+        short="DeepSpeed's JSON file",
     )
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
-    dry_run: bool = option(False, "print the start table and stop, without starting processes or reading data")
+    dry_run: bool = option(
+        False,
+        "print the start table and stop, without starting processes or reading data",
+        short="print the start table and stop",
+    )
     progress: str = option("auto", "how progress is shown", choices=("auto", "bar", "plain"))
     local_rank: int | None = option(
         None,
@@ -169,7 +177,9 @@ class LoggingConfig:
         False, "record the norm of the gradients of each layer, too, at the steps of --log-interval"
     )
     wandb_project: str | None = option(
-        None, "send the metrics to this project of Weights & Biases; WANDB_MODE=offline writes them to a folder"
+        None,
+        "send the metrics to this project of Weights & Biases; WANDB_MODE=offline writes them to a folder",
+        short="send metrics to Weights & Biases",
     )
     wandb_exp_name: str | None = option(
         None, "name of the run there", aliases=("--wandb-name",), shown_default="the run folder's"

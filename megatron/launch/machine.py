@@ -33,7 +33,7 @@ PRELOADED = (
     "deepspeed",
     "torch._inductor.codecache",
     "torch.distributed.checkpoint",
-    "megatron.training.trainer",
+    "megatron.training.train",
 )
 """What ranks on a CPU are forked with. The compiler's part is for optimizers and ``megatron.ops.causal_attention``."""
 

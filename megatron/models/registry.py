@@ -8,7 +8,7 @@
 | model | ``model_args(config)``, ``<Prefix>Model(args, place)``, ``weight_init(config)``, | ``common.decoder`` |
 | | ``example_inputs(config, words)``, of a decoder ``GENERATION`` | |
 | pipeline | ``<Prefix>ModelPipe``, ``layer_specs`` | ``common.pipeline`` |
-| huggingface | ``FORM`` | there is none |
+| huggingface | ``FORMAT`` | there is none |
 | data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
 | generate | of a family that generates and is no decoder | |
 

@@ -48,7 +48,7 @@ def calibrate(
     ranks: int = 0,
     kind: str = "auto",
     *,
-    tell: Report = lambda text: None,
+    report: Report = lambda text: None,
     pace: TimingBudget = TimingBudget(),  # noqa: B008 - frozen
     sizes: Sequence[int] = SIZES,
     round_s: float = ROUND_S,
@@ -59,7 +59,7 @@ def calibrate(
     Args:
         ranks: 0: one for each device, on a CPU one for each core.
         kind: of the device, as ``--device`` takes it.
-        tell: hears what is being measured.
+        report: hears what is being measured.
         pace, sizes, round_s: how long to look and at what; the messages' sizes in bytes.
         threads: of each rank on a CPU; None: the cores shared out.
 
@@ -73,13 +73,13 @@ def calibrate(
     if ranks < 1 or (kind != "cpu" and ranks > there):
         raise ValueError(f"the ranks that calibrate must be 1 to {there}, one for each {kind} device, got {ranks}")
     began, load = time.monotonic(), os.getloadavg()[0]
-    tell(f"{ranks} ranks on {kind}, about half a minute")
+    report(f"{ranks} ranks on {kind}, about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
-        tell(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
+        report(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
     if kind == "cpu":
         pace = replace(pace, ranks_per_core=max(1.0, ranks * (threads or 1) / len(os.sched_getaffinity(0))))
     backend = device.backend(kind) if ranks > 1 else ""
-    run = functools.partial(run_ranks, deadline_s=DEADLINE_S, tell=tell, threads=threads)
+    run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
     found: list[MeasuredMachine] = run(
         ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend
     )
@@ -87,7 +87,7 @@ def calibrate(
     if link is None:  # two processes of the host stand in
         link = run(2, link_of, tuple(sizes), round_s)[0]
     machine = replace(joined(found, link, kind, load), ranks_per_core=pace.ranks_per_core)
-    tell(f"measured in {time.monotonic() - began:.0f} s")
+    report(f"measured in {time.monotonic() - began:.0f} s")
     return machine
 
 

@@ -1,7 +1,7 @@
 """A function in several processes of this machine at once: ranks that meet through a file, answer, and are gone.
 
 ``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in each and returns the answers in rank order. What a
-rank tells on the way (``Rank.tell``) reaches the caller at once. No port is taken, and no process is left: each is
+rank tells on the way (``Rank.report``) reaches the caller at once. No port is taken, and no process is left: each is
 waited for, ended by force after the deadline, and dies with its parent.
 """
 
@@ -68,7 +68,7 @@ def run_ranks(
     backend: str = "gloo",
     threads: int | None = None,
     deadline_s: float = 120.0,
-    tell: Report = lambda text: None,
+    report: Report = lambda text: None,
 ) -> list[Any]:
     """Return what ``function(rank, *args)`` gave in each of ``size`` processes.
 
@@ -95,7 +95,7 @@ def run_ranks(
                 far.close()
                 pipes.append(near)
                 processes.append(process)
-            return _answers(pipes, deadline_s, tell)
+            return _answers(pipes, deadline_s, report)
         finally:
             for pipe in pipes:
                 pipe.close()
@@ -105,7 +105,7 @@ def run_ranks(
                 process.join()
 
 
-def _answers(pipes: list[Connection], deadline_s: float, tell: Report) -> list[Any]:
+def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
     """Return one answer of each rank; the first failure ends the wait, for the others may hang."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
@@ -124,7 +124,7 @@ def _answers(pipes: list[Connection], deadline_s: float, tell: Report) -> list[A
             if what == "failed":
                 raise RuntimeError(f"rank {number} of {len(pipes)}: {value}")
             if what == "told":
-                tell(value)
+                report(value)
             else:
                 answers[number] = value
     return [answers[number] for number in range(len(pipes))]

@@ -17,7 +17,8 @@ _HOME = {
     "get_tokenizer": "megatron.training.global_vars",
     "get_streams": "megatron.training.global_vars",
     "configure_device": "megatron.training.device_setup",
-    "start": "megatron.training.trainer",
+    "Callback": "megatron.training.trainer",
+    "start": "megatron.training.train",
 }
 _FORMER = {
     "settle": "megatron.training.device_setup.configure_device",

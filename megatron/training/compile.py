@@ -1,4 +1,4 @@
-"""--compile: each layer by torch.compile, and what it cost."""
+"""--compile: each layer by torch.compile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,74 +89,3 @@ def check_compiler(device: torch.device) -> None:
             "--compile must be without CUDA graphs, which write over activations of micro-batches in flight, got "
             "TORCHINDUCTOR_CUDAGRAPHS=1. Unset it, or leave --compile out"
         )
-
-
-# What ``--compile`` costs: seconds, and graphs that were compiled here or lay in torch's cache.
-#
-# A graph is compiled when a layer first sees new shapes, so the first step has most of it, and the first evaluation
-# some. torch keeps compiled graphs in a folder (``TORCHINDUCTOR_CACHE_DIR``), from which later starts take them.
-
-
-class Compiled(NamedTuple):
-    """Seconds in which this process waited for the compiler; graphs ``made``, and ``found`` in the cache."""
-
-    seconds: float = 0.0
-    made: int = 0
-    found: int = 0
-
-
-@dataclass
-class CompileMeter:
-    """Tells what compiling has cost since it was made, or asked last. Nothing is imported for it unless ``is_on``."""
-
-    is_on: bool
-    _told: Compiled = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._told = compiled_here() if self.is_on else Compiled()
-
-    def drain(self) -> Compiled:
-        """Return what was compiled since the last call."""
-        if not self.is_on:
-            return Compiled()
-        total, before = compiled_here(), self._told
-        self._told = total
-        seconds, made, found = total.seconds - before.seconds, total.made - before.made, total.found - before.found
-        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # less where torch was told to forget
-
-
-def compiled_here() -> Compiled:
-    """Return what torch.compile has cost this process up to now."""
-    from torch._dynamo import utils
-
-    graphs = int(utils.counters["stats"]["unique_graphs"])
-    found = int(utils.counters["aot_autograd"]["autograd_cache_hit"])
-    return Compiled(utils.calculate_time_spent()["total_wall_time"], graphs - found, found)
-
-
-def cache_folder() -> str:
-    """Return where torch keeps compiled graphs."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder: str = cache_dir()
-    return folder
-
-
-def compile_metrics(ranks: list[Compiled]) -> dict[str, Any]:
-    """Return by name what is written down of an interval: the longest wait of a rank, graphs of all."""
-    return {
-        "compile_s": max(each.seconds for each in ranks),
-        "graphs_compiled": sum(each.made for each in ranks),
-        "graphs_cached": sum(each.found for each in ranks),
-    }
-
-
-def compile_line(told: dict[str, Any]) -> str | None:
-    """Return ``compile_metrics`` in words, or None where nothing was compiled."""
-    made, found = told["graphs_compiled"], told["graphs_cached"]
-    if not made + found:
-        return None
-    return (
-        f"torch.compile took {told['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
-        f"{made} compiled, {found} found in {cache_folder()}"
-    )

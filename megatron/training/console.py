@@ -1,4 +1,4 @@
-"""What a person sees: a table at the start, progress while training, a summary at the end. Rank 0 only."""
+"""What is shown on a terminal: tables, lines, a progress bar."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class TrainingConsole:
 
     def __init__(self, mode: str, total_steps: int) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
-        has_bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
+        self.has_bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
         self._bar: Progress | None = None
         self._total = total_steps
-        if has_bar:
+        if self.has_bar:
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(),

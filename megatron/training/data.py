@@ -166,11 +166,11 @@ def _print(dataset: object) -> str:
     return f"{text} and order {hashlib.sha256(order).hexdigest()[:8]}"
 
 
-def disagreement(told: Sequence[RankData]) -> str | None:
+def disagreement(ranks_data: Sequence[RankData]) -> str | None:
     """Say which ranks have opened other data than the first one that reads."""
     for kind in KINDS:
         ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(ranks_data):
             if one.reads:
                 ranks.setdefault(one.prints.get(kind, "none"), []).append(rank)
         if len(ranks) > 1:

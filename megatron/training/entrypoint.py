@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,6 +191,7 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     name: str | None = None,
     family: str = "gpt2",
+    callbacks: Sequence[Any] = (),
 ) -> None:
     """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
 
@@ -204,6 +205,7 @@ def pretrain(
         name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
         family: "gpt2", "t5", "llama", "mpt" or "bert": which flags there are; a model of your own takes those of the
             one it resembles.
+        callbacks: of the script's own: ``megatron.training.Callback``, made alike on every rank.
     """
     unsettled = set_rank_environment(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
@@ -235,7 +237,7 @@ def pretrain(
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         failure.note_state(failure.RUNNING)
         training.configure_device(config)  # before DeepSpeed is imported
-        training.start(config, names, *providers, run_name, started, stop)
+        training.start(config, names, *providers, run_name, started, stop, callbacks)
         failure.note_state("")
 
     stop.listen()

@@ -25,7 +25,7 @@ LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng
 
 
 class StopRequests:
-    """Collects this rank's reasons to stop; ``loop.agree`` makes all ranks stop after the same step.
+    """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
     The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
     launcher where there is one. A warning that comes twice is still one warning, and so is a Ctrl-C (``PRESS_S``). A
@@ -36,6 +36,7 @@ class StopRequests:
         self.exit_interval = 0
         self.deadline: float | None = None
         self.signal_name: str | None = None
+        self.requested: str | None = None
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
@@ -43,6 +44,10 @@ class StopRequests:
         """Also stop at multiples of ``exit_interval`` steps and ``exit_minutes`` after ``started``; 0 is never."""
         self.exit_interval = exit_interval
         self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
+
+    def request(self, reason: str) -> None:
+        """Let the run stop after this step, for a reason of the caller's."""
+        self.requested = reason
 
     def listen(self) -> None:
         """Take over ``SIGNALS`` of this process."""
@@ -63,7 +68,7 @@ class StopRequests:
             return f"--exit-interval {self.exit_interval}"
         if self.deadline is not None and time.monotonic() > self.deadline:
             return "--exit-duration-in-mins has passed"
-        return None
+        return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         death = peer_failure()

@@ -207,6 +207,11 @@ class World:
         votes = torch.tensor(wishes, dtype=torch.float32, device=place)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
 
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self.grid.host.size > 1:
+            dist.barrier(group=self.grid.host.handle)
+
     @property
     def name(self) -> str:
         """This rank in words, for messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from megatron.config import Config
 from megatron.data.mock_dataset import MockTokenizer, MockTokens, RandomDocuments
 from megatron.models.registry import has_part, load
 from megatron.mpu.shard import Shard, shard_of
-from megatron.optim.lr_scheduler import set_learning_rate
 from megatron.training import global_vars
 from megatron.training.data import RunData
 from megatron.training.global_vars import tokens_of
 from megatron.training.initialize import World
-from megatron.training.setup import build_engine, make_learning_rate, make_streams
+from megatron.training.setup import build_engine, make_streams
+from megatron.training.train import debugging_callbacks
 from megatron.training.train_step import ForwardStep, StepEngine
+from megatron.training.trainer import Trainer
 
 
 def mock_tokenizer(config: Config) -> MockTokenizer:
@@ -89,20 +91,18 @@ def trace_steps(
     streams = make_streams(config, here)
     global_vars.set_current(config, tokenizer or mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
+    debuggers = list(debugging_callbacks(config, here, engine, streams))
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
     trace = Trace()
     _capture_first_gradients(engine, trace)
-    batches = data.batches("train", config, here)
-    rate = make_learning_rate(config)
-    sizes, share, consumed = config.batch.sizes(here.grid.data.size), config.batch.batch_size * here.grid.data.size, 0
-    for step in range(steps):
-        set_learning_rate(engine.optimizer, rate.at(step))
-        result = engine.train_step(batches, step, sizes.at(consumed) // share)
-        consumed += sizes.at(consumed)
-        trace.losses.append(result.loss)
-        trace.grad_norms.append(result.grad_norm)
-        if eval_every and (step + 1) % eval_every == 0:
-            trace.eval_losses.append(engine.evaluate_batch(data.batches("valid", config, here)))
+    trainer = Trainer(config, here, engine, data, Path(), debuggers)
+    with trainer.open_batches():
+        for step in range(steps):
+            result = trainer.train_step()
+            trace.losses.append(result.loss)
+            trace.grad_norms.append(result.grad_norm)
+            if eval_every and (step + 1) % eval_every == 0:
+                trace.eval_losses.append(engine.evaluate_batch(data.batches("valid", config, here)))
     for name, parameter in named_parameters(engine.module):
         master = engine.optimizer.master_of(parameter)
         shard = shard_of(master)

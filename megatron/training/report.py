@@ -1,11 +1,11 @@
-"""Rows of start table, progress line, end summary; stages.json."""
+"""Rows of the start table; stages.json."""
 
 from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +14,17 @@ import torch
 from megatron import device, files
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
-from megatron.log import human_count, human_time
+from megatron.log import human_count
 from megatron.models import registry
-from megatron.models.common.memory import peak_flops
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.training import device_setup
 from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
 from megatron.training.initialize import World
-from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepResult
 from tds.gradients import is_counted_in_norm
 
-# The start table, the progress line and the end summary, as text.
-
-MATMUL_SIZE = 1024
-MATMUL_SECONDS = 0.3
-
-
-class Rates:
-    """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
-
-    MFU counts no recomputation, of GPT-2 the causal half of attention (``6 N + 6 L a d s`` FLOPs per token), of T5 all
-    of it; ``6 N`` for a model of the user's own, of which only the number of parameters is known.
-
-    Args:
-        counted: as ``count_parameters`` returns it.
-    """
-
-    def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
-        self.tokens_per_sample = config.tokens_per_sample
-        of_own_model = 6.0 * counted[0] * self.tokens_per_sample
-        self.flops_per_sample = (
-            registry.costs_of(config).flops_per_sample if is_known(config, counted) else of_own_model
-        )
-        self.peak_flops = peak_flops
-        self._since, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._first: float | None = None
-        self._later_s, self._later_samples = 0.0, 0
-
-    def count_step(self, samples: int) -> None:
-        """Take note of one finished step over so many samples."""
-        self._steps += 1
-        self._samples += samples
-
-    def drain(self, pause_s: float = 0.0, waited_s: float = 0.0) -> dict[str, Any]:
-        """Return the rates since the last call.
-
-        Args:
-            pause_s: time in between that was not training (evaluation, saving).
-            waited_s: time in which the training waited for data.
-        """
-        now = time.perf_counter()
-        seconds = max(now - self._since - pause_s, 1e-9)
-        steps, samples, self._steps, self._samples, self._since = self._steps, self._samples, 0, 0, now
-        tokens_per_s = self.tokens_per_sample * samples / seconds
-        if self._first is None:
-            self._first = tokens_per_s
-        else:
-            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + samples
-        flops = self.flops_per_sample * samples / seconds
-        return {
-            "step_s": seconds / max(steps, 1),
-            "tokens_per_s": tokens_per_s,
-            "flops_per_s": flops,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "data_wait": waited_s / seconds,
-        }
-
-    def mean_tokens_per_s(self) -> float | None:
-        """Return the speed behind the first record, which holds what is slow once; the first's where it is the last."""
-        return self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first
+# The start table, as text.
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
@@ -100,25 +39,6 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
         counts[0] += size * is_counted_in_norm(parameter, grid.tensor.rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
-
-
-def peak_of_all_ranks(world: World) -> float | None:
-    """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
-    if world.kind != "cpu":
-        peak = peak_flops(device.name(world.kind))
-        return peak * world.grid.topology.world_size if peak else None
-    total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
-    return all_reduce(total, world.grid.world).item()
-
-
-def _measured_product_rate() -> float:
-    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
-    a @ a
-    start, done = time.perf_counter(), 0
-    while time.perf_counter() - start < MATMUL_SECONDS:
-        a @ a
-        done += 1
-    return 2.0 * MATMUL_SIZE**3 * done / (time.perf_counter() - start)
 
 
 def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
@@ -168,22 +88,6 @@ def _loss_row(module: torch.nn.Module) -> str:
     return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"
 
 
-def progress_line(
-    progress: TrainState, total: int, result: StepResult, lr: float, rates: dict[str, Any], epochs: str = ""
-) -> str:
-    """Return one line of numbers for this log interval; ``epochs`` says how often the corpora have been read."""
-    mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""
-    left = human_time((total - progress.step) * rates["step_s"])
-    bubble = f" | bubble {100 * rates['bubble']:.1f} %" if "bubble" in rates else ""
-    skipped = f" | skipped {progress.skipped}" if progress.skipped else ""
-    return (
-        f"step {progress.step:>{len(str(total))}}/{total} | loss {result.loss:.4f} | lr {lr:.3e} | "
-        f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | "
-        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{bubble} | "
-        f"data wait {100 * rates['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
-    )
-
-
 # ``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it.
 
 NAME = "stages.json"
@@ -210,6 +114,7 @@ def stage_facts(
             "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
             "parameters": counted[1 + stage],
             "estimated_bytes": memory[stage].total if memory is not None else None,
+            "estimated_parts": asdict(memory[stage]) if memory is not None else None,
             "before_bytes": before[f"stage {stage}"],
         }
         for stage in range(stages)

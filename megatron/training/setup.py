@@ -22,7 +22,7 @@ from megatron.mpu.groups import Grid, Group
 from megatron.mpu.random import DropoutStreams, PhiloxDropout
 from megatron.mpu.shard import init_empty_weights, is_uninitialized
 from megatron.optim import GradScaler, LRScheduler, MixedPrecisionOptimizer, OffloadConfig, ParamInit, build_optimizer
-from megatron.training import device_setup, failure
+from megatron.training import device_setup
 from megatron.training.compile import compile_layers
 from megatron.training.device_setup import check_agreement
 from megatron.training.initialize import World
@@ -241,11 +241,6 @@ def build_engine(
         built = PipelineStepEngine(engine, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
-    built.on_activity = failure.heartbeat_note
-    if config.debug.is_on:
-        from megatron.training.debugging import attach  # imported where it is asked for alone
-
-        attach(built, config, world, streams)
     return built
 
 

@@ -33,7 +33,7 @@ from tds.timers import BubbleTimer, Row, clock_for
 # What an optimizer step gave, and the error of one whose loss is not finite.
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """What one optimizer step gave, the same on every rank.
 

@@ -1,409 +1,326 @@
-"""Opening a run, the training loop, one step, what all ranks decide alike after it, the end of a run."""
+"""Trainer: the loop over steps. Callback: what is done around a step (megatron/training/callbacks)."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from megatron import device, log
-from megatron.arguments import resolve_dtype
-from megatron.arguments.unused_flags import format_problems
-from megatron.arguments.validate import raise_all
-from megatron.checkpoint import AsyncSaver
-from megatron.checkpoint.folders import last_sequence, newest_first
+from megatron import log
 from megatron.config import Config
-from megatron.config.parallel import TRACE_IN_RUN
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rate
-from megatron.training import failure, global_vars, initialize, profiler, report, run_folder, run_lock
-from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
-from megatron.training.console import TrainingConsole
-from megatron.training.data import DatasetsProvider, open_data, start_rows
-from megatron.training.dry_run import bubble_of_run
-from megatron.training.evaluate import evaluate as evaluate
-from megatron.training.exit_signals import StopRequests, how_to_go_on
+from megatron.training.data import RunData, TimedBatches, epochs_values, tokens_values
+from megatron.training.exit_signals import StopRequests
 from megatron.training.failure import asked_through_launcher
-from megatron.training.global_vars import with_tokenizer
-from megatron.training.initialize import World, run_on_rank_0
-from megatron.training.metrics import EVALUATIONS, METRICS, LayerNorms, MetricsWriter, WandbRun, open_wandb
-from megatron.training.replica_check import ReplicaGroup, ReplicaMismatch, check_replicas, error_of, find_copies
-from megatron.training.resume import is_same_run, load
-from megatron.training.rollback import after_bad_step, explain_nonfinite
-from megatron.training.run import Run
-from megatron.training.run_folder import Place, saved_in
-from megatron.training.setup import build_engine, make_learning_rate, make_streams
-from megatron.training.stability_guard import EventLog
-from megatron.training.timeouts import LOADING, OPENING_DATA, STEP, Sections
-from megatron.training.train_state import CheckpointLineage
-from megatron.training.train_step import ForwardStep, StepResult, StepSamples
-from megatron.training.training_log import end_rows, most_of_each_stage, training_log
-
-# What all ranks must decide alike after a step: to stop, to save, to end for drifted weights. One small sum a step.
+from megatron.training.initialize import World
+from megatron.training.setup import make_learning_rate
+from megatron.training.timeouts import OPENING_DATA, STEP, Sections
+from megatron.training.train_state import TrainState
+from megatron.training.train_step import StepEngine, StepResult, StepSamples
 
 ANOTHER = "another rank was asked to stop"
 
 
-class StepDecision(NamedTuple):
-    """What the ranks have agreed on; ``reason`` to stop is this rank's own words where it has some."""
+class Callback:
+    """Something that is done around the steps of a run. A subclass overrides the hooks that it needs.
 
-    reason: str | None
-    by_time: bool
-    has_drift: bool
+    | hook | is called |
+    |---|---|
+    | ``on_train_start()`` | once, ahead of the first step; a checkpoint has been loaded |
+    | ``on_load_end(step)`` | when the run has gone back to the checkpoint of ``step`` |
+    | ``on_step_start()`` | ahead of the forward of a step |
+    | ``on_before_update(loss)`` | with the gradients of all micro-batches summed, ahead of the optimizer |
+    | ``on_after_update(result)`` | behind the update, or behind what was skipped of it; the step is counted |
+    | ``on_log(metrics)`` | in steps that are logged; adds numbers to ``metrics``, or writes them |
+    | ``on_step_end(result)`` | at the end of a step, ahead of what all ranks agree on |
+    | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
+    | ``on_evaluate_end(split, values)`` | when the loss of a split is known |
+    | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
+    | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
+    | ``on_exception(error)`` | when an error ends the run on this rank |
+    | ``find_nonfinite(error)`` | when a number that is not finite ends a step: says where it is, "" for elsewhere |
 
+    Hooks are called in the order of the list of callbacks, on all ranks the same, so a hook may hold collectives. Three
+    may not, for ranks come to them by themselves: ``on_save_end``, ``on_exception`` and ``find_nonfinite``.
 
-def vote(run: Run, has_drift: bool = False) -> StepDecision:
-    """Return what the run does after this step: what any rank wants. Collective."""
-    reason = run.stop.reason(run.progress.step)
-    stops, by_time, drifted = run.world.any([reason is not None, wants_by_time(run), has_drift])
-    asked = asked_through_launcher() if stops and reason is None else None  # its signal is on the way here, too
-    return StepDecision((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)
-
-
-# The loop: step, report, judge, evaluate, agree, save, stop.
-
-
-def train(run: Run) -> None:
-    """Step until --train-iters. Collective.
-
-    Raises:
-        StopRequest: a signal or limit ended the run early; it is saved and can go on.
-        NumericsError: a loss or gradient is not finite, too many steps were bad, or copies of a weight have drifted.
+    Attributes:
+        every: the hooks of a step (``on_step_start`` to ``on_step_end``, not ``on_log``) are called in each so many-th;
+            0: in none.
+        on_all_ranks: False: it is there on rank 0 alone, and calls no collective.
+        trainer: whose steps these are; known from ``on_train_start`` on.
     """
-    copies = _prepare(run)
-    with run.phases.over(STEP):
-        while not _run_through(run, copies):
-            pass  # gone back to a checkpoint: the data are opened anew, behind what is left out
-    save(run)
-    finish_saves(run)
 
+    every = 1
+    on_all_ranks = True
+    trainer: Trainer
 
-def train_step(run: Run) -> bool:
-    """Take one step and report it; return whether the run has gone back to a checkpoint after it. Collective."""
-    batch, replicas = run.config.batch, run.world.grid.data.size
-    samples = batch.sizes(replicas).at(run.progress.samples_consumed)
-    lr = run.learning_rate.at(run.progress.updates)
-    set_learning_rate(run.engine.optimizer, lr)
-    span = StepSamples(run.progress.step + 1, run.progress.samples_consumed, samples, batch.batch_size, replicas)
-    if run.layer_norms is not None:
-        run.layer_norms.is_wanted = run.is_log_step(span.step)
-    try:
-        own = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
-        result = run.guard.note(own, span.step)
-    except NumericsError as error:
-        await_saves(run)  # a failure of it must not hide this one
-        raise explain_nonfinite(error, run.engine, run.world.grid, span) from error
-    _advance(run, result, samples)
-    if run.is_log_step(span.step):
-        training_log(run, result, lr, span)
-    return result.is_bad and after_bad_step(run, result, span)
+    @property
+    def name(self) -> str:
+        """What its state is called in checkpoints."""
+        return type(self).__name__
 
+    def on_train_start(self) -> None: ...
 
-def _prepare(run: Run) -> list[ReplicaGroup]:
-    """Let the guard watch the engine; return what is compared for drift."""
-    grid, stability = run.world.grid, run.config.stability
-    run.guard.watch(run.engine, *run.world.decision_group, run.progress.step)
-    if stability.is_guarded and run.world.rank == 0:
-        run.journal = EventLog(run.folder, run.guard.history.events)
-    kept = run.engine.optimizer.kept
-    return find_copies(run.engine.module, grid, kept) if stability.drift_interval else []
+    def on_load_end(self, step: int) -> None: ...
 
+    def on_step_start(self) -> None: ...
 
-def _run_through(run: Run, copies: Sequence[ReplicaGroup]) -> bool:
-    """Step to the end, from where the data are now; return False once the run has gone back to a checkpoint."""
-    config, total = run.config, run.config.batch.train_iters
-    with run.phases.over(OPENING_DATA):
-        run.batches = run.data.batches("train", config, run.world, run.progress.samples_consumed)
-    with run.batches or nullcontext():
-        while run.progress.step < total:
-            if train_step(run):
-                return False
-            decided = _between_steps(run, copies)
-            if decided.reason is not None and run.progress.step < total:
-                _stop(run, decided.reason)
-    return True
+    def on_before_update(self, loss: float) -> None: ...
 
+    def on_after_update(self, result: StepResult) -> None: ...
 
-def _between_steps(run: Run, copies: Sequence[ReplicaGroup]) -> StepDecision:
-    """Evaluate, compare copies, agree and save, each if it is due; return what was agreed on. Collective.
+    def on_log(self, metrics: dict[str, Any]) -> None: ...
 
-    Raises:
-        NumericsError: copies differ; nothing is saved of them.
-    """
-    batch, step, interval = run.config.batch, run.progress.step, run.config.stability.drift_interval
-    drift: list[ReplicaMismatch] = []
-    with _Pause(run):
-        if batch.eval_interval and batch.eval_iters and step % batch.eval_interval == 0:
-            evaluate(run, "valid")
-        if interval and step % interval == 0:
-            drift = check_replicas(run.engine.module, copies, run.engine.optimizer.kept)
-    decided = vote(run, bool(drift))
-    run.phases.step_done()
-    if decided.has_drift:
-        await_saves(run)
-        raise error_of(drift, step, max(step - interval, 0))
-    if not (run.guard.settings.goes_back and run.guard.history.streak):  # the way back is not pushed out by bad ones
-        with _Pause(run):
-            save_when_due(run, by_time=decided.by_time)
-    return decided
+    def on_step_end(self, result: StepResult) -> None: ...
 
+    def on_save(self) -> None: ...
 
-def _stop(run: Run, reason: str) -> None:
-    """Save and end. Collective."""
-    save(run)
-    finish_saves(run)
-    raise StopRequest(
-        f"stopped after step {run.progress.step} of {run.config.batch.train_iters}: {reason}. "
-        f"Everything is saved in {run.saved}. {how_to_go_on(run.folder)}"
-    )
+    def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None: ...
 
+    def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None: ...
 
-def _advance(run: Run, result: StepResult, samples: int) -> None:
-    progress = run.progress
-    progress.step += 1
-    progress.updates += 0 if result.is_skipped else 1
-    progress.samples_consumed += samples
-    run.last_loss = result.loss
-    if run.screen is not None and run.rates is not None:
-        run.rates.count_step(samples)
-        run.screen.advance(progress.step, result.loss)
+    def on_train_end(self) -> None: ...
 
+    def on_exception(self, error: BaseException) -> None: ...
 
-class _Pause:
-    """Time that is not training, left out of tokens/s."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.run.pause_s += time.perf_counter() - self.start
-
-
-# One run of training on this rank, from the opened world to the test loss.
-
-
-def start(
-    config: Config,
-    names: dict[str, str],
-    datasets_provider: DatasetsProvider,
-    model_provider: Callable[[], torch.nn.Module],
-    forward_step: ForwardStep,
-    name: str,
-    started: float,
-    stop: StopRequests,
-) -> None:
-    """Form the world, train, and leave the world. Collective.
-
-    Args:
-        names: gets this rank's name under "who", for error messages.
-        started: ``time.monotonic()`` at the start of the process.
-        stop: listens to signals already.
-    """
-    here = initialize.start(config, lambda: stop.signal_name)
-    names["who"] = here.name
-    failure.name_rank(here.name)
-    log.configure(here.rank)
-    stop.limit(config.run.exit_interval, config.run.exit_duration_in_mins, started)
-    config = resolve_dtype(config, device.default_precision(here.kind))
-    run(config, here, datasets_provider, model_provider, forward_step, name, stop)
-    initialize.stop()
-
-
-def run(
-    config: Config,
-    here: World,
-    datasets_provider: DatasetsProvider,
-    model_provider: Callable[[], torch.nn.Module],
-    forward_step: ForwardStep,
-    name: str,
-    stop: StopRequests,
-) -> None:
-    """Train with a configuration and a world that exist already. Collective."""
-    with closing(Sections(here, config)) as phases:
-        tokenizer, config = with_tokenizer(config)
-        streams = make_streams(config, here)
-        global_vars.set_current(config, tokenizer, streams)
-        with phases.over(OPENING_DATA):
-            data = open_data(datasets_provider, config, here)
-        traced = run_folder.choose(config, name, here) if config.parallel.pipeline_trace == TRACE_IN_RUN else None
-        if traced is not None:  # the engine is made with the folder of its trace
-            config = with_trace(config, traced)
-        before = device.peak_memory_bytes(here.kind)
-        engine = build_engine(config, here, streams, model_provider, forward_step)
-        phases.follow(engine)
-        seed_replicas(config.run.seed, here)
-        place = traced or run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder
-        config = with_format(config, place)
-        rate, identity = make_learning_rate(config), getattr(tokenizer, "identity", None)
-        this = Run(config, here, engine, data, rate, place.folder, stop, before, tokenizer=identity, phases=phases)
-        with run_lock.held(place.folder, here):
-            _go_on(this, place)
-
-
-def with_trace(config: Config, place: Place) -> Config:
-    """Return ``config`` with the trace of its pipeline in the run folder."""
-    return replace(config, parallel=replace(config.parallel, pipeline_trace=str(place.folder / "trace")))
-
-
-def with_format(config: Config, place: Place) -> Config:
-    """Return ``config`` with the format of the checkpoints that are saved there.
-
-    Raises:
-        ConfigError: flags do not go with it; the same on every rank.
-    """
-    config = replace(config, checkpoint=replace(config.checkpoint, checkpoint_format=place.checkpoint_format))
-    raise_all(list(format_problems(config)))
-    return config
-
-
-def _go_on(this: Run, place: Place) -> None:
-    """Load, train and evaluate in the folder that is this job's own. Collective."""
-    if place.source is not None:
-        with this.phases.over(LOADING):
-            load(this, place)
-    _open_saves(this, place)
-    _open_reports(this, place)
-    finish_profile = _open_profile(this)
-    try:
-        _work(this, time.monotonic())
-    except StopRequest:
-        finish_profile()
-        _draw_pipeline(this)
-        _close_reports_together(this)
-        raise
-    except BaseException as error:
-        _close_screen(this)
-        failure.report_failure(error, this.world.name)
-        _close_reports(this, draws=False)
-        raise
-    _close_reports_together(this)
-
-
-def _close_screen(this: Run) -> None:
-    if this.screen is not None:
-        with suppress(Exception):  # an error on its way out counts more, and a run that is done is done
-            this.screen.close()
-
-
-def _close_reports(this: Run, *, draws: bool = True) -> None:
-    _close_screen(this)
-    if this.metrics is not None:
-        this.metrics.close(draws=draws)
-
-
-def _close_reports_together(this: Run) -> None:
-    """Close them where no error ends the run: no rank leaves while rank 0 still sends and draws. Collective."""
-    _close_reports(this)
-    if this.world.grid.host.size > 1:
-        dist.barrier(group=this.world.grid.host.handle)
-
-
-def _work(this: Run, start: float) -> None:
-    if not this.config.checkpoint.eval_only:
-        train(this)
-    if this.saves.background is not None:
-        this.saves.background.close()
-    if this.config.batch.eval_iters:
-        evaluate(this, "test")
-    told = _draw_pipeline(this)
-    if this.screen is not None:
-        seconds = time.monotonic() - start
-        this.screen.close()
-        rows = end_rows(this, seconds)
-        this.screen.table("Done", rows if told is None else [*rows, ("pipeline", told)])
-
-
-def _draw_pipeline(this: Run) -> str | None:
-    """Draw the trace of the steps that this run took; return what to say of it. Collective."""
-    parallel, grid = this.config.parallel, this.world.grid
-    if not parallel.pipeline_trace or not parallel.has_pipeline or this.last_loss is None:
+    def find_nonfinite(self, error: NumericsError) -> str | None:
         return None
-    told = None
-    if this.screen is not None:
-        told = profiler.draw(parallel.pipeline_trace, this.folder, 0.5 * parallel.phase_timeout_s)
-    dist.barrier(group=grid.host.handle)  # a rank that ended earlier would end this one
-    return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it: plain data, the same on every rank that has it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. Not called where the checkpoint has none: it begins anew then."""
 
 
-def seed_replicas(seed: int, here: World) -> None:
-    """Seed torch's default generator anew: a user's own dropout must differ between replicas and between stages.
+STEP_HOOKS = ("on_step_start", "on_before_update", "on_after_update", "on_step_end")
+HOOKS = ("find_nonfinite", *(name for name in vars(Callback) if name.startswith("on_") and name != "on_all_ranks"))
+Kind = TypeVar("Kind", bound=Callback)
 
-    Until here it was the same on all ranks, as weights that a model draws itself need it.
+
+class Trainer:
+    """Takes the steps of a run, and calls its callbacks around them. One on every rank; all of it is collective.
+
+    Attributes:
+        progress: steps, updates and samples up to now.
+        samples: of the step that is being taken, or was the last.
+        learning_rate, last_loss: of that step; None ahead of the first.
+        stop_text: why the run ends early, once that is agreed on.
+        print_line: shows a line on the screen, on rank 0.
+        resumed_step: the step at which this start goes on in its own folder; None for a run that is new there.
+        steps_taken, samples_taken, pause_s: since the start, those that came again counted again; and the seconds in
+            which it did not train.
     """
-    place = here.grid.topology.coordinate(here.rank)
-    device.seed(hash((seed, place.data, place.pipe)) % 2**63)
 
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        engine: StepEngine,
+        data: RunData,
+        folder: Path,
+        callbacks: Sequence[Callback] = (),
+        *,
+        stop: StopRequests | None = None,
+        phases: Sections | None = None,
+    ) -> None:
+        self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
+        self.stop, self.phases = stop or StopRequests(), phases or Sections()
+        self.lr_scheduler = make_learning_rate(config)
+        self.progress = TrainState()
+        self.batches: TimedBatches | None = None
+        self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
+        self.learning_rate: float | None = None
+        self.last_loss: float | None = None
+        self.stop_text = ""
+        self.print_line: Callable[[str], None] = lambda line: None
+        self.resumed_step: int | None = None
+        self.steps_taken, self.samples_taken, self.pause_s = 0, 0, 0.0
+        self._save_is_wanted = False
+        self.callbacks = [each for each in callbacks if each.on_all_ranks or world.rank == 0]
+        for callback in self.callbacks:
+            callback.trainer = self
+        self._having = {hook: [each for each in self.callbacks if _overrides(each, hook)] for hook in HOOKS}
+        if self._having["on_before_update"]:
+            self._check_loss, engine.on_loss = engine.on_loss, self._before_update
 
-def _open_saves(this: Run, place: Place) -> None:
-    """Begin to count the time between saves; make ready to save in the background. Collective."""
-    flags, saves = this.config.checkpoint, this.saves
-    saves.last_at = time.monotonic()
-    saves.background = AsyncSaver(this.world.grid.host) if flags.async_save else None
-    if this.world.rank != 0 or flags.eval_only or is_same_run(this, place):
-        return
-    found = newest_first(saved_in(this.folder))
-    saves.branch = CheckpointLineage(last_sequence(found))
-    if found:
-        log.warning(
-            f"{this.folder} holds {len(found)} checkpoints of an earlier run, which stay as they are; --resume goes on "
-            "with them"
+    def fit(self) -> None:
+        """Take the steps that are left, and end the run.
+
+        Raises:
+            StopRequest: a signal or limit ended it early; it is saved and can go on.
+            NumericsError: a loss or gradient is not finite, too many steps were bad, or copies of a weight differ.
+        """
+        try:
+            self.call("on_train_start")
+            if not self.config.checkpoint.eval_only:
+                self.train()
+            self.call("on_train_end")
+        except BaseException as error:
+            self._call_for_error(error)
+            raise
+        self.world.barrier()  # no rank leaves while rank 0 still sends and draws
+        if self.stop_text:
+            raise StopRequest(self.stop_text)
+
+    def train(self) -> None:
+        """Step to --train-iters, or until any rank is asked to stop."""
+        with self.phases.over(STEP):
+            while self.has_steps_left:
+                with self.open_batches():  # once, and again each time that the run has gone back to a checkpoint
+                    while self.has_steps_left and self.end_step(self.train_step()):
+                        pass
+
+    @property
+    def has_steps_left(self) -> bool:
+        return self.progress.step < self.config.batch.train_iters and not self.stop_text
+
+    def open_batches(self) -> AbstractContextManager[Any]:
+        """Open this rank's training data at the sample that comes next; the context ends its readers."""
+        with self.phases.over(OPENING_DATA):
+            self.batches = self.data.batches("train", self.config, self.world, self.progress.samples_consumed)
+        return self.batches or nullcontext()
+
+    def train_step(self) -> StepResult:
+        """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
+        progress, batch, replicas = self.progress, self.config.batch, self.world.grid.data.size
+        count = batch.sizes(replicas).at(progress.samples_consumed)
+        self.samples = StepSamples(progress.step + 1, progress.samples_consumed, count, batch.batch_size, replicas)
+        self.learning_rate = self.lr_scheduler.at(progress.updates)
+        set_learning_rate(self.engine.optimizer, self.learning_rate)
+        self.call("on_step_start")
+        try:
+            result = self.engine.train_step(self.batches, progress.step, self.samples.num_micro_batches)
+        except NumericsError as error:
+            raise self._placed(error) from error
+        progress.step += 1
+        progress.updates += 0 if result.is_skipped else 1
+        progress.samples_consumed += count
+        self.steps_taken, self.samples_taken = self.steps_taken + 1, self.samples_taken + count
+        self.call("on_after_update", result)
+        self.last_loss = result.loss
+        if self.is_log_step:
+            self.log(result)
+        return result
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the numbers of this step are logged: once per interval, and those of the first step and the last."""
+        run, step = self.config.run, self.samples.step
+        return step % run.log_interval == 0 or step in (1, self.config.batch.train_iters)
+
+    def log(self, result: StepResult) -> None:
+        """Bring the numbers of a step together. docs/seeing.md has each with its unit and formula."""
+        consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
+        self.call(
+            "on_log",
+            {
+                "loss": result.loss,
+                "perplexity": perplexity(result.loss),
+                **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
+                "learning_rate": self.learning_rate,
+                "grad_norm": result.grad_norm,
+                "loss_scale": result.loss_scale,
+                "samples": consumed,
+                "tokens": consumed * per_sample,
+                **tokens_values(self.data, consumed, per_sample),
+                **epochs_values(self.data, consumed),
+                "skipped": self.progress.skipped,
+            },
         )
 
+    def end_step(self, result: StepResult) -> bool:
+        """Do what is due behind a step; return False where the run has gone back to a checkpoint."""
+        began = time.perf_counter()
+        for callback in self.due("on_step_end"):
+            callback.on_step_end(result)
+            if self.progress.step < self.samples.step:
+                return False  # gone back: nothing more is due behind a step that comes again
+        self.pause_s += time.perf_counter() - began
+        reason, saves = self.agree()
+        self.phases.step_done()
+        if saves:
+            began = time.perf_counter()
+            self.call("on_save")
+            self.pause_s += time.perf_counter() - began
+        if reason and self.has_steps_left:
+            self.stop_text = reason
+        return True
 
-def _open_reports(this: Run, place: Place) -> None:
-    config, here = this.config, this.world
-    peak = report.peak_of_all_ranks(here)
-    counted, bounds = report.count_parameters(this.engine.module, here), report.bounds_of(config, this.engine.module)
-    before = most_of_each_stage(this.bytes_before, here)
-    if config.seeing.log_layer_norms:
-        this.layer_norms = LayerNorms(this.engine.module, this.engine.optimizer, here)
-    wandb = _open_wandb(this)
-    if here.rank != 0:
-        return
-    is_own = not config.checkpoint.eval_only  # an evaluation leaves what its folder says of a run as it is
-    if is_own:
-        run_folder.describe(this.folder, config, here, this.progress.step)
-        facts = report.stage_facts(config, here.grid.topology, bounds, counted, before)
-        report.write(this.folder, facts)
-    for note in config.notes:
-        log.info(note)
-    this.screen = TrainingConsole(config.run.progress, config.batch.train_iters)
-    own_events = this.folder / "tensorboard" if is_own else None
-    tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else own_events
-    goes_on = is_own and (place.begins_again or is_same_run(this, place))
-    resumed_step = this.progress.step if goes_on else None  # steps after it have been recorded, and come again
-    name = METRICS if is_own else EVALUATIONS
-    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step, wandb, name)
-    this.rates = report.Rates(config, peak, counted)
-    this.predicted_bubble = bubble_of_run(config, bounds, counted)
-    sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step
-    read = start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
-    rows = report.start_rows(config, here, this.engine.module, counted, this.folder, read, peak)
-    this.screen.table(f"{this.folder.name}", rows)
+    def agree(self) -> tuple[str, bool]:
+        """Return why the run stops after this step, "" if it does not, and whether it saves: what any rank wants."""
+        reason = self.stop.reason(self.progress.step)
+        stops, saves = self.world.any([reason is not None, self._save_is_wanted])
+        self._save_is_wanted = False
+        if not stops:
+            return "", saves
+        asked = asked_through_launcher() if reason is None else None  # its signal is on the way here, too
+        return reason or (f"received {asked}" if asked else ANOTHER), saves
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the end of this step; any rank may."""
+        self._save_is_wanted = True
+
+    def _placed(self, error: NumericsError) -> NumericsError:
+        """Return ``error`` with the step and its samples, and where on this rank the number is."""
+        found = next(
+            (text for each in self.due("find_nonfinite") if (text := each.find_nonfinite(error)) is not None), ""
+        )
+        told = f"step {self.samples.step} ({self.samples.text}): {error}"
+        placed = NumericsError(f"{told} Here {found}." if found else told)
+        placed.is_of_this_rank = bool(found)
+        return placed
+
+    def _before_update(self, loss: float) -> None:
+        self.call("on_before_update", loss)
+        self._check_loss(loss)
+
+    # The callbacks.
+
+    def due(self, hook: str) -> list[Callback]:
+        """Return the callbacks that have ``hook``, those of a step where this step is one of theirs."""
+        having = self._having[hook]
+        if hook not in STEP_HOOKS:
+            return having
+        return [each for each in having if each.every and self.samples.step % each.every == 0]
+
+    def call(self, hook: str, *given: Any) -> None:
+        """Call ``hook`` of each callback that is due."""
+        for callback in self.due(hook):
+            getattr(callback, hook)(*given)
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the callback of this class, where there is one on this rank."""
+        return next((each for each in self.callbacks if isinstance(each, kind)), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the callbacks that have one, by name."""
+        return {each.name: state for each in self.callbacks if (state := each.state_dict())}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Let the callbacks of which there is a state go on from it."""
+        for callback in self.callbacks:
+            if callback.name in states:
+                callback.load_state_dict(states[callback.name])
+
+    def _call_for_error(self, error: BaseException) -> None:
+        """Tell the callbacks of the error that ends the run, each whatever goes wrong in others."""
+        for callback in self.due("on_exception"):
+            try:
+                callback.on_exception(error)
+            except Exception as another:
+                log.warning(f"{callback.name}.on_exception failed ({type(another).__name__}: {another})")
 
 
-def _open_profile(this: Run) -> Callable[[], None]:
-    """Let the steps of --profile be profiled; return what ends the profile of a run that is stopped amidst them."""
-    if this.config.seeing.profile is None:
-        return lambda: None
-    from megatron.training.profiler import Profiler  # imported where it is asked for alone
-
-    return Profiler(this).finish
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-def _open_wandb(this: Run) -> WandbRun | None:
-    """Return the run at Weights & Biases, on rank 0 and where it is asked for. Collective: all ranks fail with it."""
-    if not this.config.seeing.wandb_project:
-        return None
-    opened: list[WandbRun | None] = []
-    run_on_rank_0(this.world, lambda: opened.append(open_wandb(this.config, this.folder)))
-    return opened[0] if opened else None
+def perplexity(loss: float) -> float:
+    """Return e to the loss; infinite where that has no number."""
+    return math.exp(loss) if loss < 700 else math.inf

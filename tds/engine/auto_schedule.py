@@ -57,7 +57,7 @@ class Auto:
         self._step = 0
         self._measured: list[Costs] = []
         self._chosen_for: int | None = None
-        self.told: str | None = None
+        self.choice: str | None = None
         self.is_settled = num_stages == 1
         self._set_schedule(first_name(num_chunks))
         if self.is_settled:
@@ -111,9 +111,9 @@ class Auto:
         return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
 
     def _log(self, reason: str) -> None:
-        self.told = f'"schedule": "auto" runs {reason}'
+        self.choice = f'"schedule": "auto" runs {reason}'
         if dist.get_rank() == 0:
-            log_rank_0(self.told)
+            log_rank_0(self.choice)
 
 
 def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[str, str]:

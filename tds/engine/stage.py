@@ -376,12 +376,12 @@ class Stage:
 
 
 @contextmanager
-def _adding_note(words: Callable[[], str], is_told: bool = True) -> Iterator[None]:
+def _adding_note(words: Callable[[], str], is_needed: bool = True) -> Iterator[None]:
     """Add ``words`` to an error that is raised within: what a user's code was given tells its nesting."""
     try:
         yield
     except Exception as error:
-        if is_told:
+        if is_needed:
             error.add_note(words())
         raise
 

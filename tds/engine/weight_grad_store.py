@@ -8,7 +8,7 @@ in torch's module that is swapped meanwhile, not a ``TorchFunctionMode`` set: a 
 recompute runs layers again, and on GPUs that happens in another thread.
 
 What is no such call (norms, embeddings, convolutions, linear layers under autocast or ``torch.compile``) has its whole
-backward run with the input's; ``WeightGradStore.told`` says which parameters those are.
+backward run with the input's; ``WeightGradStore.describe_split`` says which parameters those are.
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
 """

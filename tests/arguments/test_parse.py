@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 
@@ -11,12 +12,14 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.arguments.flag_values import all_options, refusals, scan, unknown
+from megatron.arguments.parser import help_text
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
 from megatron.config.data import DataConfig
 from megatron.config.parallel import TRACE_IN_RUN
 from megatron.data.split import split_documents
 from megatron.errors import ConfigError, DataError, exit_code
+from megatron.models.registry import FAMILIES
 
 OF_OTHERS = """
 --sft --no-mmap-bin-files --add-qkv-bias --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
@@ -144,7 +147,7 @@ def test_a_users_flag_may_not_replace_ours():
 def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
     """Half alike, --sft was taken for --split and --no-mmap-bin-files for --vocab-file."""
     ours = {name: option for _, option in all_options() for name in option.flags}
-    assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help lists all flags"
+    assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help-all lists all flags"
 
 
 @pytest.mark.parametrize("flag", [*(f"{flag[:-1]}{flag[-2]}" for flag in refusals("gpt2")), "--learning-rate"])
@@ -181,7 +184,7 @@ def test_a_trace_of_the_pipeline_without_a_folder_is_for_the_run_folder():
         ("--hiden-size 4", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
         ("--num-lay 4", ["unknown flag --num-lay", "did you mean --num-layers?"]),
         ("--LR 4", ["unknown flag --LR", "did you mean --lr?"]),
-        ("--zzz 4", ["unknown flag --zzz", "--help lists all flags"]),
+        ("--zzz 4", ["unknown flag --zzz", "--help-all lists all flags"]),
         ("--seq-lenght 4", ["did you mean --seq-length?"]),
         ("--tensor-parallel-size 2", ["did you mean --tensor-model-parallel-size?"]),
         ("--micro-batchsize 4", ["did you mean --micro-batch-size?"]),
@@ -360,13 +363,27 @@ def test_the_vocabulary_is_added_later_and_checked():
     assert [config.model.padded_vocab_size(t) for t in (1, 2, 4)] == [104, 112, 128]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_help_shows_in_a_line_each_the_flags_that_people_set_and_where_the_rest_is(family, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text, whole = help_text(family=family), help_text(family=family, is_whole=True)
+    shown = re.findall(r"^  (--.*)", text, re.M)
+    assert 25 <= len(shown) <= 38, "about thirty"
+    assert all(re.match(r"--\S.*  \S", line) for line in shown), "a flag and what it is for, in one line"
+    assert not re.search(r"^ {30}", text, re.M), "nothing goes on in a second line"
+    assert text.rstrip().endswith("accepted.") and "--help-all lists every flag" in text
+    flags = {flag for line in shown for flag in re.findall(r"--[\w-]+", line.split("  ")[0])} - {"--help-all"}
+    assert flags < set(re.findall(r"--[\w-]+", whole))
+    assert {"--num-layers", "--lr", "--data-path", "--save", "--model-parallel-size", "--dry-run"} <= flags
+
+
 def test_help_lists_every_flag_and_nothing_heavy_is_imported_even_without_asserts():
     program = (
         "import sys\nfrom megatron.config import parse\nimport megatron.models.common.cost, megatron.mpu.topology\n"
         "heavy = {'torch', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "try:\n    parse(['--lr', '0', '--model-parallel-size', '3'], world_size=2, env={})\n"
         "except ValueError as error:\n    sys.stderr.write(f'{error}|{sorted(heavy)}')\n"
-        "parse(['--help'], world_size=1)\n"
+        "parse(['--help-all'], world_size=1)\n"
     )
     done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0

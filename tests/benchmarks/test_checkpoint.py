@@ -17,7 +17,7 @@ from megatron.mpu.groups import single_grid
 def test_a_bar_is_the_median_of_ratios_within_rounds() -> None:
     ours, theirs = [1.0, 10.0, 3.0], [1.0, 5.0, 2.0]  # the second round was slow for both
     bar = Ceiling.of("save", 1.5, ours, theirs)
-    assert bar.quartiles[1] == 1.5 and bar.is_met and "met" in bar.told
+    assert bar.quartiles[1] == 1.5 and bar.is_met and "met" in bar.text
     assert not Ceiling.of("save", 1.49, ours, theirs).is_met
 
 

@@ -61,7 +61,7 @@ def test_turns_rotate_and_ratios_are_taken_within_rounds() -> None:
     assert seen == "abbaab" and rates == {"a": ours, "b": theirs}
     assert ratio_quartiles(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
     assert Bar("x", 2.0, (1.0, 2.0, 3.0)).is_met and not Bar("x", 2.1, (1.0, 2.0, 3.0)).is_met
-    assert "NOT MET" in Bar("x", 2.1, (1.0, 2.0, 3.0), by_cpu=1.5).told
+    assert "NOT MET" in Bar("x", 2.1, (1.0, 2.0, 3.0), by_cpu=1.5).text
 
 
 def test_the_corpus_is_that_of_its_seed_and_mixes_three_kinds(tmp_path: Path) -> None:

@@ -134,6 +134,6 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     result = plan.main(["--smoke", "--steps", "2", "--only", "mpt", "--out", str(tmp_path)])
     (told,) = result["rows"]
     (again,) = rows_now(json.loads((tmp_path / "plan.json").read_text()))
-    assert again.told() == told
+    assert again.as_data() == told
     assert told["measured_s"] > 0 and told["estimated_s"] > 0 and (tmp_path / "machine-1.json").exists()
     assert plan_training.MEMORY_BAR == 0.10 and plan_training.TIME_BAR == 0.15

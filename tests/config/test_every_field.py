@@ -44,19 +44,18 @@ from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
-from megatron.models.bert import data as bert_control
-from megatron.models.bert import data as build_bert
+from megatron.models.bert import data as bert_data
 from megatron.models.registry import FAMILIES
 from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import data as run_data
+from megatron.training import data as training_data
 from megatron.training import device_setup, global_vars, report, run_folder, setup
+from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
 from megatron.training.initialize import World
 from megatron.training.parity import random_data
-from megatron.training.stability_guard import StabilityGuard
 from megatron.training.train_state import RestoreOptions, kept_by
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.harness import run_ranks
@@ -117,30 +116,30 @@ READ_IN = {
     "distributed_backend": "training/initialize.py",
     "step_timeout": "training/timeouts.py:step_timeout_s",
     "phase_timeout_minutes": "training/timeouts.py:phase_timeout_s",
-    "on_save_error": "training/checkpointing.py",
+    "on_save_error": "training/callbacks/checkpointer.py",
     "strict_load": "training/resume.py",
-    "allow_data_change": "training/resume.py",
-    "allow_vocab_change": "training/resume.py",
+    "allow_data_change": "training/callbacks/checkpointer.py",
+    "allow_vocab_change": "training/callbacks/checkpointer.py",
     "resize_vocab": "training/train_state.py",
     "no_save_optim": "training/train_state.py",
-    "drift_interval": "training/trainer.py",
-    "debug_dump": "training/debugging.py",
-    "debug_dump_steps": "training/debugging.py:steps()",
-    "debug_dump_modules": "training/debugging.py:wanted()",
-    "debug_dump_tensors": "training/debugging.py",
-    "debug_nan": "training/debugging.py",
-    "log_layer_norms": "training/trainer.py",
-    "profile": "training/profiler.py:profiled()",
-    "wandb_project": "training/metrics.py",
-    "wandb_exp_name": "training/metrics.py",
-    "wandb_save_dir": "training/metrics.py",
-    "wandb_entity": "training/metrics.py",
+    "drift_interval": "training/train.py",
+    "debug_dump": "training/callbacks/debugger.py",
+    "debug_dump_steps": "training/callbacks/debugger.py:steps()",
+    "debug_dump_modules": "training/callbacks/debugger.py:wanted()",
+    "debug_dump_tensors": "training/callbacks/debugger.py",
+    "debug_nan": "training/callbacks/debugger.py",
+    "log_layer_norms": "training/train.py",
+    "profile": "training/train.py:profiled()",
+    "wandb_project": "training/callbacks/wandb.py",
+    "wandb_exp_name": "training/callbacks/wandb.py",
+    "wandb_save_dir": "training/callbacks/wandb.py",
+    "wandb_entity": "training/callbacks/wandb.py",
     "deterministic": "training/device_setup.py",
-    "exit_interval": "training/trainer.py",
-    "exit_duration_in_mins": "training/trainer.py",
+    "exit_interval": "training/train.py",
+    "exit_duration_in_mins": "training/train.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
-    "progress": "training/trainer.py",
+    "progress": "training/train.py",
     "local_rank": "training/initialize.py",
 }
 """Field -> the module that reads it in a run, and the property or method of its section by which it does."""
@@ -273,12 +272,12 @@ def sizes(config: Config) -> Any:
 
 def provider(config: Config) -> Any:
     given: list[Any] = []
-    homes = ((data, ""), (span_files, "t5_"), (build_bert, "bert_"))
+    homes = ((data, ""), (span_files, "t5_"), (bert_data, "bert_"))
     for home, family in homes:
         name = f"build_{family}train_valid_test"
         setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
-    bert_control.bert_tokens = lambda _: None  # type: ignore[assignment]
+    bert_data.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
     global_vars.set_current(config, stand_in(config), None)
     SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])
@@ -297,14 +296,14 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    run_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
 
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
-    global_vars.build_tokenizer = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
     global_vars.with_tokenizer(config)
     return given
 
@@ -323,8 +322,8 @@ def saves(config: Config) -> Any:
 
 def guard(config: Config) -> Any:
     made = StabilityGuard(config.stability)
-    made.history.streak = 5  # the default patience
-    return made.is_out_of_patience, text([made.settings.is_guarded, vars(made.losses), vars(made.norms)])
+    settings = made.settings
+    return text([settings.stability_patience, settings.is_guarded, vars(made.losses), vars(made.norms)])
 
 
 def device_(config: Config) -> Any:
@@ -401,8 +400,8 @@ PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
     data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
     tokenizer: "word_starts",
-    run_data: "TimedBatches",
-    global_vars: "build_tokenizer",
+    training_data: "TimedBatches",
+    global_vars: "build",
 }
 """What observables put in place of our own."""
 

@@ -25,7 +25,8 @@ def test_llama_drops_nothing_has_a_gated_silu_and_an_untied_head() -> None:
     assert model.untie_embeddings and not model.hidden_bias and model.max_position_embeddings == 64
     assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (8, 10000.0, "none")
     assert config_from_values({}, family="llama").model.untie_embeddings
-    assert "default: gated-silu" in help_text(family="llama") and "default: gated-silu" not in help_text()
+    assert "default: gated-silu" in help_text(family="llama", is_whole=True)
+    assert "default: gated-silu" not in help_text(is_whole=True)
 
 
 def test_the_defaults_of_a_family_give_way_to_a_recipe_and_this_to_flags() -> None:

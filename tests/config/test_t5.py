@@ -232,7 +232,7 @@ def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):
     config = read("--activation gated-gelu --layernorm-epsilon 1e-5")
     assert (config.model.activation, config.model.layernorm_epsilon) == ("gated-gelu", 1e-5)
     with pytest.raises(SystemExit):
-        read("--help")
+        read("--help-all")
     text = " ".join(capsys.readouterr().out.split())
     assert "bash run_t5.sh [flags]" in text and "--denoisers" in text and "(default: relu)" in text
     assert "--seq-length INT" not in text.replace("enc-seq-length", "").replace("dec-seq-length", "")
@@ -240,7 +240,7 @@ def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):
 
 def test_help_of_gpt2_shows_no_flag_of_t5(capsys):
     with pytest.raises(SystemExit):
-        parse(["--help"], world_size=1, env={})
+        parse(["--help-all"], world_size=1, env={})
     text = capsys.readouterr().out
     assert "--seq-length" in text and "--denoisers" not in text and "\nt5:" not in text
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron import files, log
-from megatron.data import cache as cache_module
+from megatron.data import cache as data_cache
 from megatron.data.cache import IndexCache
 
 
@@ -72,7 +72,7 @@ def _child(folder: Path, turn: int, child: int) -> int:
 def test_a_claim_puts_a_file_off_and_its_owner_may_be_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, built = IndexCache(tmp_path), []
     cache.array("x", lambda: np.zeros(1))
-    boot = cache_module._boot_id()
+    boot = data_cache._boot_id()
     for number in range(3):
         (cache.folder / f".a-{boot}.{number}.mdc.claim").touch()
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_not_whole_is_built_again(tmp_path: Path, damage: bytes) 
 
 
 def is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_STARTED_NS", time.time_ns())
+    monkeypatch.setattr(data_cache, "_STARTED_NS", time.time_ns())
 
 
 def the_file(folder: Path) -> Path:
@@ -158,7 +158,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
     lines = said(monkeypatch)
     IndexCache(tmp_path).arrays("a", 1, content)
     path, num_rebuilt = the_file(tmp_path), 0
-    header, size = cache_module._HEADER_BYTES * 8, path.stat().st_size * 8
+    header, size = data_cache._HEADER_BYTES * 8, path.stat().st_size * 8
     places = sorted({*range(0, header, min(step, 3)), *range(header, size, step), size - 1})
     for place in places:
         times, data = path.stat(), bytearray(path.read_bytes())
@@ -171,7 +171,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
         assert found.tolist() == whole(0) and found.dtype == np.int32, place
         num_rebuilt += len(built)
         assert IndexCache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
-    time_of_comparison = range(cache_module._COMPARED_AT * 8, header)
+    time_of_comparison = range(data_cache._COMPARED_AT * 8, header)
     assert num_rebuilt == sum(place not in time_of_comparison for place in places), (
         "all but that time, which is no content"
     )
@@ -188,8 +188,8 @@ def test_what_was_written_to_within_a_job_is_compared_again(tmp_path: Path) -> N
 
 def test_each_file_is_compared_once_by_all_processes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    fits = cache_module._fits
-    monkeypatch.setattr(cache_module, "_fits", lambda data: compared.append(len(data)) or fits(data))
+    fits = data_cache._fits
+    monkeypatch.setattr(data_cache, "_fits", lambda data: compared.append(len(data)) or fits(data))
     IndexCache(tmp_path).arrays("a", 4, content)
     IndexCache(tmp_path).arrays("a", 4, refuse)
     assert compared == [], "a process of this job built them"
@@ -208,7 +208,7 @@ def test_the_start_of_a_process_is_known_however_late_this_module_is_imported() 
     pid = os.fork()
     if not pid:
         time.sleep(0.1)
-        found_ns = cache_module._process_start_ns()
+        found_ns = data_cache._process_start_ns()
         os._exit(0 if forked_ns - 30_000_000 < found_ns < time.time_ns() - 90_000_000 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -219,9 +219,9 @@ def test_a_file_that_another_process_compares_is_left_for_later(
     cache, opened = IndexCache(tmp_path), []
     cache.arrays("a", 3, content)
     is_another_job(monkeypatch)
-    boot, fits = cache_module._boot_id(), cache_module._fits
-    monkeypatch.setattr(cache_module, "_fits", lambda data: opened.append(int(data[-4])) or fits(data))
-    monkeypatch.setattr(cache_module.os, "getpid", lambda: 0)  # which begins with the first
+    boot, fits = data_cache._boot_id(), data_cache._fits
+    monkeypatch.setattr(data_cache, "_fits", lambda data: opened.append(int(data[-4])) or fits(data))
+    monkeypatch.setattr(data_cache.os, "getpid", lambda: 0)  # which begins with the first
     (cache.folder / f".a-{boot}.0.mdc.claim").touch()
     found = cache.arrays("a", 3, refuse)
     assert [array.tolist() for array in found] == [whole(k) for k in range(3)]
@@ -234,13 +234,13 @@ def test_a_file_that_cannot_be_noted_is_compared_by_each_process(
     IndexCache(tmp_path).arrays("a", 1, content)
     is_another_job(monkeypatch)
     compared: list[int] = []
-    fits = cache_module._fits
-    monkeypatch.setattr(cache_module, "_fits", lambda data: compared.append(1) or fits(data))
+    fits = data_cache._fits
+    monkeypatch.setattr(data_cache, "_fits", lambda data: compared.append(1) or fits(data))
 
     def refused(*args: object, **named: object) -> None:
         raise PermissionError(errno.EPERM, "not the owner")
 
-    monkeypatch.setattr(cache_module.os, "utime", refused)
+    monkeypatch.setattr(data_cache.os, "utime", refused)
     for _ in range(2):
         assert IndexCache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
     assert len(compared) == 2
@@ -303,7 +303,7 @@ def test_what_nobody_opened_for_long_goes_and_other_files_stay(tmp_path: Path) -
 
 
 def test_the_default_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(data_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     lines, cache = said(monkeypatch), IndexCache()
     cache.arrays("a", 1, content)
     folder = next(tmp_path.iterdir())
@@ -318,7 +318,7 @@ def test_files_of_an_earlier_boot_are_not_used(tmp_path: Path, monkeypatch: pyte
     """They were not flushed, so after a crash of the machine they may be holes."""
     IndexCache(tmp_path).arrays("a", 1, content)
     IndexCache(tmp_path).arrays("b", 1, content, outlives_boot=True)
-    monkeypatch.setattr(cache_module, "_boot_id", lambda: "another")
+    monkeypatch.setattr(data_cache, "_boot_id", lambda: "another")
     IndexCache(tmp_path).arrays("b", 1, refuse, outlives_boot=True)
     with pytest.raises(AssertionError, match="0 is there"):
         IndexCache(tmp_path).arrays("a", 1, refuse)

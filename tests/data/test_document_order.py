@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import cache as cache_module
+from megatron.data import cache as data_cache
 from megatron.data import sample_index
 from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, documents_key, num_tokens_of, number_type, sizes_of
@@ -104,7 +104,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        monkeypatch.setattr(cache_module, "_STARTED_NS", time.time_ns())  # another job
+        monkeypatch.setattr(data_cache, "_STARTED_NS", time.time_ns())  # another job
         found = windows(Sizes(sizes), cache)
         for index in range(0, in_memory.per_epoch, 5):
             assert np.array_equal(found[index], in_memory[index]), (turn, index)

@@ -236,7 +236,7 @@ def test_gigatoken_looks_at_a_sample_from_all_over_the_corpus(corpus: Corpus, mo
         seen.extend(sample)
         return tokenizer
 
-    monkeypatch.setattr("megatron.tokenizer.with_gigatoken", with_gigatoken)
+    monkeypatch.setattr("megatron.data.preprocess.job.with_gigatoken", with_gigatoken)
     monkeypatch.setattr("megatron.data.preprocess.job._LEAST_CHARS", 3)
     corpus.run(lines(*GOOD), unit_bytes=100, use_gigatoken=True)
     assert set(seen) == {"doc"} and len(seen) == 16 and len(corpus.texts()) == 60

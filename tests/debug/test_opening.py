@@ -7,7 +7,8 @@ from pathlib import Path
 import pretrain_gpt2
 from megatron.debug.dump_files import read
 from megatron.errors import ConfigError
-from megatron.training import debugging, parity
+from megatron.training import parity
+from megatron.training.callbacks import debugger
 from tests.debug import dumps
 from tests.harness import run_ranks
 
@@ -15,16 +16,14 @@ from tests.harness import run_ranks
 def _told(rank: int, extra: str, folder: Path, first_step: int) -> tuple[str, list[str]]:
     """Return the error of a run on two stages that begins with a step, and what was warned of."""
     warnings: list[str] = []
-    debugging.log.warning = warnings.append  # type: ignore[assignment]
-    plain = parity.build_engine
+    debugger.log.warning = warnings.append  # type: ignore[assignment]
 
-    def behind(*args):
-        engine = plain(*args)
-        step = engine.train_step
-        engine.train_step = lambda data, number, *more: step(data, number + first_step, *more)
-        return engine
+    class Behind(parity.Trainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.progress.step = first_step
 
-    parity.build_engine = behind
+    parity.Trainer = Behind
     words = dumps.argv(pretrain_gpt2, (1, 2, 1), 2, folder, f"--fp32 {extra}")
     try:
         dumps._rank(rank, words, 2, "pretrain_gpt2", 2, None)

@@ -50,6 +50,10 @@ MADE_FILES = {
     "vocab.json",
     "tokenizer.json",
     "stages.json",
+    "megatron/training/callbacks/weight_norm.py",
+    "megatron/models/toy/config.py",
+    "megatron/models/toy/huggingface.py",
+    "megatron/models/toy/",
     "checkpoints/",
     "__init__.py",
 }
@@ -58,6 +62,7 @@ OF_DOCKER = {"--tag", "--rm", "--init", "--gpus", "--ipc", "--shm-size", "--ulim
 OF_DOCKER |= {"--stop-timeout", "--build-arg"}
 OF_OTHERS = {
     "--help",
+    "--help-all",
     "--all",
     "--gpu-device",
     "--ntasks-per-node",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -14,8 +15,8 @@ from tds.deprecated_paths import _FINDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    ROOT / "docs" / "migration.md": ("Flags", "DeepSpeed's JSON", "Former import paths"),
-    ROOT / "docs" / "zh" / "migration.md": ("参数", "DeepSpeed 的 JSON", "旧的导入路径"),
+    ROOT / "docs" / "migration.md": ("Flags", "DeepSpeed's JSON", "Former import paths", "Former names"),
+    ROOT / "docs" / "zh" / "migration.md": ("参数", "DeepSpeed 的 JSON", "旧的导入路径", "旧的名字"),
 }
 WORDS = {
     "the same": "same",
@@ -87,3 +88,17 @@ def test_former_paths_are_all_that_are_forwarded_and_their_new_places_are_there(
     assert _FINDER.homes.keys() <= former.keys()
     for path, homes in _FINDER.homes.items():
         assert former[path] == list(dict.fromkeys(home.partition(":")[0] for home in homes))
+
+
+@every_page
+def test_former_names_are_all_that_packages_look_up(page: Path) -> None:
+    told = {
+        cells[0].strip("`"): [re.findall(r"`(\w+)`", cell) for cell in cells[1:]]
+        for cells in rows(page, PAGES[page][3])
+    }
+    sources = [path for path in (ROOT / "megatron").glob("*/__init__.py") if "_FORMER" in path.read_text("utf-8")]
+    assert told.keys() == {f"megatron.{path.parent.name}" for path in sources}
+    for package, (before, now) in told.items():
+        former = importlib.import_module(package)._FORMER
+        renamed = {name: full.rpartition(".")[2] for name, full in former.items() if not full.endswith(f".{name}")}
+        assert dict(zip(before, now, strict=True)) == renamed, package

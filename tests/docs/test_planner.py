@@ -17,7 +17,7 @@ EXAMPLES = re.findall(
     flags=re.M | re.S,
 )
 """Flags and output of each example; the Chinese page has the same (tests/docs/test_docs.py)."""
-NAMES = ("best layouts", "one layout that does not fit", "t5", "100,000 devices")
+NAMES = ("best layouts", "one layout that does not fit")
 
 
 def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:

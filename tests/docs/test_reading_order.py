@@ -22,6 +22,8 @@ KINDS = {"one stage": "", "two stages": "--pipe-parallel-size 2"}
 STEPS = (
     "--train-iters 4 --log-interval 10 --eval-iters 0"  # the third step is an ordinary one: nothing is logged or saved
 )
+MOST_FILES = {"one stage": 55, "two stages": 70}
+"""A step calls into no more: a reader has to know them all."""
 TOLERANCE = 0.15
 """How far a number of the page may be from what runs, as a share: the pages say about how much there is to read."""
 
@@ -89,6 +91,10 @@ def test_the_files_and_lines_of_each_sitting_run_in_a_step(steps: dict[str, Any]
         assert all(ran), files
         lines = sum(count for functions in ran for _, count in functions.values())
         assert abs(lines - told) <= TOLERANCE * lines, (lines, files)
+
+
+def test_a_step_calls_into_few_files(steps: dict[str, Any]) -> None:
+    assert {kind: len(files) for kind, files in steps.items() if len(files) > MOST_FILES[kind]} == {}
 
 
 def test_what_the_page_counts_is_what_a_step_runs(steps: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from tools import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-PAGES = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+LEFT_OUT = set(SETTINGS["exclude_docs"].replace("/", "").split())
+PAGES = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - LEFT_OUT
 
 
 def in_nav(entry: Any) -> Iterator[str]:
@@ -31,6 +32,12 @@ def in_nav(entry: Any) -> Iterator[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     named = list(in_nav(SETTINGS["nav"]))
     assert sorted(named) == sorted(PAGES)
+
+
+def test_the_ledger_of_experiments_is_no_page_and_no_page_links_to_it() -> None:
+    assert sorted(LEFT_OUT) == ["experiments.md"] and (ROOT / "docs" / "experiments.md").is_file()
+    linking = [page for page in sorted(PAGES) if "experiments.md)" in (ROOT / "docs" / page).read_text("utf-8")]
+    assert linking == []
 
 
 def test_every_page_has_a_sibling_in_chinese_or_a_reason() -> None:
@@ -63,16 +70,19 @@ def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
     built = build(ROOT, tmp_path / "site")
     assert built.returncode == 0, built.stderr[-3000:]
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "zh/index.html", "zh/t5.html", "repository/tds/index.html"} <= pages
+    assert not any("experiments" in page for page in pages)
     english, chinese = (
         (tmp_path / "site" / name).read_text(encoding="utf-8") for name in ("pipelines.html", "zh/pipelines.html")
     )
     assert 'href="zh/pipelines.html">中文' in english and 'href="../pipelines.html">English' in chinese
     assert '<html lang="zh"' in chinese
+    assert 'href="assets/site.css"' in english, "without it wide tables lose their last columns"
     fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]*)"', english + chinese)
     assert not fetched
 

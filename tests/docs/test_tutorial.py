@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial_corpus.md"

@@ -22,7 +22,7 @@ PLUGIN = ROOT / "examples" / "accelerator_sim"
 def main() -> None:
     import megatron_accelerator_sim  # noqa: F401 - the one line that registers it
 
-    import megatron.training.trainer  # noqa: F401 - imported once for all ranks
+    import megatron.training.train  # noqa: F401 - imported once for all ranks
     from tools import check_accelerator
 
     folder = Path(sys.argv[1])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.config import parse
 from megatron.training import initialize, rendezvous
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
 

@@ -88,7 +88,7 @@ def test_the_last_position_can_be_used_and_the_usual_number_ends_there(new: int 
 
 
 def test_something_that_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a GPT2Model, a T5Model, or the engine that trains one, got Linear"):
+    with pytest.raises(TypeError, match="must be one of megatron.models, or the engine that trains one, got Linear"):
         generate_gpt2(torch.nn.Linear(2, 2), [[1]], max_new_tokens=1)
 
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_gpt2, load
 from megatron.models.common.generation import DecoderReader, stage_of
-from megatron.models.mpt import model as alibi
+from megatron.models.mpt import model as mpt_model
 from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
@@ -52,7 +52,7 @@ def test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one(changes
 
 def test_a_pass_makes_its_bias_once_for_all_layers() -> None:
     model = filled(MptModel(mpt_sizes(num_layers=4)).double()).eval()
-    with patch.object(alibi, "alibi_bias", wraps=alibi.alibi_bias) as making:
+    with patch.object(mpt_model, "alibi_bias", wraps=mpt_model.alibi_bias) as making:
         generate_gpt2(model, PROMPTS, max_new_tokens=5)
     assert making.call_count == 5
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pretrain_gpt2
 import pretrain_t5
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.training.runs import flags, train_ranks, write_corpus
 
 FILES = {pretrain_gpt2: Path(__file__).with_name("losses.txt"), pretrain_t5: Path(__file__).with_name("losses_t5.txt")}

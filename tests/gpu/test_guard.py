@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def guarded(place: torch.device) -> tuple[Any, Any, Any, torch.nn.Parameter]:
     """Return a guard that skips bad steps, its engine, optimizer and the one weight."""
-    from megatron.training.stability_guard import StabilityGuard  # DeepSpeed comes with it
+    from megatron.training.callbacks.stability_guard import StabilityGuard  # DeepSpeed comes with it
 
     weight = torch.nn.Parameter(torch.ones(4, 4, device=place))
     optimizer = build_optimizer([weight], lr=0.1)

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from megatron.config import Config, parse
 from megatron.launch.machine import NAMES
 from megatron.launch.options import parse as parse_launch
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.training.runs import TOKENIZER, flags, start_script, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -43,7 +43,7 @@ def main():
         try:
             sys.exit(0)
         except SystemExit as error:
-            failure.tell(error, f"rank {rank}")
+            failure.report_failure(error, f"rank {rank}")
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise
@@ -59,7 +59,7 @@ def main():
         raise NumericsError("bad") if plan == "saves" else ArithmeticError("planted")
     except ArithmeticError as error:
         if plan == "closes":
-            failure.tell(error, "rank 0")
+            failure.report_failure(error, "rank 0")
         (place / "ready").touch()
         time.sleep(60)
 
@@ -70,7 +70,7 @@ import os, time
 import pretrain_gpt2 as script
 from megatron.training import train_step as engines, train_step as losses
 from megatron.training.entrypoint import pretrain
-from megatron.training.metrics import MetricsWriter
+from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
 plain = losses.as_weighted

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch import machine
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.launch.jobs import Job
 from tests.training.runs import ROOT, TOKENIZER, flags, write_corpus
 

@@ -220,7 +220,7 @@ def test_sample_data_is_made_only_when_no_data_is_given(fake_python, plain):
 
 @every_model
 def test_help_and_dry_run_start_no_ranks(fake_python, model):
-    for flag in ("--help", "--dry-run"):
+    for flag in ("--help", "--help-all", "--dry-run"):
         said = run(fake_python, flag, model=model).stdout
         assert "megatron.launch" not in said
         assert "made sample data" not in said

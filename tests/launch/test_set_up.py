@@ -66,6 +66,7 @@ def checkout_beside(tool) -> Path:
 def test_torch_is_installed_first_and_alone(tool):
     assert tool.find_or_make("") == str(tool.VENV / "bin" / "python")
     assert [command[1] for command in tool.asked] == ["venv", "pip", "pip"]
+    assert all("--no-compile" in command for command in tool.asked[1:])
     assert tool.asked[1][-1] == "torch==9.9.0"
     assert tool.asked[2][-2:] == ["-e", str(tool.ROOT)]
 
@@ -219,7 +220,7 @@ def test_torch_alone_is_taken_from_the_index_that_is_asked_for(tool, monkeypatch
 
 def test_without_the_variable_torch_is_from_pips_own_index(tool):
     tool.find_or_make("")
-    assert tool.asked[1][-2:] == ["install", "torch==9.9.0"]
+    assert tool.asked[1][1:] == ["pip", "install", "--no-compile", "torch==9.9.0"]
 
 
 @pytest.mark.parametrize("choice", ["13.0", "cuda13", "cu13", "cpu/"])

@@ -14,13 +14,14 @@ import pytest
 
 from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
+from megatron.checkpoint.huggingface.config import format_of
 from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
 from megatron.mpu.topology import Topology
-from tests.models.toy import toy_family
+from tests.models.toy import FILES, toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {
@@ -28,7 +29,7 @@ HAS = {
     "cost": ("costs",),
     "model": ("{}Model", "model_args", "weight_init", "example_inputs"),
     "pipeline": ("{}ModelPipe", "layer_specs"),
-    "huggingface": ("FORM",),
+    "huggingface": ("FORMAT",),
     "data": ("special_tokens", "random_dataset"),
 }
 """Part -> the names that it must have; ``{}``: what the family's classes begin with."""
@@ -213,7 +214,8 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert config.identity()["family"] == "toy" and config.identity()["toy_size"] == 5
     assert config.namespace().toy_size == 5
     assert costs_of(config).num_parameters > 0
-    assert "--toy-size" in help_text(None, "toy") and "--toy-size" not in help_text(None, "gpt2")
+    assert "--toy-size" in help_text(family="toy", is_whole=True)
+    assert "--toy-size" not in help_text(family="gpt2", is_whole=True)
     assert "bash run_toy.sh" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
     assert refused("--hidden-bias", "toy") == "--hidden-bias is refused: a toy has no biases; leave it out"
@@ -262,3 +264,9 @@ def test_an_unknown_family_or_part_is_an_error() -> None:
         load("opt", "cost")
     with pytest.raises(ModuleNotFoundError):
         load("gpt2", "wings")
+
+
+def test_a_family_from_outside_may_still_call_its_format_form(tmp_path: Path) -> None:
+    text = f"{FILES['huggingface.py']}\nFORM = FORMAT\ndel FORMAT\n"
+    with toy_family(tmp_path, huggingface=text), pytest.warns(DeprecationWarning, match="FORM is called FORMAT now"):
+        assert format_of("toy").model_types == ("toy",)

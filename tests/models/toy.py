@@ -91,7 +91,7 @@ def values(theirs):
     return {"toy_size": theirs["toy_size"], **{ours: theirs[name] for ours, name in FIELDS.items()}}
 
 
-FORM = HFFormat(
+FORMAT = HFFormat(
     model_types=("toy",), problems=problems, fields=fields, values=values, word="words.weight", **by_recipes(recipes)
 )
 ''',

@@ -212,6 +212,7 @@ CHUNKED_LOSS = (
         "loss_chunk_tokens: int | None = 0 ",
         "loss_chunk_tokens: int | None = None ",
         (
+            ""
             "tests/models/common/test_head.py::test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides",
         ),
     ),
@@ -221,6 +222,7 @@ CHUNKED_LOSS = (
         "is_compiled or SPLIT in names",
         "is_compiled",
         (
+            ""
             "tests/models/common/test_decoder_cost.py::test_products_that_are_put_off_or_compiled_keep_their_inputs_joined",
         ),
     ),

@@ -106,8 +106,8 @@ DOCS_MISTAKES = (
     Mutant(
         "an output on the planner's page has no whole command",
         "docs/planner.md",
-        "    python tools/plan.py --model gpt2 --num-layers 96",
-        "    plan.py --model gpt2 --num-layers 96",
+        "    python tools/plan.py --fits",
+        "    plan.py --fits",
         (f"{PLANNED}::test_every_output_of_the_page_has_its_command",),
     ),
     Mutant(
@@ -159,8 +159,8 @@ DOCS_MISTAKES = (
     Mutant(
         "the picture of the packages lets loss stand above p2p",
         "docs/architecture.md",
-        "| timers, gradients, loss  ",
-        "| timers, gradients        ",
+        "| timers, gradient_reducer, gradients, loss  ",
+        "| timers, gradient_reducer, gradients        ",
         ("tests/docs/test_contributing.py::test_the_layers_of_the_picture_are_those_that_are_held[tds]",),
     ),
     Mutant(
@@ -176,6 +176,34 @@ DOCS_MISTAKES = (
         "| `tds.boundary` | `tds.p2p.boundary` |",
         "| `tds.boundary` | `tds.p2p.communicator` |",
         (f"{MIGRATION}::test_former_paths_are_all_that_are_forwarded_and_their_new_places_are_there[english]",),
+    ),
+    Mutant(
+        "migration gives former names to other classes",
+        "docs/zh/migration.md",
+        "`ParamInit`, `LRScheduler`",
+        "`LRScheduler`, `ParamInit`",
+        (f"{MIGRATION}::test_former_names_are_all_that_packages_look_up[chinese]",),
+    ),
+    Mutant(
+        "a row of reliability rests on a test that is not there",
+        "tests/reliability/held_by.toml",
+        "test_killed_rank_ends_all_others_with_4",
+        "test_killed_rank_ends_all_others_with_5",
+        ("tests/docs/test_reliability.py::test_every_row_has_tests_that_exist_and_none_rests_on_slow_ones_alone",),
+    ),
+    Mutant(
+        "the ledger of experiments becomes a page of the site",
+        "mkdocs.yml",
+        "  /experiments.md\n",
+        "  /experiment.md\n",
+        (f"{SITE}::test_the_ledger_of_experiments_is_no_page_and_no_page_links_to_it",),
+    ),
+    Mutant(
+        "the site forgets the style of wide tables",
+        "mkdocs.yml",
+        "extra_css: [assets/site.css]",
+        "extra_css: []",
+        (BUILD,),
     ),
     Mutant(
         "the reading order sends a reader to a file that no step runs",

@@ -98,7 +98,7 @@ DUMPS = (
     ),
     Mutant(
         "the rank that found nothing goes on to the update",
-        "megatron/training/debugging.py",
+        "megatron/training/callbacks/debugger.py",
         "        if all_reduce(number, self.world.grid.world, dist.ReduceOp.MAX).item():\n",
         "        if number.item():\n",
         (RUNS,),
@@ -106,9 +106,9 @@ DUMPS = (
     ),
     Mutant(
         "the run ends behind the update",
-        "megatron/training/debugging.py",
-        "            self._ahead_of_update()\n            on_loss(loss)\n",
-        "            on_loss(loss)\n",
+        "megatron/training/callbacks/debugger.py",
+        "        if self._is_looking:\n            self._ahead_of_update()\n",
+        "        pass\n",
         (RUNS,),
     ),
     Mutant(
@@ -218,7 +218,7 @@ DUMPS = (
     ),
     Mutant(
         "all of a tensor group speak of what one has made",
-        "megatron/training/debugging.py",
+        "megatron/training/callbacks/debugger.py",
         " or own > first.item() else found",
         " else found",
         ("tests/training/test_debugging.py::test_of_a_tensor_group_the_rank_that_made_it_speaks_alone",),
@@ -267,14 +267,14 @@ DUMPS = (
     ),
     Mutant(
         "a step too few is warned of",
-        "megatron/training/debugging.py",
+        "megatron/training/callbacks/debugger.py",
         "first >= max(steps.stop",
         "first > max(steps.stop",
         (f"{OPENING}::test_a_run_that_goes_on_behind_the_steps_to_dump_says_so_once",),
     ),
     Mutant(
         "modules must be found on every stage",
-        "megatron/training/debugging.py",
+        "megatron/training/callbacks/debugger.py",
         "    if not any(world",
         "    if not all(world",
         (f"{OPENING}::test_a_dump_of_no_module_is_refused_and_one_of_another_stage_is_not",),

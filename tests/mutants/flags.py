@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PARSE = "tests/arguments/test_parse.py"
+SHORT = "test_help_shows_in_a_line_each_the_flags_that_people_set_and_where_the_rest_is[gpt2]"
 TABLE = "tests/arguments/test_flags_table.py"
 PIPELINES = "tests/training/test_pipelines.py"
 FIELDS = "tests/config/test_every_field.py"
@@ -13,6 +14,20 @@ REGISTRY = "tests/models/test_registry.py"
 SCHEDULES = "tests/optim/test_schedules.py"
 
 FLAGS = (
+    Mutant(
+        "--help shows every flag",
+        "megatron/arguments/parser.py",
+        "if is_whole or option.short]",
+        "]",
+        (f"{PARSE}::{SHORT}",),
+    ),
+    Mutant(
+        "--help does not say where the rest is",
+        "megatron/arguments/parser.py",
+        "epilog=SOURCES if is_whole else REST,",
+        "epilog=SOURCES,",
+        (f"{PARSE}::{SHORT}",),
+    ),
     Mutant(
         "a family's section has another name in checkpoints",
         "megatron/config/config.py",
@@ -72,7 +87,7 @@ FLAGS = (
     ),
     Mutant(
         "the team at Weights & Biases is not handed on",
-        "megatron/training/metrics.py",
+        "megatron/training/callbacks/wandb.py",
         "            entity=seeing.wandb_entity,\n",
         "",
         (f"{FIELDS}::test_a_field_that_acts_in_a_run_is_read_there",),
@@ -158,7 +173,7 @@ FLAGS = (
     ),
     Mutant(
         "a trace that nobody named a folder for lies beside the run",
-        "megatron/training/trainer.py",
+        "megatron/training/train.py",
         'pipeline_trace=str(place.folder / "trace")',
         'pipeline_trace=str(place.folder.with_name("trace"))',
         (f"{PIPELINES}::test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval",),

@@ -85,6 +85,7 @@ FLIPPED = (
         "    return Shard(whole, shard.partition_dim, whole[shard.partition_dim] - shard.start - shard.length, "
         "shard.length)\n",
         (
+            ""
             "tests/optim/zero/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]",
         ),
     ),

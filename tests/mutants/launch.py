@@ -75,6 +75,7 @@ LAUNCH = (
         "        failure.note_asked(str(self.failure_file), self._signals.first_name)\n",
         "",
         (
+            ""
             "tests/launch/test_reasons.py::test_ranks_say_the_signal_that_the_launcher_got_and_not_the_one_that_it_sends",
         ),
     ),

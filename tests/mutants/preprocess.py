@@ -19,6 +19,7 @@ PREPROCESS = (
         "    if error.errno == errno.EFBIG:\n",
         "    if error.errno == errno.EROFS:\n",
         (
+            ""
             "tests/data/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",
         ),
     ),

@@ -84,7 +84,7 @@ PRETRAINED = (
     Mutant(
         "masters of a started model are not copied into its weights",
         "megatron/training/resume.py",
-        "    run.engine.optimizer.copy_masters_to_parameters()\n",
+        "    trainer.engine.optimizer.copy_masters_to_parameters()\n",
         "",
         ("tests/training/test_pretrained.py::test_weights_of_16_bits_are_those_of_the_folder",),
     ),
@@ -104,9 +104,9 @@ PRETRAINED = (
     ),
     Mutant(
         "a fresh start takes a checkpoint's weights with other settings without a word",
-        "megatron/training/resume.py",
-        "            warn_of_weights(",
-        "            (lambda *given: None)(",
+        "megatron/training/callbacks/checkpointer.py",
+        "                warn_of_weights(",
+        "                (lambda *given: None)(",
         (f"{FURTHER}[a checkpoint]",),
     ),
     Mutant(

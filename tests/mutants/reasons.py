@@ -77,8 +77,8 @@ TOLD = (
     ),
     Mutant(
         "an error is told once all is closed",
-        "megatron/training/trainer.py",
-        "        failure.report_failure(error, this.world.name)\n",
+        "megatron/training/callbacks/heartbeat.py",
+        "        failure.report_failure(error, self.trainer.world.name)\n",
         "",
         (f"{REASONS}::test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files",),
     ),

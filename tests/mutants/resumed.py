@@ -22,15 +22,16 @@ RESUMED = (
     Mutant(
         "the data goes on some micro-batches too late",
         "megatron/training/trainer.py",
-        "config, run.world, run.progress.samples_consumed)",
-        "config, run.world, run.progress.samples_consumed + (config.batch.gas if run.progress.step else 0))",
+        "self.config, self.world, self.progress.samples_consumed)",
+        "self.config, self.world, self.progress.samples_consumed + (self.config.batch.gas if "
+        "self.progress.step else 0))",
         (f"{RESUME}[1-1-1]",),
     ),
     Mutant(
         "consumed samples leave out the accumulation",
         "megatron/training/trainer.py",
-        "    progress.samples_consumed += samples\n",
-        "    progress.samples_consumed += run.config.batch.batch_size * run.world.grid.data.size\n",
+        "        progress.samples_consumed += count\n",
+        "        progress.samples_consumed += batch.batch_size * replicas\n",
         (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
     ),
     Mutant(

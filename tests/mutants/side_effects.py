@@ -9,9 +9,9 @@ ONE, STAGES = f"{BESIDE}[one rank]", f"{BESIDE}[two stages]"
 EACH = "tests/training/test_side_effects.py::test_all_that_can_go_on_beside_the_steps_changes_nothing_in_them[one rank]"
 DRAWS = "tests/tds/engine/test_evaluation.py::test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was"  # noqa: E501
 READS_TRAINING = (
-    "megatron/training/evaluate.py",
-    "    batches = run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
-    "    batches = run.batches or run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
+    "megatron/training/callbacks/evaluator.py",
+    "        batches = trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus)\n",
+    "        batches = trainer.batches or trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus)\n",
 )
 
 SIDE_EFFECTS = (
@@ -38,51 +38,51 @@ SIDE_EFFECTS = (
     ),
     Mutant(
         "an evaluation counts as samples of the training",
-        "megatron/training/evaluate.py",
-        "        loss += run.engine.evaluate_batch(batches) / iterations\n",
-        "        loss += run.engine.evaluate_batch(batches) / iterations\n"
-        "        run.progress.samples_consumed += run.config.batch.batch_size\n",
+        "megatron/training/callbacks/evaluator.py",
+        "            loss += trainer.engine.evaluate_batch(batches) / iterations\n",
+        "            trainer.progress.samples_consumed += 1\n"
+        "            loss += trainer.engine.evaluate_batch(batches) / iterations\n",
         (ONE, STAGES),
     ),
     Mutant(
         "norms of layers are taken of gradients that they scale",
-        "megatron/training/metrics.py",
-        "square_of_norm(gradient).to(self._device)",
-        "square_of_norm(gradient.mul_(0.5)).to(self._device)",
+        "megatron/training/callbacks/layer_norms.py",
+        "square_of_norm(gradient).to(device)",
+        "square_of_norm(gradient.mul_(2.0)).to(device)",
         (ONE,),
     ),
     Mutant(
         "a dump leaves its hooks in the model",
-        "megatron/training/debugging.py",
-        "            self._watch.stop()\n",
-        "",
+        "megatron/training/callbacks/debugger.py",
+        "        self._watch.stop()\n",
+        "        pass\n",
         (ONE,),
     ),
     Mutant(
         "a dump scales the gradients that it writes",
-        "megatron/training/debugging.py",
+        "megatron/training/callbacks/debugger.py",
         "            if gradient is not None:\n                cut, chunk",
         "            if gradient is not None:\n                gradient.mul_(0.5)\n                cut, chunk",
         (ONE,),
     ),
     Mutant(
         "a profile seeds the generator, so that it can be repeated",
-        "megatron/training/profiler.py",
+        "megatron/training/callbacks/profiler.py",
         "        made.start()\n",
         "        made.start()\n        torch.manual_seed(0)\n",
         (EACH,),
     ),
     Mutant(
         "a checkpoint in mid-run sets the generators back to the seed",
-        "megatron/training/checkpointing.py",
-        "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n",
-        "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n"
-        "    if is_due:\n        __import__('torch').manual_seed(run.config.run.seed)\n",
+        "megatron/training/callbacks/checkpointer.py",
+        "        is_due = bool(flags.save_interval) and self.trainer.progress.step % flags.save_interval == 0\n",
+        "        is_due = bool(flags.save_interval) and self.trainer.progress.step % flags.save_interval == 0\n"
+        "        if is_due:\n            __import__('torch').manual_seed(self.trainer.config.run.seed)\n",
         (ONE,),
     ),
     Mutant(
         "the search for drift draws its weights",
-        "megatron/training/replica_check.py",
+        "megatron/training/callbacks/replica_check.py",
         "    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
         "    torch.rand(1)\n    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
         (STAGES,),

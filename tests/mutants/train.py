@@ -43,8 +43,8 @@ TRAIN = (
     Mutant(
         "the size of a step follows the number of steps",
         "megatron/training/trainer.py",
-        ".at(run.progress.samples_consumed)\n    lr",
-        ".at(run.progress.step)\n    lr",
+        "batch.sizes(replicas).at(progress.samples_consumed)",
+        "batch.sizes(replicas).at(progress.step)",
         (f"{LOOP}::test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples",),
     ),
     Mutant(
@@ -63,7 +63,7 @@ TRAIN = (
     ),
     Mutant(
         "corpora count alike in the loss of an evaluation",
-        "megatron/training/evaluate.py",
+        "megatron/training/callbacks/evaluator.py",
         "sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())",
         "sum(value for name, value in values.items() if weights[name]) / sum(map(bool, weights.values()))",
         (f"{LOOP}::test_several_corpora_are_evaluated_one_by_one_and_weighed",),
@@ -77,9 +77,9 @@ TRAIN = (
     ),
     Mutant(
         "a resumed run forgets the cursors of its checkpoint",
-        "megatron/training/resume.py",
-        "        run.data.use_order(order)\n",
-        "        pass\n",
+        "megatron/training/callbacks/checkpointer.py",
+        "            trainer.data.use_order(order)\n",
+        "            pass\n",
         (MIXED,),
     ),
     Mutant(
@@ -102,6 +102,7 @@ TRAIN = (
         "            generator=torch.Generator(),",
         "            generator=None,",
         (
+            ""
             "tests/data/test_read_ahead.py::test_readers_heed_no_signal_for_the_job_import_nothing_and_leave_seeds_alone",
         ),
     ),

@@ -133,14 +133,14 @@ WATCHED = (
     ),
     Mutant(
         "whoever was the slowest once is named",
-        "megatron/training/metrics.py",
+        "megatron/training/callbacks/straggler.py",
         "self._times + 1 if place == self._place else 1",
         "self._times + 1",
         ("tests/training/test_drift.py::test_only_who_is_the_slowest_again_and_again_is_named",),
     ),
     Mutant(
         "a loss that is no number has a gradient norm of 0",
-        "megatron/training/stability_guard.py",
+        "megatron/training/callbacks/stability_guard.py",
         "norm if has_gradients else math.nan",
         "norm",
         ("tests/training/test_guard.py::test_a_bad_step_is_left_out_on_all_ranks[replicas no number]",),

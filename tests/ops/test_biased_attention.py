@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.ops import biased_attention as module
+from megatron.ops import biased_attention as ops_biased_attention
 from megatron.ops.attention import additive, segment_mask
 from megatron.ops.biased_attention import biased_attention, spread, without_future
 from tests.mpu.whole import random
@@ -58,8 +58,8 @@ def ours(mask, is_causal):
 @pytest.mark.parametrize("kept", [0, 2**24], ids=["made twice", "kept"])
 @pytest.mark.parametrize("name", MASKS)
 def test_it_equals_the_formula_and_so_do_all_gradients(name, kept, block, is_causal, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(module, "KEPT", kept)
+    monkeypatch.setattr(ops_biased_attention, "BLOCK", block)
+    monkeypatch.setattr(ops_biased_attention, "KEPT", kept)
     mask = MASKS[name]
     if name == "one mask for all":
         mask = mask | torch.eye(S, dtype=torch.bool)
@@ -72,7 +72,7 @@ def test_it_equals_the_formula_and_so_do_all_gradients(name, kept, block, is_cau
 @pytest.mark.parametrize("name", ["no mask", "segments"])
 def test_the_way_of_other_devices_is_the_same_function(name, monkeypatch):
     here = with_gradients(ours(MASKS[name], True))
-    monkeypatch.setattr(module, "is_blocked", lambda *_: False)
+    monkeypatch.setattr(ops_biased_attention, "is_blocked", lambda *_: False)
     there = with_gradients(ours(MASKS[name], True))
     for own, wanted in zip(there, here, strict=True):
         assert (own - wanted).abs().max() <= 1e-13 * wanted.abs().max()
@@ -89,7 +89,7 @@ def test_dropout_drops_probabilities():
 
 @pytest.mark.parametrize("blocked", [True, False])
 def test_sequences_of_two_lengths_without_a_bias(blocked, monkeypatch):
-    monkeypatch.setattr(module, "is_blocked", lambda *_: blocked)
+    monkeypatch.setattr(ops_biased_attention, "is_blocked", lambda *_: blocked)
     mask = torch.rand(B, 1, 3, S, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[0, 0, 1] = False
     results = []
@@ -118,7 +118,7 @@ def test_probabilities_are_kept_for_backward_up_to_a_limit_only(monkeypatch):
 
     less = 3 * B * A * S * D + A * (2 * S - 1)
     assert kept() == less + B * A * S * S
-    monkeypatch.setattr(module, "KEPT", B * A * S * S - 1)
+    monkeypatch.setattr(ops_biased_attention, "KEPT", B * A * S * S - 1)
     assert kept() == less
 
 
@@ -148,7 +148,7 @@ def test_a_compiler_sees_one_operator_that_torch_accepts(has_bias, name):
     query, key, value = (random(i, B, A, S, D).requires_grad_() for i in range(3))
     bias = random(4, 2 * S - 1, A).t().requires_grad_() if has_bias else None  # in memory as the layer's
     hidden = None if MASKS[name] is None else ~MASKS[name]
-    torch.library.opcheck(module._forward, (query, key, value, bias, hidden, True))
+    torch.library.opcheck(ops_biased_attention._forward, (query, key, value, bias, hidden, True))
     targets = []
 
     def keep(graph, _):
@@ -168,7 +168,7 @@ def test_a_compiler_sees_one_operator_that_torch_accepts(has_bias, name):
 
 @pytest.mark.parametrize("kept", [0, 2**24], ids=["made twice", "kept"])
 def test_its_products_are_counted(kept, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", kept)
+    monkeypatch.setattr(ops_biased_attention, "KEPT", kept)
     with FlopCounterMode(display=False) as counter:
         with_gradients(ours(None, False))
     assert counter.get_total_flops() == (6 if kept else 7) * 2 * B * A * S * S * D

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.planner import calibrate as calibrating
+from megatron.planner import calibrate as planner_calibrate
 from megatron.planner import layer_benchmarks, microbenchmarks
 from megatron.planner.calibrate import MeasuredMachine, calibrate, joined
 from megatron.planner.layer_benchmarks import Shape
@@ -130,7 +130,7 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(layer_benchmarks, "SHAPES", {True: TINY})
     monkeypatch.setattr(layer_benchmarks, "TOUCHED", 0)
-    machine = calibrate(2, "cpu", tell=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
+    machine = calibrate(2, "cpu", report=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
     assert min(machine.memory_bandwidth, machine.update_bandwidth, machine.overhead_s, machine.host_bandwidth) > 0
@@ -185,7 +185,7 @@ def test_answers_come_in_the_order_of_ranks() -> None:
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="got -1"):
         calibrate(-1, "cpu")
-    monkeypatch.setattr(calibrating.device, "choose", lambda kind: "cuda")
+    monkeypatch.setattr(planner_calibrate.device, "choose", lambda kind: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     with pytest.raises(ValueError, match="1 to 4, one for each cuda device, got 8"):
         calibrate(8, "cuda")
@@ -194,9 +194,9 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    monkeypatch.setattr(calibrating, "run_ranks", lambda *_, **__: [found(rates())])
+    monkeypatch.setattr(planner_calibrate, "run_ranks", lambda *_, **__: [found(rates())])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    machine = calibrate(3, "cpu", tell=told.append)
+    machine = calibrate(3, "cpu", report=told.append)
     assert "load of 99.0" in machine.notes and machine.ranks_per_core == 1.5
     assert any("when it is idle" in line for line in told)
 

@@ -38,7 +38,7 @@ def test_a_recording_gives_the_estimates_that_it_was_made_with(no_training: None
     recording = json.loads(text)
     assert set(recording["machines"]) == {"1", "2"} and NOTES not in text
     rows = list(rows_now(recording))
-    assert [row.told() for row in rows] == recording["rows"] and len(rows) == 9
+    assert [row.as_data() for row in rows] == recording["rows"] and len(rows) == 9
     assert {row.measured_s for row in rows} == {2.0} and {row.stage for row in rows} == {0, 1}
 
 

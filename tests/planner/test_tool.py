@@ -272,7 +272,7 @@ def test_calibrate_writes_what_is_measured(
 
     asked = []
 
-    def measured(ranks: int, kind: str, *, tell: object) -> object:
+    def measured(ranks: int, kind: str, *, report: object) -> object:
         asked.append((ranks, kind))
         return device("h20")
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint import open_latest
 from megatron.errors import CheckpointError, exit_code
 from megatron.mpu.groups import SINGLE
-from megatron.training import metrics, report
+from megatron.training.callbacks import metrics_writer, speed_monitor
 from tests.checkpoint.samples import save_alone
 from tests.training.runs import flags, start_script
 
@@ -30,8 +30,8 @@ def test_moments_of_another_optimizer_are_refused_and_weights_alone_are_taken(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row K18."""
-    monkeypatch.setattr(metrics, "draw_losses", lambda *_: None)  # both cost more than these runs
-    monkeypatch.setattr(report, "MATMUL_SECONDS", 0.0)
+    monkeypatch.setattr(metrics_writer, "draw_losses", lambda *_: None)  # both cost more than these runs
+    monkeypatch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
     short, log = "--fp32 --eval-iters 0 --train-iters", tmp_path / "log"
     assert start_script(1, flags(corpus, tmp_path / "one", f"{short} 1"), log) == [0]
     other = f"{short} 2 --optimizer adafactor --load {tmp_path / 'one'}"

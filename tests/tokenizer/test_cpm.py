@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron import tokenizer
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, cpm
-from megatron.tokenizer import cpm as cpm2_module
+from megatron.tokenizer import cpm as tokenizer_cpm
 from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS, mixed_lines
 from tests.tokenizer.test_word_cut import ALPHABET, HARD
 
@@ -158,9 +158,9 @@ def test_ids_without_a_piece_are_told_apart_in_the_text(
 def test_the_words_that_cpm2_remembers_are_bounded(
     cpm2_path: Path, cpm2_ids: dict[str, int], cut: Cut, corpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpm2_module, "_MOST_CHARACTERS", 400)
+    monkeypatch.setattr(tokenizer_cpm, "_MOST_CHARACTERS", 400)
     built = tokenizer.build("CPM2", tokenizer_path=cpm2_path)
-    assert isinstance(built, cpm2_module.CPM2Tokenizer)
+    assert isinstance(built, tokenizer_cpm.CPM2Tokenizer)
     for text in corpus[:2]:
         assert built.encode(text[:500]) == reference_cpm2(cut, cpm2_ids, text[:500])
         assert 0 < len(built._words) <= 400 // 17

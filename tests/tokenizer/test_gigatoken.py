@@ -15,7 +15,7 @@ import tokenizers
 
 from megatron import log, tokenizer
 from megatron.errors import DataError
-from megatron.tokenizer import gigatoken as giga
+from megatron.tokenizer import gigatoken as tokenizer_gigatoken
 from megatron.tokenizer import train, with_gigatoken
 from megatron.tokenizer.build import _PROBES
 from megatron.tokenizer.gigatoken import GigatokenTokenizer
@@ -65,7 +65,7 @@ def test_one_differing_id_is_named_and_gigatoken_is_dropped(
     bpe_path: Path, corpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tokenizer.build(tokenizer_path=bpe_path)
-    right = giga._encode
+    right = tokenizer_gigatoken._encode
 
     def wrong(fast: Any, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         tokens, sizes = right(fast, texts)
@@ -73,7 +73,7 @@ def test_one_differing_id_is_named_and_gigatoken_is_dropped(
         return tokens, sizes
 
     told: list[str] = []
-    monkeypatch.setattr(giga, "_encode", wrong)
+    monkeypatch.setattr(tokenizer_gigatoken, "_encode", wrong)
     monkeypatch.setattr(log, "warning", told.append)
     assert with_gigatoken(slow, corpus, is_required=True) is slow
     last = slow.encode(corpus[-1])
@@ -92,7 +92,7 @@ def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
     with pytest.raises(DataError, match="byte-pair vocabularies"):
         with_gigatoken(unigram, [], is_required=True)
     bpe = tokenizer.build(tokenizer_path=bpe_path)
-    monkeypatch.setattr(giga, "standing_in_for", lambda tokenizer: json.loads("not JSON"))
+    monkeypatch.setattr(tokenizer_gigatoken, "standing_in_for", lambda tokenizer: json.loads("not JSON"))
     assert with_gigatoken(bpe, []) is bpe and "cannot do this vocabulary" in told[1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert with_gigatoken(bpe, []) is bpe
@@ -120,7 +120,7 @@ def test_words_seen_long_ago_are_forgotten_without_a_change(
     made: list[str] = []
     build = gigatoken.Tokenizer.from_json
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda text: made.append(text) or build(text))
-    monkeypatch.setattr(giga, "_MOST_BYTES", 5000)
+    monkeypatch.setattr(tokenizer_gigatoken, "_MOST_BYTES", 5000)
     fast = with_gigatoken(tokenizer.build(tokenizer_path=bpe_path), [])
     before, expected = len(made), tokenizer.build(tokenizer_path=bpe_path).encode_batch(corpus)
     assert [fast.encode(text) for text in corpus] == expected
@@ -130,7 +130,9 @@ def test_words_seen_long_ago_are_forgotten_without_a_change(
 def test_the_probes_are_compared_even_without_a_sample(bpe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tokenizer.build(tokenizer_path=bpe_path)
     monkeypatch.setattr(log, "warning", lambda text: None)
-    monkeypatch.setattr(giga, "_encode", lambda fast, texts: (np.zeros(0, np.int32), np.zeros(len(texts), np.int64)))
+    monkeypatch.setattr(
+        tokenizer_gigatoken, "_encode", lambda fast, texts: (np.zeros(0, np.int32), np.zeros(len(texts), np.int64))
+    )
     assert with_gigatoken(slow, []) is slow and len(_PROBES) > 5
 
 
@@ -138,13 +140,13 @@ def test_texts_that_spell_a_control_token_are_left_to_the_library(
     tmp_path: Path, bpe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tokenizer.build(tokenizer_path=with_control_tokens(tmp_path, bpe_path))
-    right = giga._encode
+    right = tokenizer_gigatoken._encode
 
     def otherwise_where_cut(fast: Any, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         tokens, sizes = right(fast, texts)
         return tokens + any(text[-1:] == b"<" or text[:4] == b"pad>" for text in texts), sizes
 
-    monkeypatch.setattr(giga, "_encode", otherwise_where_cut)
+    monkeypatch.setattr(tokenizer_gigatoken, "_encode", otherwise_where_cut)
     fast = with_gigatoken(slow, ["a <pad> b"], is_required=True)
     assert isinstance(fast, GigatokenTokenizer)
     texts = ["", "one", "a<pad>b <pad>", "two", "<pad>", ""]

@@ -26,7 +26,10 @@ def make_run(folder: Path, steps: int = 60, run: int = 0, **config: Any) -> Path
     """Write the folder of a run that has ended; ``config`` are settings of its model."""
     folder.mkdir(parents=True)
     records = [record(step, run) for step in range(1, steps + 1)]
-    evaluated = {"kind": "valid", "step": steps // 2, "loss": 4.5}, {"kind": "test", "step": steps, "loss": 3.25}
+    evaluated = (
+        {"kind": "valid", "step": steps // 2, "loss": 4.5, "perplexity": 90.02},
+        {"kind": "test", "step": steps, "loss": 3.25},
+    )
     saved = {"kind": "save", "step": steps // 2, "save_stall_s": 0.5}
     lines = [*records, *evaluated, saved]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -45,5 +48,6 @@ def make_run(folder: Path, steps: int = 60, run: int = 0, **config: Any) -> Path
         {"stage": 0, "ranks": 1, "layers": "layers 0-2 of 7", "parameters": 12_000, "estimated_bytes": 2**30},
         {"stage": 1, "ranks": 1, "layers": "layers 3-6 of 7", "parameters": 13_000, "estimated_bytes": 2**30},
     ]
-    (folder / "stages.json").write_text(json.dumps(stages))
+    parts = {"weights": 2**29, "gradients": 2**28, "optimizer": 2**28, "gathered": 0, "host": 2**20}
+    (folder / "stages.json").write_text(json.dumps([{**stage, "estimated_parts": parts} for stage in stages]))
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -11,18 +13,22 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron.models.common.memory import Memory
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
-from tools.report_parts import facts as facts_of
+from tools.report_parts import facts as report_parts_facts
+from tools.report_parts.charts import CHARTS
 from tools.report_parts.columns import at_step, columns, thinned
 from tools.report_parts.differences import compared
 from tools.report_parts.facts import HEAD, facts, state
 from tools.report_parts.folder import RunFolder, names_of, read_run
 from tools.report_parts.page import as_script, page
-from tools.report_parts.stages import stage_table
+from tools.report_parts.stages import COMPARED, PARTS, memory_table, stage_table
+from tools.report_parts.words import ZH, bilingual
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
@@ -96,8 +102,10 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path, monkeypatch: pyt
     data = found.data()
     assert [run["name"] for run in data["runs"]] == ["one", "two"]
     charts = {chart["id"]: chart for chart in data["charts"]}
-    assert {"loss", "loss-tokens", "learning-rate", "grad-norm", "tokens-per-s", "mfu", "bubble", "memory", "data-wait",
-            "work", "layer-norms", "corpora"} == set(charts)  # fmt: skip
+    assert set(charts) == set(
+        "loss loss-tokens valid-loss valid-perplexity learning-rate grad-norm tokens-per-s mfu bubble memory data-wait "
+        "work layer-norms corpora".split()
+    )
     assert (charts["loss"]["x"], charts["loss-tokens"]["x"]) == ("step", "tokens")
     assert charts["memory"]["keys"] == ["memory_bytes/stage 0", "memory_bytes/stage 1"]
     assert data["runs"][0]["columns"]["hours"][-1] == pytest.approx(60 / 3600, rel=1e-4)
@@ -151,7 +159,8 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
     }
     run = read_run(folder, name)
     told, note, number = wanted[name]
-    assert state(run) == told and note in " ".join(run.notes)
+    text, *values = state(run)
+    assert text.format(*values) == told and note in " ".join(run.notes)
     found = read(folder)
     assert len(found.data()["runs"][0]["columns"].get("loss", [])) == number
     if name == "old":
@@ -167,7 +176,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     (odd / "stability.jsonl").write_text(damage)
     (odd / "starts.jsonl").write_text(damage)
     broken, unread, good = (make_run(tmp_path / "all" / name) for name in ("broken", "unread", "good"))
-    plain_read, plain_facts = report.read_run, facts_of.facts
+    plain_read, plain_facts = report.read_run, report_parts_facts.facts
 
     def failing_read(path: Path, name: str) -> RunFolder:
         if path == unread:
@@ -178,7 +187,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr(facts_of, "facts", failing_facts)
+    monkeypatch.setattr(report_parts_facts, "facts", failing_facts)
     out = tmp_path / "page.html"
     assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out
@@ -286,13 +295,13 @@ def test_evaluations_stand_beside_the_run_and_do_not_change_what_is_said_of_it(t
     (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n[1]\n")
     run = read_run(folder, "run")
     cells = dict(zip(HEAD[1:], facts(run), strict=True))
-    assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == ("finished", "3.2500", 60)
+    assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == (bilingual("finished"), "3.2500", 60)
     words = " ".join(read(folder).words)
     assert "Evaluations" in words and "c/<40>" in words and "3.7500" in words and "a 3.5000" in words
     for name in ("metrics.jsonl", "config.json"):
         (folder / name).unlink()
     alone = read_run(folder, "run")
-    assert (state(alone), facts(alone)[6], alone.setting("batch", "train_iters")) == ("evaluated", "3.7500", 5)
+    assert (state(alone), facts(alone)[6], alone.setting("batch", "train_iters")) == (("evaluated",), "3.7500", 5)
 
 
 def test_the_memory_of_a_process_before_its_model_is_told_beside_the_estimate(tmp_path: Path) -> None:
@@ -301,6 +310,92 @@ def test_the_memory_of_a_process_before_its_model_is_told_beside_the_estimate(tm
     path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
     words = " ".join(read(folder).words)
     assert "before the model" in words and "300.00 MiB" in words and "(Python, torch, libraries)" in words
+
+
+def test_the_difference_of_estimated_and_measured_memory_is_told_by_parts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    path = folder / "stages.json"
+    path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
+    text = str(memory_table(read_run(folder, "run")))
+    rows = [re.findall("<td>(.*?)</td>", row)[1:] for row in re.findall("<tr>(.*?)</tr>", text)[1:]]
+    parts = ["512.00 MiB", "256.00 MiB", "256.00 MiB", "1.00 GiB", "300.00 MiB"]
+    assert rows == [[*parts, "1024.00 MiB", "-300.00 MiB"], [*parts, "1.50 GiB", "+212.00 MiB"]]
+    heads = re.findall('<th><span lang="en">(.*?)</span>', text)
+    assert heads == ["stage", "weights", "gradients", "optimizer", *COMPARED], "no part that is 0, or on the host"
+    assert "memory that the allocator keeps for reuse" in text
+    assert set(PARTS) == {field.name for field in dataclasses.fields(Memory)} - {"host"}
+    path.write_text(json.dumps([{"stage": 0, "estimated_bytes": None}]))
+    assert memory_table(read_run(folder, "run")) is None
+
+
+def test_evaluations_of_the_run_are_curves_and_rows(tmp_path: Path) -> None:
+    found = read(make_run(tmp_path / "run"))
+    data = found.data()
+    assert data["runs"][0]["valid"] == {
+        "step": [30], "tokens": [30720], "hours": [0.00833333], "loss": [4.5], "perplexity": [90.02],
+    }  # fmt: skip
+    charts = {chart["id"]: (chart["source"], chart["keys"]) for chart in data["charts"]}
+    assert charts["valid-loss"] == ("valid", ["loss"]) and charts["valid-perplexity"] == ("valid", ["perplexity"])
+    words = " ".join(found.words)
+    assert "90.02" in words and "4.5000" in words and "3.2500" in words
+
+
+def test_the_page_says_everything_in_both_languages(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    write_trace(folder / "trace")
+    found = read(folder, make_run(tmp_path / "other", run=1))
+    told = [attributes["lang"] for tag, attributes in found.tags if tag == "span" and "lang" in attributes]
+    assert told.count("en") == told.count("zh") > 60
+    same = {text for text, chinese in ZH.items() if text == chinese}
+    assert same == {"MFU", "logits"}
+    assert all(text.count("{}") == chinese.count("{}") for text, chinese in ZH.items())
+    assert all(re.search("[\u4e00-\u9fff]|nat", chinese) for text, chinese in ZH.items() if text not in same)
+    data = found.data()
+    for chart in data["charts"]:
+        assert {chart["title"], chart["about"]} - {""} <= set(data["zh"])
+    assert {text for chart in CHARTS for text in (chart.title, chart.about) if text} <= set(ZH)
+    written = re.findall(r'word\(\w* ?\??=? ?"([^"]+)"', found.script)
+    assert set(written) <= set(data["zh"]) and len(written) >= 4
+    assert "navigator.language" in found.script
+    with pytest.raises(KeyError):
+        bilingual("what has no Chinese")
+
+
+LINEAR_TO_SEEN = {
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""What eyes see of linear RGB: Machado et al. 2009, severity 1."""
+TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]]
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(light: np.ndarray) -> np.ndarray:
+    """Return CIE L*a*b* of linear RGB: about 2 apart is just seen."""
+    scaled = np.array(TO_XYZ) @ light / np.array([0.9505, 1.0, 1.0888])
+    x, y, z = np.where(scaled > 216 / 24389, np.cbrt(scaled), (24389 / 27 * scaled + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_eight_runs_have_colours_that_everyone_tells_apart(theme: str) -> None:
+    folder = Path(report.__file__).parent / "report_parts"
+    palette = re.findall("#[0-9a-f]{6}", re.search(rf"{theme}: \[(.*?)\]", (folder / "scale.js").read_text())[1])
+    card = re.findall("--card: (#[0-9a-f]{6})", (folder / "style.css").read_text())[theme == "dark"]
+    assert len(palette) == 8
+    for eyes, seen in LINEAR_TO_SEEN.items():
+        seen_by = [lab(np.clip(np.array(seen) @ linear(colour), 0, 1)) for colour in palette]
+        nearest = min(float(np.linalg.norm(one - two)) for one, two in itertools.combinations(seen_by, 2))
+        assert nearest > 25, eyes
+    for colour in palette:
+        low, high = sorted(float(np.array(TO_XYZ)[1] @ linear(each)) for each in (colour, card))
+        assert (high + 0.05) / (low + 0.05) >= 3, "the contrast that lines need"
 
 
 def test_what_is_no_run_ends_with_2_and_is_told_at_once(
@@ -347,7 +442,7 @@ QUIETLY = (
 ).split()
 
 
-def browse(html: Path, anchor: str = "") -> tuple[dict[str, str], list[str]]:
+def browse(html: Path, anchor: str = "", *flags: str) -> tuple[dict[str, str], list[str]]:
     """Return what the page has noted of itself in Chromium, and what it said on the console."""
     assert CHROMIUM is not None
     command = [
@@ -355,6 +450,7 @@ def browse(html: Path, anchor: str = "") -> tuple[dict[str, str], list[str]]:
         *QUIETLY,
         "--enable-logging=stderr",
         "--dump-dom",
+        *flags,
         f"--user-data-dir={html.parent / 'browser'}",
     ]
     done = subprocess.run([*command, f"{html.as_uri()}{anchor}"], capture_output=True, text=True, timeout=60)
@@ -379,6 +475,23 @@ def test_the_page_draws_and_acts_in_a_browser_without_an_error(tmp_path: Path) -
     assert told["axes"] == "step,tokens,tokens"
     assert told["tip"].startswith("step 30") and "<" in told["tip"]
     assert told["rows"] == str(1 + len(compared(runs)))
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize(("language", "title"), [("zh-CN", "损失（按步数）"), ("en-US", "Loss over steps")])
+def test_the_page_is_in_the_language_of_the_browser(tmp_path: Path, language: str, title: str) -> None:
+    seen = "document.documentElement.dataset"
+    script = (
+        f"<script>{seen}.title = charts[0].figure.querySelector('b').textContent;"
+        f"{seen}.heads = document.querySelector('h2').innerText;</script></body>"
+    )
+    (tmp_path / "page.html").write_text(
+        page([read_run(make_run(tmp_path / "run"), "run")], "Runs").replace("</body>", script)
+    )
+    told, console = browse(tmp_path / "page.html", "", f"--lang={language}", f"--accept-lang={language}")
+    assert not console and told["title"] == title
+    assert told["heads"] == ("设置" if language == "zh-CN" else "Settings")
 
 
 @needs_chromium

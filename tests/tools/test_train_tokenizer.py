@@ -15,7 +15,6 @@ import pytest
 
 from megatron import tokenizer
 from megatron.data.preprocess import BadRecord, tokenizer_corpus
-from megatron.data.preprocess import tokenizer_corpus as sample_module
 from megatron.data.preprocess.tokenizer_corpus import Drawn, sample
 from megatron.errors import DataError
 from tools import make_big_corpus, train_tokenizer
@@ -183,7 +182,7 @@ def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tm
 def test_a_sample_is_of_its_size_even_and_always_the_same(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_module, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(tokenizer_corpus, "PIECE_BYTES", 1 << 10)
     texts = [f"{number:06d}" + "x" * (number % 100) for number in range(1000)]
     total = sum(map(len, texts))
     content = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
@@ -196,7 +195,7 @@ def test_a_sample_is_of_its_size_even_and_always_the_same(
         places = [int(text[:6]) for text in found]
         assert places == sorted(set(places))
         quarters = [sum(len(text) for text in found if int(text[:6]) // 250 == quarter) for quarter in range(4)]
-        assert max(quarters) - min(quarters) < 2 * sample_module.PIECE_BYTES
+        assert max(quarters) - min(quarters) < 2 * tokenizer_corpus.PIECE_BYTES
     assert len(list(sample([tmp_path], None, ["text"], 10 * total))) == 1000
     assert [document.text for document in sample([tmp_path], None, ["text"])] == texts
 

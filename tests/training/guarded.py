@@ -14,9 +14,9 @@ from megatron.config import resolve_dtype
 from megatron.errors import NumericsError, StopRequest
 from megatron.training import initialize, train_step, trainer
 from megatron.training.exit_signals import StopRequests
-from megatron.training.run import Run
-from megatron.training.train_step import StepSamples
-from megatron.training.trainer import run
+from megatron.training.train import run
+from megatron.training.train_step import StepResult, StepSamples
+from megatron.training.trainer import Trainer
 from tds.loss import Weighted
 from tests.harness import run_ranks
 from tests.training import runs
@@ -84,7 +84,7 @@ def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Se
     script = pretrain_gpt2
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, here, *providers, "gpt2", stop)
+        run(config, here, *providers, "gpt2", stop, runs.PLANTED)
     except NumericsError as error:
         seen.error, seen.is_of_this_rank = str(error), error.is_of_this_rank
     except StopRequest:
@@ -95,9 +95,9 @@ def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Se
 
 def _watch(seen: Seen) -> None:
     """Note what is there ahead of each step, and at the end."""
-    step = trainer.train_step
+    step = Trainer.train_step
 
-    def watched_step(run: Run) -> bool:
+    def watched_step(run: Trainer) -> StepResult:
         seen.digests.append(_digest(run))
         seen.firsts.append(run.progress.samples_consumed)
         seen.steps.append(run.progress.step)
@@ -110,10 +110,10 @@ def _watch(seen: Seen) -> None:
         finally:
             seen.rates.append(run.engine.optimizer.param_groups[0]["lr"])
 
-    trainer.train_step = watched_step
+    Trainer.train_step = watched_step  # type: ignore[method-assign]
 
 
-def _digest(run: Run) -> str:
+def _digest(run: Trainer) -> str:
     optimizer = run.engine.optimizer
     tensors = [p.detach() for p in run.engine.module.parameters()]
     tensors += [v for state in optimizer.inner.state.values() for v in state.values() if hasattr(v, "numpy")]

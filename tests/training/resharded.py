@@ -22,7 +22,8 @@ from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import checkpointing, global_vars, initialize, resume
+from megatron.training import global_vars, initialize, resume
+from megatron.training.callbacks import checkpointer
 from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from megatron.training.train_state import (
@@ -154,7 +155,7 @@ def keep_parts(folder: Path) -> Callable[[int], None]:
         (folder / name).write_bytes(pickle.dumps(parts_of(module, optimizer)))
 
     def plant(rank: int) -> None:
-        save, load = checkpointing.save_state, resume.restore
+        save, load = checkpointer.save_state, resume.restore
 
         def save_and_keep(*args: Any, **given: Any) -> Any:
             keep(f"saved-{rank}", given["module"], given["optimizer"])
@@ -165,7 +166,7 @@ def keep_parts(folder: Path) -> Callable[[int], None]:
             keep(f"loaded-{rank}", given["module"], given["optimizer"])
             return progress
 
-        checkpointing.save_state, resume.restore = save_and_keep, load_and_keep
+        checkpointer.save_state, resume.restore = save_and_keep, load_and_keep
 
     return plant
 

@@ -16,10 +16,12 @@ from megatron.config import Config, parse, resolve_dtype
 from megatron.data import IndexedDatasetBuilder
 from megatron.errors import StopRequest
 from megatron.tokenizer import build
-from megatron.training import initialize
+from megatron.training import Callback, initialize
 from megatron.training.entrypoint import pretrain
 from megatron.training.exit_signals import StopRequests
-from megatron.training.trainer import run
+from megatron.training.train import run
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Trainer
 from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,24 @@ SIZES = (
     "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "
     f"--device cpu --progress plain --tokenizer-path {TOKENIZER}"
 ).split()
+
+PLANTED: list[Callback] = []
+"""Callbacks of the run of this rank, which a plant adds; each forked rank has a list of its own."""
+
+
+class AfterUpdate(Callback):
+    """Calls a function with the trainer when a step is counted, ahead of its log."""
+
+    def __init__(self, act: Callable[[Trainer], object]) -> None:
+        self.act = act
+
+    def on_after_update(self, result: StepResult) -> None:
+        self.act(self.trainer)
+
+
+def after_update(act: Callable[[int, Trainer], object]) -> Callable[[int], None]:
+    """Return a plant: ``act(rank, trainer)`` when each step is counted."""
+    return lambda rank: PLANTED.append(AfterUpdate(lambda trainer: act(rank, trainer)))
 
 
 def write_corpus(folder: Path) -> Path:
@@ -96,7 +116,7 @@ def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], N
     stop.limit(config.run.exit_interval, 0.0, 0.0)
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, here, *providers, config.family, stop)
+        run(config, here, *providers, config.family, stop, PLANTED)
     except StopRequest:
         sys.exit(75)
 
@@ -136,7 +156,8 @@ def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable
     if before is not None:
         before(rank)
     script = pretrain_gpt2
-    pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+    providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+    pretrain(*providers, callbacks=PLANTED)
     sys.exit(0)
 
 

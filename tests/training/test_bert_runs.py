@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.bert import pretrain_bert
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.training.runs import flags, train_ranks
 
 

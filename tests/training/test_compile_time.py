@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch._dynamo import utils
 
-from megatron.training import compile, setup
-from megatron.training.compile import Compiled, CompileMeter, compile_layers, compiled_here
-from megatron.training.metrics import read_metrics
+from megatron.training import setup
+from megatron.training.callbacks import compile_meter
+from megatron.training.callbacks.compile_meter import (
+    Compiled,
+    CompileMeter,
+    compile_line,
+    compile_metrics,
+    compiled_here,
+)
+from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.compile import compile_layers
 from tests.models.common.recomputed import RATES, bits, make
 from tests.training.runs import flags, train_ranks
 
@@ -28,23 +36,22 @@ def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.Mon
     told = iter(
         [Compiled(1.0, 1, 0), Compiled(4.0, 3, 1), Compiled(5.5, 3, 5), Compiled()]
     )  # the first is of an earlier run
-    monkeypatch.setattr(compile, "compiled_here", lambda: next(told))
-    meter = CompileMeter(is_on=True)
+    monkeypatch.setattr(compile_meter, "compiled_here", lambda: next(told))
+    meter = CompileMeter()
     assert meter.drain() == (3.0, 2, 1)
     assert meter.drain() == (1.5, 0, 4)
     assert meter.drain() == (0.0, 0, 0), "where a program has had torch forget all"
-    assert CompileMeter(is_on=False).drain() == (0.0, 0, 0), "and asks nobody, for there is no fifth answer"
 
 
 def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
-    told = compile.compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
+    told = compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
     assert told == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
-    assert compile.compile_line(told) == (
+    assert compile_line(told) == (
         "torch.compile took 4.5 s (the rank that waited longest); "
         "graphs of all ranks: 2 compiled, 4 found in /the/cache"
     )
-    assert compile.compile_line(compile.compile_metrics([Compiled(), Compiled()])) is None
+    assert compile_line(compile_metrics([Compiled(), Compiled()])) is None
 
 
 def test_a_run_says_and_writes_down_what_was_compiled(
@@ -86,7 +93,7 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     def start() -> Compiled:
         torch._dynamo.reset()
         utils.counters.clear()
-        meter = CompileMeter(is_on=True)
+        meter = CompileMeter()
         model: Any = make("gpt2", **dict.fromkeys(RATES, 0.0))
         compile_layers(model, model.place.streams, torch.device("cpu"))
         bits(model)

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.training import guarded
 
 HIT = "layers.1.mlp.up"
-IN_TRAINING = ("megatron.training.debugging", "megatron.training.debugging")
+IN_TRAINING = "megatron.training.callbacks.debugger"
 SLICED = "layers.0.attention.query_key_value"
 SMALL = "--eval-iters 0 --train-iters 5 --clip-grad 0 --lr 1e-3"
 
@@ -133,11 +133,11 @@ def test_a_dump_names_the_module_beside_the_loss_and_lets_a_guard_go_on(corpus: 
 
 def _ours() -> list[str]:
     """Return the debugger's modules that are imported."""
-    return [name for name in sys.modules if name.startswith("megatron.debug") or name in IN_TRAINING]
+    return [name for name in sys.modules if name.startswith("megatron.debug") or name == IN_TRAINING]
 
 
 def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
-    """Return what is imported, the number of hooks there are, and whether the engine's step is its own."""
+    """Return what is imported, the number of hooks there are, and whether its check of the loss is its own."""
     for name in _ours():
         del sys.modules[name]
     found = []
@@ -152,7 +152,7 @@ def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
     dumps._rank(rank, words, 1, "pretrain_gpt2", 2, None)
     tables = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in found[0].module.modules()]
     hooks = sum(not hook.__module__.startswith("deepspeed") for each in tables for t in each for hook in t.values())
-    return _ours(), hooks, found[0].train_step.__func__ is train_step.SingleStageEngine.train_step
+    return _ours(), hooks, found[0].on_loss.__func__ is train_step.FiniteLossCheck.take_loss
 
 
 def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
-from megatron.training import metrics, report
+from megatron.training.callbacks import metrics_writer, speed_monitor
 from tds.engine.checkpointing import load_safely
 from tests.training.runs import flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
@@ -24,8 +24,8 @@ FORMAT = "--checkpoint-format deepspeed"
 def cheap_runs() -> Iterator[None]:
     """Leave out what costs most of a small run: the picture, and measuring the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "draw_losses", lambda *_: None)
-        patch.setattr(report, "MATMUL_SECONDS", 0.0)
+        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
+        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
         yield
 
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import named_parameters
 from megatron.mpu.topology import Topology
-from megatron.training import train_step, trainer
-from megatron.training.metrics import Straggler, StragglerDetector, slowest
-from megatron.training.replica_check import checksum
+from megatron.training import train_step
+from megatron.training.callbacks.replica_check import checksum
+from megatron.training.callbacks.straggler import Straggler, StragglerDetector, slowest
+from megatron.training.trainer import Trainer
 from tests.training.guarded import GRID, train
+from tests.training.runs import after_update
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -46,18 +48,12 @@ def test_the_checksum_sees_an_exchange_of_rows_and_takes_any_shape() -> None:
 def flip(name: str, ranks: list[int], step: int) -> Any:
     """Plant: the lowest bit of the first element of a weight flips on ``ranks`` after so many steps."""
 
-    def plant(rank: int) -> None:
-        advance = trainer._advance
+    def flip_once(rank: int, run: Trainer) -> None:
+        if run.progress.step == step and rank in ranks:
+            weight = run.engine.optimizer.kept(dict(named_parameters(run.engine.module))[name])
+            weight.detach().view(torch.int32).view(-1)[0] ^= 1
 
-        def advance_and_flip(run: trainer.Run, result: Any, samples: int) -> None:
-            advance(run, result, samples)
-            if run.progress.step == step and rank in ranks:
-                weight = run.engine.optimizer.kept(dict(named_parameters(run.engine.module))[name])
-                weight.detach().view(torch.int32).view(-1)[0] ^= 1
-
-        trainer._advance = advance_and_flip
-
-    return plant
+    return after_update(flip_once)
 
 
 EVERY_4 = "--train-iters 12 --drift-interval 4 --save-interval 3"

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron.data import IndexedDataset
-from megatron.training import failure, trainer
-from tests.training.runs import flags, start_script
+from megatron.training import failure
+from megatron.training.trainer import Trainer
+from tests.training.runs import after_update, flags, start_script
 
 PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
 
@@ -22,17 +23,11 @@ PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
 def at_step(step: int, rank_hit: int | None, act: Callable[[], None]) -> Callable[[int], None]:
     """Return a plant that calls ``act`` on ``rank_hit`` (on all ranks for None) once so many steps are done."""
 
-    def plant(rank: int) -> None:
-        advance = trainer._advance
+    def act_once(rank: int, run: Trainer) -> None:
+        if run.progress.step == step and rank_hit in (None, rank):
+            act()
 
-        def advance_and_act(run: trainer.Run, result: object, samples: int) -> None:
-            advance(run, result, samples)  # type: ignore[arg-type]
-            if run.progress.step == step and rank_hit in (None, rank):
-                act()
-
-        trainer._advance = advance_and_act
-
-    return plant
+    return after_update(act_once)
 
 
 def send(number: int) -> Callable[[], None]:
@@ -168,7 +163,7 @@ def test_bad_data_ends_every_rank_with_2(
     assert "Traceback" not in log.read_text()
 
 
-def kill_reader(run: trainer.Run) -> None:
+def kill_reader(run: Trainer) -> None:
     os.kill(run.batches._batches._pids[1], signal.SIGKILL)  # type: ignore[union-attr]
 
 
@@ -177,16 +172,11 @@ def test_a_killed_reader_ends_the_run_and_is_named(corpus: Path, tmp_path: Path)
     """Row A22: told by number and process, with what to do; nobody stays behind."""
     log, start = tmp_path / "log", time.monotonic()
 
-    def plant(rank: int) -> None:
-        advance = trainer._advance
+    def kill_once(rank: int, run: Trainer) -> None:
+        if run.progress.step == 3 and rank == 1:
+            kill_reader(run)
 
-        def advance_and_kill(run: trainer.Run, result: object, samples: int) -> None:
-            advance(run, result, samples)  # type: ignore[arg-type]
-            if run.progress.step == 3 and rank == 1:
-                kill_reader(run)
-
-        trainer._advance = advance_and_kill
-
+    plant = after_update(kill_once)
     codes = start_script(2, flags(corpus, tmp_path / "run", "--num-workers 2 --train-iters 500"), log, plant)
     assert codes == [4, 1]
     text = log.read_text()

@@ -27,8 +27,8 @@ from examples.mpt import pretrain_mpt
 from megatron.config import Config
 from megatron.models import registry
 from megatron.training import initialize
+from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.parity import random_data, trace_steps
-from megatron.training.report import Rates
 from tests.harness import run_ranks
 from tests.training.runs import family_of, parse_as
 
@@ -121,12 +121,10 @@ def test_mfu_is_flops_of_a_second_over_what_the_devices_can_do(
     config, now = counted["gpt2"][1], [10.0]
     number = registry.costs_of(config).num_parameters + (not is_known)
     flops = registry.costs_of(config).flops_per_sample if is_known else 6.0 * number * LENGTH
-    monkeypatch.setattr("megatron.training.report.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
     rates = Rates(config, 1e9, [number, number])
-    for _ in range(4):
-        rates.count_step(SAMPLES)
     now[0] += 3.0
-    told = rates.drain(pause_s=1.0, waited_s=0.5)
+    told = rates.drain(4, 4 * SAMPLES, pause_s=1.0, waited_s=0.5)
     assert told["mfu"] == pytest.approx(4 * SAMPLES * flops / 2.0 / 1e9)
     assert (told["step_s"], told["data_wait"]) == (0.5, 0.25)
     assert told["tokens_per_s"] == 4 * SAMPLES * LENGTH / 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu import is_counted_in_norm
-from megatron.mpu.groups import build_grid
+from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.shard import set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
-from megatron.training.metrics import read_metrics
-from megatron.training.stability_guard import (
+from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.callbacks.stability_guard import (
     NAME,
     SMALLEST_SPREAD,
     EventLog,
@@ -30,6 +31,8 @@ from megatron.training.stability_guard import (
     StabilityGuard,
     read_journal,
 )
+from megatron.training.initialize import World
+from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepSamples
 from tests.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
@@ -167,16 +170,26 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     assert steps == [step for step in range(1, 8) if step != 5 or not math.isnan(factor)]
 
 
+def attach(guard: StabilityGuard, optimizer: Any, grid: Grid) -> None:
+    """Let ``guard`` judge the steps of ``optimizer``."""
+    world = World("cpu", torch.device("cpu"), grid, 0)
+    engine, progress = SimpleNamespace(optimizer=optimizer), TrainState()
+    folder = Path(tempfile.mkdtemp())
+    made: Any = SimpleNamespace(engine=engine, world=world, progress=progress, folder=folder, find=lambda kind: None)
+    guard.trainer = made
+    guard.on_train_start()
+
+
 def judge_alone(rank: int) -> list[Any]:
     guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
     guard.losses, guard.norms = RunningStatistics(4, 3.0, [1.0] * 4), RunningStatistics(4, 3.0, [1.0] * 4)
     thrown_away: list[None] = []
-    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: thrown_away.append(None)))
-    guard.watch(engine, build_grid(Topology.of_world(2, tensor=1, pipe=1), rank).world, torch.device("cpu"), 0)
+    optimizer: Any = SimpleNamespace(zero_grad=lambda: thrown_away.append(None))
+    attach(guard, optimizer, build_grid(Topology.of_world(2, tensor=1, pipe=1), rank))
     allowed = []
     for loss, norm in ((1.0, 1.0), (1.0, 1.0 + rank), (9.0 - 8.0 * rank, 1.0), (math.nan if rank else 1.0, 1.0)):
-        engine.on_loss(loss)
-        allowed.append(engine.optimizer.judge(norm))
+        guard.on_before_update(loss)
+        allowed.append(optimizer.judge(norm))
     return [*allowed, len(thrown_away)]
 
 
@@ -192,13 +205,12 @@ def step_alone(rank: int, is_fp16: bool) -> tuple[bool, bool, list[float], float
         [{"params": weights}], lambda groups: torch.optim.SGD(groups, lr=1.0), model=grid.model, tensor=grid.tensor,
         scaler=GradScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
     )  # fmt: skip
-    engine: Any = SimpleNamespace(optimizer=optimizer)
     guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
-    guard.watch(engine, grid.world, torch.device("cpu"), 0)
+    attach(guard, optimizer, grid)
     for weight in weights:
         weight.grad = torch.full((2,), math.nan if rank else 1.0)
     optimizer.raw_norm = optimizer.norm_of_sums().item()
-    engine.on_loss(math.nan if rank else 1.0)
+    guard.on_before_update(math.nan if rank else 1.0)
     optimizer.step()
     return optimizer.was_refused, optimizer.overflow, torch.cat(weights).tolist(), optimizer.loss_scale
 

@@ -18,7 +18,7 @@ from benchmarks.kill import Outcome, run_killed, run_whole
 from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Moment, draw_moments, preload
 from benchmarks.kill_records import Case, broken, losses, newest_step, write_corpus
 from megatron import files
-from megatron.training import metrics, report
+from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.train_state import CHECKPOINTS
 from tests.training.runs import train_ranks
 
@@ -31,8 +31,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cheap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "draw_losses", lambda *_: None)
-    monkeypatch.setattr(report, "MATMUL_SECONDS", 0.0)
+    monkeypatch.setattr(metrics_writer, "draw_losses", lambda *_: None)
+    monkeypatch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
 
 
 def assert_undisturbed(outcome: Outcome, kills: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,16 +14,19 @@ from megatron.config import parse
 from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import checkpointing, evaluate, trainer
-from megatron.training import trainer as vote_module
+from megatron.training import Callback, train
+from megatron.training.callbacks import checkpointer
+from megatron.training.callbacks.console import Console
+from megatron.training.callbacks.evaluator import Evaluator
+from megatron.training.callbacks.speed_monitor import SpeedMonitor
+from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import TimedBatches
 from megatron.training.exit_signals import StopRequests
 from megatron.training.initialize import World
-from megatron.training.setup import make_learning_rate
+from megatron.training.run_folder import Place
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
-from megatron.training.trainer import StepDecision, vote
-from megatron.training.training_log import end_rows
+from megatron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.parity.layouts import traces
 from tests.training import runs
@@ -42,6 +45,7 @@ class CountingEngine:
             param_groups=[{"lr": -1.0}, {"lr": -1.0}], kept=lambda parameter: parameter
         )
         self.micro_losses: dict[int, torch.Tensor] = {}
+        self.on_loss = print
         self.rates: list[float] = []
         self.read: list[Any] = []
         self.evaluated: list[Any] = []
@@ -81,225 +85,266 @@ class NotingData:
         return TimedBatches((kind, samples_consumed, *([corpus] if corpus else [])))
 
 
+class Speed(SpeedMonitor):
+    """Measures nothing but waits for data and the bubble."""
+
+    def __init__(self) -> None:
+        super().__init__([0])
+
+    def on_train_start(self) -> None:
+        self._predicted: Any = lambda number: None
+        self._seen = (0, 0, 0.0)
+        self.rates: Any = SimpleNamespace(
+            drain=lambda steps, samples, pause, waited: {
+                "mfu": None,
+                "step_s": 1.0,
+                "tokens_per_s": 1.0,
+                "flops_per_s": 1.0,
+                "data_wait": waited,
+            }
+        )
+
+
+class Screen(Console):
+    """Notes the lines among the calls of the engine."""
+
+    def __init__(self, total: int, calls: list[str]) -> None:
+        super().__init__("plain", total, [0])
+        self.calls, self.lines = calls, list[str]()
+
+    def on_train_start(self) -> None:
+        self._began = 0.0
+        self.trainer.print_line = self.line
+
+    def line(self, text: str) -> None:
+        self.calls.append(f"line {text.split('|')[0].strip()}")
+        self.lines.append(text)
+
+    def on_train_end(self) -> None:
+        pass
+
+
+class Records(Callback):
+    """Keeps the records of a run: (kind, step, values)."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, int, dict[str, Any]]] = []
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [values for each, _, values in self.written if each == kind]
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        self.written.append(("train", self.trainer.progress.step, metrics))
+
+    def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None:
+        self.written.append((split, self.trainer.progress.step, values))
+
+
+class Validator(Evaluator):
+    """Leaves out the test split at the end."""
+
+    def on_train_end(self) -> None:
+        pass
+
+
+class Run(NamedTuple):
+    """A trainer with an engine that counts, and the callbacks that a test looks at."""
+
+    trainer: Trainer
+    calls: list[str]
+    screen: Screen
+    records: Records
+    evaluator: Validator
+    engine: Any
+
+
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[trainer.Run, list[str]]]:
-    """Return a function from flags to a run and the list of what it calls."""
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
+    """Return a function from flags to a run; ``kinds``: the callbacks that it has, None for all."""
     calls: list[str] = []
 
     def note_save(folder: Path, progress: Any, **_: Any) -> Path:
         calls.append(f"save {progress.step}")
         return folder / str(progress.step)
 
-    monkeypatch.setattr(checkpointing, "save_state", note_save)
+    monkeypatch.setattr(checkpointer, "save_state", note_save)
 
-    def build(extra: str, skipped: tuple[int, ...] = ()) -> tuple[trainer.Run, list[str]]:
+    def build(extra: str, skipped: tuple[int, ...] = (), without: tuple[type[Callback], ...] = ()) -> Run:
         config = parse([*SIZES.split(), *extra.split()], world_size=1)
         here = World("cpu", CPU, single_grid(), 0)
         stop = StopRequests()
         stop.limit(config.run.exit_interval, 0.0, 0.0)
         engine = CountingEngine(calls, set(skipped))
-        screen = SimpleNamespace(line=lambda text: calls.append(f"line {text.split('|')[0].strip()}"), advance=print)
-        rates = SimpleNamespace(
-            count_step=lambda samples: None,
-            drain=lambda pause, waited: {
-                "mfu": None,
-                "step_s": 1.0,
-                "tokens_per_s": 1.0,
-                "flops_per_s": 1.0,
-                "data_wait": waited,
-            },
-        )
-        parts: Any = {"data": NotingData(), "screen": screen, "rates": rates}
-        rate = make_learning_rate(config)
-        made = trainer.Run(config, here, engine, learning_rate=rate, folder=tmp_path, stop=stop, **parts)
-        return made, calls
+        screen, records = Screen(config.batch.train_iters, calls), Records()
+        evaluator = Validator(config.batch.eval_interval if config.batch.eval_iters else 0)
+        saver, guard = checkpointer.Checkpointer(Place(tmp_path, None)), StabilityGuard(config.stability)
+        every = [each for each in (saver, guard, evaluator, Speed(), screen, records) if not isinstance(each, without)]
+        data: Any = NotingData()
+        trainer = Trainer(config, here, engine, data, tmp_path, every, stop=stop)  # type: ignore[arg-type]
+        return Run(trainer, calls, screen, records, evaluator, engine)
 
     return build
 
 
 def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any) -> None:
-    this, _ = make("--train-iters 5 --lr-decay-iters 4", skipped=(1, 2))
-    trainer.train(this)
+    this = make("--train-iters 5 --lr-decay-iters 4", skipped=(1, 2))
+    this.trainer.fit()
     assert this.engine.rates == pytest.approx([0.075, 0.05, 0.05, 0.05, 0.025])
-    assert (this.progress.step, this.progress.updates, this.progress.skipped) == (5, 3, 2)
-    assert this.progress.samples_consumed == 5 * 6
-    assert this.last_loss == 4.5
+    progress = this.trainer.progress
+    assert (progress.step, progress.updates, progress.skipped) == (5, 3, 2)
+    assert progress.samples_consumed == 5 * 6
+    assert this.trainer.last_loss == 4.5
 
 
 def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
-    this, calls = make("--train-iters 6 --lr-decay-iters 4")
-    this.progress = TrainState(step=4, updates=2, samples_consumed=24)
-    trainer.train(this)
+    this = make("--train-iters 6 --lr-decay-iters 4")
+    this.trainer.progress = TrainState(step=4, updates=2, samples_consumed=24)
+    this.trainer.fit()
     assert this.engine.read == [("train", 24)] * 2
     assert this.engine.rates == pytest.approx([0.025, 0.0])
-    assert [call for call in calls if call.startswith("train")] == ["train 4", "train 5"]
+    assert [call for call in this.calls if call.startswith("train")] == ["train 4", "train 5"]
 
 
 def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
     flags = "--train-iters 9 --log-interval 2 --eval-interval 2 --eval-iters 2 --save-interval 4 --exit-interval 4"
-    this, calls = make(flags)
+    this = make(flags)
     with pytest.raises(StopRequest, match="stopped after step 4 of 9: --exit-interval 4.*--load"):
-        trainer.train(this)
-    assert calls == [
+        this.trainer.fit()
+    assert this.calls == [
         *("train 0", "bubble", "line step 1/9"),
         *("train 1", "bubble", "line step 2/9", "evaluate", "evaluate", "line step 2"),
         *("train 2", "train 3", "bubble", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4"),
         "line step 4",
     ]
-    assert this.saved_step == 4
+    assert this.trainer.find(checkpointer.Checkpointer).saved_step == 4
     assert this.engine.read == [("train", 0)] * 4
     assert this.engine.evaluated == [("valid", 0)] * 4, "what is trained on has a stream of its own"
 
 
 def test_the_first_step_and_the_last_are_told_whatever_the_interval(make: Any) -> None:
-    this, calls = make("--train-iters 7 --log-interval 3 --eval-iters 0")
-    this.metrics = SimpleNamespace(write=lambda kind, step, values: calls.append(f"{kind} record {step}"))
-    trainer.train(this)
-    assert [call for call in calls if "/7" in call] == [f"line step {step}/7" for step in (1, 3, 6, 7)]
-    assert [call for call in calls if "train record" in call] == [f"train record {step}" for step in (1, 3, 6, 7)]
-    other, calls = make("--train-iters 6 --log-interval 3 --eval-iters 0")
-    other.progress = TrainState(step=4, updates=4, samples_consumed=24)
-    calls.clear()
-    trainer.train(other)
-    assert [call for call in calls if "/6" in call] == ["line step 6/6"]
+    this = make("--train-iters 7 --log-interval 3 --eval-iters 0")
+    this.trainer.fit()
+    assert [call for call in this.calls if "/7" in call] == [f"line step {step}/7" for step in (1, 3, 6, 7)]
+    assert [step for kind, step, _ in this.records.written if kind == "train"] == [1, 3, 6, 7]
+    other = make("--train-iters 6 --log-interval 3 --eval-iters 0")
+    other.trainer.progress = TrainState(step=4, updates=4, samples_consumed=24)
+    other.calls.clear()
+    other.trainer.fit()
+    assert [call for call in other.calls if "/6" in call] == ["line step 6/6"]
 
 
 def test_the_end_table_has_the_losses_of_all_splits_and_the_speed(make: Any) -> None:
-    this, _ = make("--train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1")
-    this.rates.mean_tokens_per_s = lambda: 1234.4
-    trainer.train(this)
-    trainer.evaluate(this, "test")
-    rows = dict(end_rows(this, 5.0))
+    this = make("--train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1")
+    this.trainer.fit()
+    this.trainer.find(Speed).rates.mean_tokens_per_s = lambda: 1234.4
+    this.evaluator.evaluate("test")
+    rows = dict(this.screen.end_rows(5.0))
     names = ("last training loss", "validation loss", "test loss")
     assert [rows.get(name) for name in names] == ["1.5000", "2.0000", "2.0000"]
     assert (rows["tokens/s"], rows["time"]) == ("1,234 on the mean", "0:05 on 1 rank")
-    assert "evaluations" not in rows and rows["metrics"].startswith(str(this.folder / "metrics.jsonl"))
+    assert "evaluations" not in rows and rows["metrics"].startswith(str(this.trainer.folder / "metrics.jsonl"))
 
 
 def test_the_bubble_is_measured_on_every_rank_and_written_where_there_is_one(make: Any) -> None:
-    this, calls = make("--train-iters 2 --log-interval 2 --eval-iters 0")
-    lines: list[str] = []
-    written: list[dict[str, Any]] = []
-    this.screen.line = lines.append
-    this.metrics = SimpleNamespace(write=lambda kind, step, values: kind == "train" and written.append(values))
+    this = make("--train-iters 2 --log-interval 2 --eval-iters 0")
     shares = iter([0.125, None])
     this.engine.bubble = lambda: next(shares)
-    trainer.train(this)
-    assert ["| bubble 12.5 % |" in line for line in lines if "loss" in line] == [True, False]
-    assert [values.get("bubble") for values in written] == [0.125, None]
-    other, calls = make("--train-iters 2 --log-interval 1 --eval-iters 0")
-    other.screen = other.rates = None  # as on every rank but the first
-    trainer.train(other)
-    assert calls.count("bubble") == 2
+    this.trainer.fit()
+    assert ["| bubble 12.5 % |" in line for line in this.screen.lines if "loss" in line] == [True, False]
+    assert [values.get("bubble") for values in this.records.of("train")] == [0.125, None]
+    other = make("--train-iters 2 --log-interval 1 --eval-iters 0", without=(Screen, Records))  # a rank but the first
+    other.trainer.fit()
+    assert other.calls.count("bubble") == 2
 
 
 def test_a_stop_saves_what_no_interval_has_saved_and_the_last_step_is_no_stop(make: Any) -> None:
-    this, calls = make("--train-iters 4 --exit-interval 2 --save-interval 3")
+    this = make("--train-iters 4 --exit-interval 2 --save-interval 3")
     with pytest.raises(StopRequest, match="after step 2"):
-        trainer.train(this)
-    assert [call for call in calls if call.startswith("save")] == ["save 2"]
-    trainer.train(this)
-    assert [call for call in calls if call.startswith("save")] == ["save 2", "save 3", "save 4"]
+        this.trainer.fit()
+    assert [call for call in this.calls if call.startswith("save")] == ["save 2"]
+    this.trainer.stop_text = ""
+    this.trainer.fit()
+    assert [call for call in this.calls if call.startswith("save")] == ["save 2", "save 3", "save 4"]
 
 
 @pytest.mark.parametrize("flags", ["--eval-interval 0 --eval-iters 2", "--eval-interval 1 --eval-iters 0"])
 def test_an_interval_or_a_length_of_0_never_evaluates(flags: str, make: Any) -> None:
-    this, calls = make(f"--train-iters 3 {flags}")
-    trainer.train(this)
-    assert "evaluate" not in calls
-    assert calls[-2:] == ["save 3", "line step 3"]
+    this = make(f"--train-iters 3 {flags}")
+    this.trainer.fit()
+    assert "evaluate" not in this.calls
+    assert this.calls[-2:] == ["save 3", "line step 3"]
 
 
 def test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean(make: Any) -> None:
-    this, _ = make("--train-iters 1 --eval-iters 4")
+    this = make("--train-iters 1 --eval-iters 4")
     asked: list[Any] = []
     this.engine.evaluate_batch = lambda data: asked.append(data.source) or float(len(asked))
-    assert evaluate.evaluate(this, "valid") == 2.5
+    assert this.evaluator.evaluate("valid") == 2.5
     assert asked == [("valid", 0)] * 4
 
 
 def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make: Any) -> None:
-    this, _ = make("--train-iters 6 --rampup-batch-size 2 2 8 --log-interval 1")  # 2, 2, 2, 4 and then 6 samples
-    written: list[dict[str, Any]] = []
-    this.metrics = SimpleNamespace(write=lambda kind, step, values: kind == "train" and written.append(values))
-    trainer.train(this)
+    this = make("--train-iters 6 --rampup-batch-size 2 2 8 --log-interval 1")  # 2, 2, 2, 4 and then 6 samples
+    this.trainer.fit()
     assert this.engine.micro_batches == [1, 1, 2, 3, 3, 3]
-    assert [values["samples"] for values in written] == [2, 4, 8, 14, 20, 26]
-    resumed, _ = make("--train-iters 6 --rampup-batch-size 2 2 8")
-    resumed.progress = TrainState(step=2, updates=2, samples_consumed=4)
-    trainer.train(resumed)
-    assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.progress.samples_consumed == 26
+    assert [values["samples"] for values in this.records.of("train")] == [2, 4, 8, 14, 20, 26]
+    resumed = make("--train-iters 6 --rampup-batch-size 2 2 8")
+    resumed.trainer.progress = TrainState(step=2, updates=2, samples_consumed=4)
+    resumed.trainer.fit()
+    assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.trainer.progress.samples_consumed == 26
 
 
 def test_several_corpora_are_evaluated_one_by_one_and_weighed(make: Any) -> None:
-    this, calls = make("--train-iters 1 --eval-iters 2")
-    this.data.corpora = {"valid": {"a": 0.75, "b": 0.25, "c": 0.0}}
-    lines, written = [], []
-    this.screen.line, this.metrics = lines.append, SimpleNamespace(write=lambda *told: written.append(told))
+    this = make("--train-iters 1 --eval-iters 2")
+    this.screen.on_train_start()
+    this.trainer.data.corpora = {"valid": {"a": 0.75, "b": 0.25, "c": 0.0}}
     losses = {"a": 1.0, "b": 3.0, "c": float("inf")}
     this.engine.evaluate_batch = lambda data: losses[data.source[2]]
-    assert evaluate.evaluate(this, "valid") == 1.5
-    assert lines == ["step 0 | validation loss 1.5000 | perplexity 4.48 | a 1.0000, b 3.0000, c inf"]
-    assert written[0][0] == "valid" and written[0][2]["losses"] == losses
+    assert this.evaluator.evaluate("valid") == 1.5
+    assert this.screen.lines == ["step 0 | validation loss 1.5000 | perplexity 4.48 | a 1.0000, b 3.0000, c inf"]
+    assert this.records.of("valid")[0]["losses"] == losses
     this.engine.evaluate_batch = lambda data: float(len(data.source))
-    assert evaluate.evaluate(this, "test") == 2.0 and "losses" not in written[1][2], (
-        "of one corpus nothing more is said"
-    )
-
-
-def test_an_ordinary_step_neither_logs_nor_asks_what_follows_a_bad_one(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    this, _ = make("--train-iters 7 --log-interval 3 --eval-iters 0")
-    logged: list[int] = []
-    training_log = trainer.training_log
-    monkeypatch.setattr(
-        trainer, "training_log", lambda run, *rest: logged.append(run.progress.step) or training_log(run, *rest)
-    )
-    monkeypatch.setattr(trainer, "after_bad_step", lambda *_: pytest.fail("no step was bad"))
-    trainer.train(this)
-    assert logged == [1, 3, 6, 7]
+    assert this.evaluator.evaluate("test") == 2.0
+    assert "losses" not in this.records.of("test")[0], "of one corpus nothing more is said"
 
 
 def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
-    this, _ = make("--train-iters 2 --log-interval 1 --eval-iters 0")
-    lines: list[str] = []
-    this.screen.line = lines.append
+    this = make("--train-iters 2 --log-interval 1 --eval-iters 0")
     this.engine.train_step = lambda data, step, number: (
         setattr(data, "_waited_s", 0.125 * (step + 1)) or StepResult(1.0, 1.0, 1.0, False)
     )
-    trainer.train(this)
-    shares = [line.split("| data wait ")[1].split(" |")[0] for line in lines if "loss" in line]
+    this.trainer.fit()
+    shares = [line.split("| data wait ")[1].split(" |")[0] for line in this.screen.lines if "loss" in line]
     assert shares == ["12.5 %", "25.0 %"], "each since the one before"
 
 
-def ask(rank: int, asked: list[int], late: list[int]) -> StepDecision:
+def ask(rank: int, asked: list[int], late: list[int]) -> tuple[str, bool]:
     grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
     stop = StopRequests()
     if rank in asked:
         stop.signal_name = "SIGTERM"
-    vote_module.wants_by_time = lambda run: rank in late  # type: ignore[assignment]
-    this: Any = SimpleNamespace(stop=stop, progress=TrainState(step=1), world=World("cpu", CPU, grid, rank))
-    return vote(this, has_drift=rank == 1)
+    world, progress = World("cpu", CPU, grid, rank), TrainState(step=1)
+    this: Any = SimpleNamespace(stop=stop, progress=progress, world=world, _save_is_wanted=rank in late)
+    return Trainer.agree(this)
 
 
 def test_all_ranks_stop_together_or_none() -> None:
-    assert run_ranks(4, ask, [], [3]) == [(None, True, True)] * 4, "the wish of one to save, and its drift, are of all"
+    assert run_ranks(4, ask, [], [3]) == [("", True)] * 4, "the wish of one to save is of all"
     told = run_ranks(4, ask, [2], [])
-    assert told[2] == ("received SIGTERM", False, True)
-    assert {told[rank] for rank in (0, 1, 3)} == {("another rank was asked to stop", False, True)}
+    assert told[2] == ("received SIGTERM", False)
+    assert {told[rank] for rank in (0, 1, 3)} == {("another rank was asked to stop", False)}
 
 
 def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:
     def note_streams(rank: int) -> None:
-        streams_of = trainer.make_streams
+        streams_of = train.make_streams
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = streams_of(*args, **kwargs)
             (tmp_path / str(rank)).write_text(f"{made.seed} {made.data_rank} {made.tensor_rank}")
             return made
 
-        trainer.make_streams = noted  # type: ignore[assignment, misc]
+        train.make_streams = noted  # type: ignore[assignment]
 
     argv = runs.flags(corpus, tmp_path / "run", "--model-parallel-size 2 --train-iters 1 --eval-iters 0 --seed 9")
     assert runs.train_ranks(4, argv, note_streams)[0] == [0] * 4

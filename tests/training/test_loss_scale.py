@@ -14,7 +14,7 @@ from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import initialize
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
 from tests.harness import run_ranks
 from tests.parity import t5_runs

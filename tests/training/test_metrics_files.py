@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.training.metrics import MetricsWriter, read_metrics
+from megatron.training.callbacks.metrics_writer import MetricsWriter, draw_losses, read_metrics
 
 
 def write(folder: Path, steps: range, resumed_step: int | None = None) -> MetricsWriter:
@@ -64,3 +65,22 @@ def test_going_back_drops_what_comes_again(tmp_path: Path) -> None:
     writer.write("save", 2, {"durable_s": 0.1})
     writer.write("train", 3, {"loss": 0.0})
     assert steps_in(tmp_path) == [1, 2, 2, 3]
+
+
+def test_the_picture_begins_at_step_1_and_has_the_loss_of_knowing_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    (tmp_path / "config.json").write_text('{"model": {"vocab_size": 8192}}')
+    write(tmp_path, range(1, 20)).close()
+    (axes,) = kept[0].axes
+    assert axes.get_xlim()[0] == 1
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines["ln(8,192) = 9.01: knows nothing"] == pytest.approx([math.log(8192)] * 2)
+    assert (tmp_path / "loss.png").exists()
+    (tmp_path / "config.json").unlink()
+    draw_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert [line.get_label() for line in kept[1].axes[0].get_lines()] == ["train"]

@@ -11,7 +11,7 @@ from megatron.checkpoint import open_latest
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.mpu.groups import SINGLE
 from megatron.tokenizer import build
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
 from tests.training.runs import TOKENIZER, flags, start_script, train_ranks
 

@@ -13,8 +13,8 @@ from megatron.checkpoint import open_latest
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import profiler
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks import pipeline_picture
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.setup import check_chunks
 from megatron.training.train_state import CHECKPOINTS
 from tds import plot
@@ -40,28 +40,28 @@ def test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_int
     assert len(list((traced / "run" / "trace").glob("trace-rank*.json"))) == 2
     config = json.loads((traced / "run" / "config.json").read_text())
     assert config["parallel"]["pipeline_trace"] == str(traced / "run" / "trace")
-    assert (traced / "run" / profiler.PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert (traced / "run" / pipeline_picture.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profiler, "TOOL", tmp_path / "draw.py")
+    monkeypatch.setattr(pipeline_picture, "TOOL", tmp_path / "draw.py")
     for code, told in (
         ("raise SystemExit('first\\nno step is whole')", "no step is whole"),
         ("import time; time.sleep(9)", "Command .* timed out after 1.0 seconds"),
     ):
-        profiler.TOOL.write_text(code)
-        assert profiler.draw("traces", tmp_path, 1.0) is None
+        pipeline_picture.TOOL.write_text(code)
+        assert pipeline_picture.draw("traces", tmp_path, 1.0) is None
         wanted = f"warning: no picture of the pipeline's trace in traces: {told}\n"
         assert re.fullmatch(wanted, capsys.readouterr().err)
 
 
 def test_tds_draws_no_second_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "TOOL", tmp_path / "draw.py")
+    monkeypatch.setattr(pipeline_picture, "TOOL", tmp_path / "draw.py")
     monkeypatch.setattr(plot, "_drawn_elsewhere", set())
-    profiler.TOOL.write_text("print('bubble     12.0 %')")
-    told = profiler.draw(str(tmp_path), tmp_path, 10.0)
+    pipeline_picture.TOOL.write_text("print('bubble     12.0 %')")
+    told = pipeline_picture.draw(str(tmp_path), tmp_path, 10.0)
     assert told is not None and "bubble 12.0 %" in told
     assert plot._drawn_elsewhere == {tmp_path.resolve()}
 

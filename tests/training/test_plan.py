@@ -15,9 +15,9 @@ from megatron.models import registry
 from megatron.models.common.memory import Zero
 from megatron.mpu.topology import Topology
 from megatron.training import global_vars
+from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows, simulated_bubble
 from megatron.training.global_vars import with_tokenizer
-from megatron.training.report import Rates
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
@@ -181,11 +181,9 @@ def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_an
 def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("", 1, "gpt2")
     times = iter([10.0, 15.0])
-    monkeypatch.setattr("megatron.training.report.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time.perf_counter", lambda: next(times))
     rates = Rates(config, 1e9, [1000])
-    rates.count_step(3)
-    rates.count_step(9)
-    told = rates.drain(pause_s=1.0, waited_s=0.5)
+    told = rates.drain(2, 12, pause_s=1.0, waited_s=0.5)
     assert told["tokens_per_s"] == 12 * config.tokens_per_sample / 4
     assert (told["step_s"], told["data_wait"]) == (2.0, 0.125)
     assert told["flops_per_s"] == 6 * 1000 * told["tokens_per_s"] == told["mfu"] * 1e9
@@ -193,13 +191,12 @@ def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: p
 
 def test_the_mean_speed_leaves_out_the_first_record_where_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, 12.0, 16.0])
-    monkeypatch.setattr("megatron.training.report.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time.perf_counter", lambda: next(times))
     config = config_of("", 1, "gpt2")
     rates = Rates(config, None, [1000])
     means = [rates.mean_tokens_per_s()]
     for samples in (10, 6, 6):
-        rates.count_step(samples)
-        rates.drain()
+        rates.drain(1, samples)
         means.append(rates.mean_tokens_per_s())
     assert means == [None, *(each * config.tokens_per_sample for each in (1.0, 3.0, 2.0))]
 
@@ -228,7 +225,7 @@ class WithSentinels(MockTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(global_vars, "build", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50

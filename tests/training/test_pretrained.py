@@ -13,8 +13,8 @@ import torch
 import pretrain_gpt2
 from examples.llama import pretrain_llama
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface import weights as tensors
 from megatron.checkpoint.huggingface.config import JSON, config_to_huggingface, tokenizer_difference
+from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
 from tests.training.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
@@ -31,10 +31,10 @@ def write_model(place: Path, argv: list[str], vocab_size: int, script: ModuleTyp
     """Write a Hugging Face folder with random weights of the model that ``argv`` names."""
     config = parse_as(script, argv, 1).with_vocab(vocab_size)
     rng = torch.Generator().manual_seed(5)
-    weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in tensors.expected_weights(config).items()}
+    weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in expected_weights(config).items()}
     place.mkdir()
     folder.write_json(place / folder.CONFIG, config_to_huggingface(config, "float32"))
-    folder.write_tensors(place, tensors.weights_to_huggingface(weights, config), 50_000)
+    folder.write_tensors(place, weights_to_huggingface(weights, config), 50_000)
 
 
 def losses(run: Path) -> list[float]:

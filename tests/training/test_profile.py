@@ -14,9 +14,9 @@ import pytest
 from megatron.config.run import LoggingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import profiler as profiling
-from megatron.training.metrics import read_metrics
-from megatron.training.profiler import Operator, joined, operators_of, table
+from megatron.training.callbacks import profiler as callbacks_profiler
+from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.callbacks.profiler import Operator, joined, operators_of, table
 from tests.harness import run_ranks
 from tests.training.runs import flags, train_ranks
 
@@ -94,20 +94,28 @@ class Recording:
         Path(path).touch()
 
 
-def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profiler, list[str]]:
+def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[callbacks_profiler.Profiler, list[str]]:
     """Return the profiler of a run that does nothing, and what it says."""
-    profiling.profile = Recording  # type: ignore[assignment, misc]
+    callbacks_profiler.profile = Recording  # type: ignore[assignment, misc]
     told: list[str] = []
     run: Any = SimpleNamespace(
+        samples=SimpleNamespace(step=0),
         config=SimpleNamespace(seeing=LoggingConfig(profile="3-4")),
-        engine=SimpleNamespace(train_step=lambda data, step, number: step),
         progress=SimpleNamespace(step=0),
         world=SimpleNamespace(rank=rank, kind="cpu", grid=build_grid(Topology.of_world(ranks, tensor=1, pipe=1), rank)),
         phases=SimpleNamespace(over=lambda phase: nullcontext()),
-        screen=SimpleNamespace(line=told.append) if rank == 0 else None,
+        print_line=told.append,
         folder=folder,
     )
-    return profiling.Profiler(run), told
+    made = callbacks_profiler.Profiler(run.config.seeing.profiled())
+    made.trainer = run
+    return made, told
+
+
+def take_step(found: callbacks_profiler.Profiler, step: int) -> None:
+    found.trainer.samples.step = step + 1  # type: ignore[misc]
+    found.on_step_start()
+    found.on_after_update(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -123,11 +131,11 @@ def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profile
 def test_a_run_that_goes_back_has_a_profile_of_its_last_way_through(
     steps: list[int], written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "profile", None)  # what ``profiler`` sets is undone
+    monkeypatch.setattr(callbacks_profiler, "profile", None)  # what ``profiler`` sets is undone
     monkeypatch.setattr(Recording, "running", 0)
     found, told = profiler(0, tmp_path)
     for step in steps:
-        found.train_step(None, step)
+        take_step(found, step)
     assert Recording.running == 0
     taken = [line.split(":")[0] for line in told if line.startswith("profile of")]
     assert taken == [f"profile of {number} steps" for number in written]
@@ -137,7 +145,7 @@ def end_badly(rank: int, folder: Path) -> list[str]:
     found, told = profiler(rank, folder, ranks=2)
     Recording.error = ValueError("no events") if rank == 1 else None
     for step in (2, 3):
-        found.train_step(None, step)
+        take_step(found, step)
     return told
 
 

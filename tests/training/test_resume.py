@@ -18,29 +18,30 @@ from examples.mpt import pretrain_mpt
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import trainer
-from megatron.training.metrics import read_metrics
+from megatron.training import Callback
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
 from tests.training.resharded import keep_parts, kept
-from tests.training.runs import flags, together, train_ranks
+from tests.training.runs import PLANTED, after_update, flags, together, train_ranks
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+class Kill(Callback):
+    """Ends the process once so many steps are done, behind the save of the last."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_start(self) -> None:
+        if self.trainer.progress.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_after(step: int):
     """Return a plant that ends the process by SIGKILL once so many steps are done."""
 
-    def plant(rank: int) -> None:
-        save_when_due = trainer.save_when_due
-
-        def save_and_die(run: trainer.Run, by_time: bool) -> None:
-            save_when_due(run, by_time)
-            if run.progress.step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        trainer.save_when_due = save_and_die
-
-    return plant
+    return lambda rank: PLANTED.append(Kill(step))
 
 
 def draw_numbers(rank: int) -> None:
@@ -48,13 +49,7 @@ def draw_numbers(rank: int) -> None:
 
     Without it the generators stay as they were seeded, and one that is not restored would not be missed.
     """
-    advance = trainer._advance
-
-    def advance_and_draw(run: trainer.Run, result: object, samples: int) -> None:
-        advance(run, result, samples)  # type: ignore[arg-type]
-        torch.rand(rank + 1)
-
-    trainer._advance = advance_and_draw
+    after_update(lambda rank, _: torch.rand(rank + 1))(rank)
 
 
 def random_states(folder: Path) -> list[bytes]:

@@ -15,22 +15,20 @@ from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
-from megatron.training import checkpointing
-from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
+from megatron.training.callbacks import checkpointer
+from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.initialize import World
+from megatron.training.run_folder import Place
 from megatron.training.timeouts import SAVING, Sections
-from megatron.training.train_state import Saves, TrainState, kept_by, save_state
+from megatron.training.train_state import TrainState, kept_by, save_state
+from megatron.training.train_step import StepResult
 
 
-class Stand:
-    """A run of which only the saving is real; ``written`` are the steps that it has saved or staged."""
+class Stand(Checkpointer):
+    """A checkpointer that writes nothing; ``written`` are the steps that it has saved or staged."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
-        self.config = SimpleNamespace(checkpoint=CheckpointConfig(**flags))
-        self.world = World("cpu", torch.device("cpu"), single_grid(), 0)
-        self.progress, self.saves, self.phases = TrainState(), Saves(), Sections()
-        self.saved: Path | None = None
-        self.saved_step = -1
+        super().__init__(Place(folder, None))
         self.folder = folder
         self.lines: list[str] = []
         self.errors: list[str] = []
@@ -39,14 +37,30 @@ class Stand:
         self.attempts: list[int] = []
         self.unasked: list[int] = []
         self.told: list[int] = []
-        self.fails = False
-        self.screen = SimpleNamespace(line=self.lines.append)
-        self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
-        monkeypatch.setattr(checkpointing, "_write", lambda run, is_unasked: run.write(is_unasked))
-        monkeypatch.setattr(checkpointing.failure, "note_committed_step", self.told.append)
-        monkeypatch.setattr(checkpointing.log, "error", self.errors.append)
+        self.fails = self.is_asked = False
+        self.progress, self.phases = TrainState(), Sections()
+        trainer: Any = SimpleNamespace(
+            config=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
+            world=World("cpu", torch.device("cpu"), single_grid(), 0),
+            progress=self.progress,
+            phases=self.phases,
+            folder=folder,
+            print_line=self.lines.append,
+            call=self.note_end,
+            request_save=self.ask,
+        )
+        self.trainer = trainer
+        monkeypatch.setattr(checkpointer.log, "error", self.errors.append)
 
-    def write(self, is_unasked: bool) -> Path | Staged:
+    def ask(self) -> None:
+        self.is_asked = True
+
+    def note_end(self, hook: str, step: int, path: Path | None, values: dict[str, Any]) -> None:
+        self.records.append((step, values))
+        if path is not None:
+            self.told.append(step)
+
+    def _write(self, is_unasked: bool) -> Path | Staged:
         step = self.progress.step
         if is_unasked:
             self.unasked.append(step)
@@ -61,10 +75,17 @@ class Stand:
         path.mkdir(parents=True)
         return path
 
+    def wants_save(self) -> bool:
+        """Return whether it asks for a save at the end of this step."""
+        self.is_asked = False
+        self.on_step_end(StepResult(1.0, 1.0, 1.0, False))
+        return self.is_asked
+
     def step(self) -> None:
         """Take a step and save if that is due."""
         self.progress.step += 1
-        save_when_due(self, wants_by_time(self))  # type: ignore[arg-type]
+        if self.wants_save():
+            self.on_save()
 
     def later(self, minutes: float) -> None:
         """Let so many minutes pass."""
@@ -113,7 +134,7 @@ def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) 
     run.later(31)
     run.step()
     run.progress.step = 9
-    save(run)  # type: ignore[arg-type]
+    run.save()
     assert run.unasked == [1], "the last one of a run is always wanted"
     asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
     asked.later(2)
@@ -137,7 +158,7 @@ def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None
     run = Stand(tmp_path, monkeypatch, save_interval=2)
     run.step()
     run.step()
-    save(run)  # type: ignore[arg-type]
+    run.save()
     assert (run.written, run.told, run.saved_step) == ([2], [2], 2)
     assert run.lines == [f"step 2 | saved {run.saved}"]
     ((step, values),) = run.records
@@ -154,9 +175,9 @@ def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path
     assert "step 2: NOT SAVED: the disk is full. Free some space, or move --save. Older" in told and "00001" in told
     assert run.records[-1] == (2, {"failed": 1}) and run.told == [1]
     with pytest.raises(CheckpointError, match="disk is full"):
-        save(run)  # type: ignore[arg-type]
+        run.save()
     run.fails = False
-    save(run)  # type: ignore[arg-type]
+    run.save()
     assert run.written == [1, 2], "the last one of a run is tried again"
 
 
@@ -196,7 +217,7 @@ def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
     assert run.saved == tmp_path / "two" and run.told == [2]
     assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
     assert run.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
-    finish_saves(run)  # type: ignore[arg-type]
+    run.finish()
     assert len(run.lines) == 2
 
 
@@ -208,12 +229,12 @@ def test_a_failure_in_the_background_is_told_and_the_next_save_goes_on(tmp_path:
     disk.outcomes.append(CheckpointError("the disk is full"))
     run.step()
     assert len(run.errors) == 1 and run.saved_step == -1
-    finish_saves(run)  # type: ignore[arg-type]
+    run.finish()
     run.step()
     assert run.written == [2, 4] and run.saves.failure is None
     disk.outcomes.append(CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="disk is full"):
-        finish_saves(run)  # type: ignore[arg-type]
+        run.finish()
 
 
 def test_the_wait_for_the_save_before_is_under_the_limit_of_saving(tmp_path: Path, monkeypatch) -> None:
@@ -231,7 +252,7 @@ def test_a_failure_in_the_background_does_not_hide_why_a_run_ends(tmp_path: Path
     for _ in range(2):
         run.step()
     disk.outcomes.append(CheckpointError("the disk is full"))
-    await_saves(run)  # type: ignore[arg-type]
+    run.settle()
     assert len(run.errors) == 1 and "step 2: NOT SAVED" in run.errors[0]
 
 
@@ -240,16 +261,16 @@ def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vo
     for each in (run, other):
         disk = background(each)
         each.progress.step = 1
-        save(each)  # type: ignore[arg-type]
+        each.save()
         each.progress.step = 2
         if each is run:
             disk.outcomes.append(CheckpointError("the disk is full"))
-            assert wants_by_time(each)  # type: ignore[arg-type]
+            assert each.wants_save()
         else:
-            assert not wants_by_time(each)  # type: ignore[arg-type]
+            assert not each.wants_save()
             disk.outcomes.append(CheckpointError("the disk is full"))  # it has not looked yet
         with pytest.raises(CheckpointError, match="disk is full"):
-            save_when_due(each, by_time=True)  # type: ignore[arg-type]
+            each.on_save()
 
 
 def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,13 @@ from megatron.checkpoint import Checkpoint, open_checkpoint, open_latest
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import checkpointing, metrics, report, trainer
-from megatron.training import trainer as run_module
-from megatron.training.metrics import read_metrics
+from megatron.training import Callback
+from megatron.training.callbacks import checkpointer, metrics_writer, speed_monitor
+from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.run_lock import NAME
 from megatron.training.train_state import CHECKPOINTS
-from tests.training.runs import TOKENIZER, flags, start_script, together, train_ranks
+from tests.training.runs import PLANTED, TOKENIZER, after_update, flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"
@@ -35,8 +35,8 @@ SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"
 def cheap_runs() -> Iterator[None]:
     """Leave out what costs most of a small run: the picture, and measuring the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "draw_losses", lambda *_: None)
-        patch.setattr(report, "MATMUL_SECONDS", 0.0)
+        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
+        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
         yield
 
 
@@ -71,18 +71,13 @@ def slow_disk(rank: int) -> None:
     import threading
 
     stepped = threading.Semaphore(0)
-    advance = trainer._advance
-
-    def advance_and_count(run: Any, *rest: Any) -> Any:
-        stepped.release()
-        return advance(run, *rest)
 
     def wait(operation: str, path: Path) -> None:
         if operation == "create" and threading.current_thread() is not threading.main_thread():
             for _ in range(2):
                 stepped.acquire(timeout=5)
 
-    trainer._advance = advance_and_count
+    after_update(lambda *_: stepped.release())(rank)
     files.before_operation = wait
 
 
@@ -169,7 +164,7 @@ def test_a_damaged_checkpoint_is_told_once_and_what_one_rank_alone_finds_by_that
             raise CheckpointError("its generators are odd")
 
         if rank == 1:
-            run_module.load = restore
+            Checkpointer.load = restore  # type: ignore[method-assign]
 
     argv = flags(corpus, tmp_path / "run", f"{SHORT} --load {whole}")
     assert start_script(2, argv, tmp_path / "odd", refuse) == [4, 3]
@@ -191,25 +186,29 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
     shutil.copytree(whole / CHECKPOINTS, folder / CHECKPOINTS)  # of an earlier run in this folder
 
     def go_back_once(rank: int) -> None:
-        step, seen, told = trainer.train_step, SimpleNamespace(back=False), []
-        run_module.log.warning = told.append
+        told: list[str] = []
+        checkpointer.log.warning = told.append  # type: ignore[assignment]
 
-        def step_or_back(run: Any) -> bool:
-            if run.progress.step == 1:
-                assert any("holds 2 checkpoints of an earlier run" in line for line in told)
-                with pytest.raises(
-                    CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
-                ):
-                    checkpointing.roll_back(run, 99)
-            if run.progress.step != 7 or seen.back:
-                return step(run)
-            seen.back = True
-            assert run.progress.samples_consumed == 28
-            path = checkpointing.roll_back(run, 5)
-            assert (path.name, run.progress.step, run.progress.samples_consumed) == ("step-00000003", 3, 12)
-            return True
+        class GoBackOnce(Callback):
+            has_gone = False
 
-        trainer.train_step = step_or_back
+            def on_step_end(self, result: Any) -> None:
+                run = self.trainer
+                saver = run.find(Checkpointer)
+                assert saver is not None
+                if run.progress.step == 1:
+                    assert any("holds 2 checkpoints of an earlier run" in line for line in told)
+                    with pytest.raises(
+                        CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
+                    ):
+                        saver.roll_back(99)
+                if run.progress.step == 7 and not self.has_gone:
+                    self.has_gone = True
+                    assert run.progress.samples_consumed == 28
+                    path = saver.roll_back(5)
+                    assert (path.name, run.progress.step, run.progress.samples_consumed) == ("step-00000003", 3, 12)
+
+        PLANTED.append(GoBackOnce())
 
     argv = flags(corpus, folder, f"{SHORT} --save-interval 3 --keep-last 2 --async-save")
     assert train_ranks(1, argv, together(draw_numbers, go_back_once))[0] == [0]
@@ -224,13 +223,13 @@ def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole
     shutil.copytree(whole, folder)
 
     def go_back_at_the_end(rank: int) -> None:
-        save = trainer.save
+        save = Checkpointer.save
 
-        def go_back_and_save(run: Any) -> None:
-            assert run.progress.step == 9 and checkpointing.roll_back(run, 9).name == "step-00000004"
-            save(run)
+        def go_back_and_save(saver: Checkpointer) -> None:
+            assert saver.trainer.progress.step == 9 and saver.roll_back(9).name == "step-00000004"
+            save(saver)
 
-        trainer.save = go_back_and_save
+        Checkpointer.save = go_back_and_save  # type: ignore[method-assign]
 
     extra = f"{SHORT} --train-iters 9 --load {folder}/{CHECKPOINTS}/step-00000004"
     assert train_ranks(1, flags(corpus, folder, extra), together(draw_numbers, go_back_at_the_end))[0] == [0]

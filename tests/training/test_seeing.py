@@ -14,17 +14,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import metrics as wandb_run
-from megatron.training import trainer
-from megatron.training.metrics import MetricsWriter, group_of, open_wandb, read_metrics
+from megatron.training.callbacks import wandb as callbacks_wandb
+from megatron.training.callbacks.layer_norms import group_of
+from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.callbacks.speed_monitor import by_stage
+from megatron.training.callbacks.wandb import Wandb, open_wandb
+from megatron.training.data import RunData
+from megatron.training.initialize import World
 from megatron.training.train_state import Saves
-from megatron.training.training_log import by_stage
+from megatron.training.trainer import Callback, Trainer
 from tests.harness import run_ranks
 from tests.training.runs import ROOT, flags, train_ranks
 from tools.report_parts.facts import state
@@ -191,8 +196,12 @@ def test_a_group_is_the_layer_or_else_the_module(name: str, group: str) -> None:
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_a_run_that_an_error_ends_has_failed_at_wandb(draws: bool, wandb: StandIn, tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tmp_path / "events", wandb=open_wandb(config_with("--wandb-project p"), tmp_path))
-    writer.close(draws=draws)
+    callback = Wandb()
+    callback._open(config_with("--wandb-project p"), tmp_path)
+    if draws:
+        callback.on_train_end()
+    else:
+        callback.on_exception(ValueError())
     assert wandb.calls[-1] == ("finish", int(not draws))
 
 
@@ -288,7 +297,7 @@ def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkey
 def test_no_run_waits_for_wandb_without_an_end(
     wandb: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_run, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(callbacks_wandb, "PATIENCE_S", 0.05)
     run = open_wandb(config_with("--wandb-project p"), tmp_path)
     assert run is not None
     end = threading.Event()
@@ -308,10 +317,17 @@ def test_an_id_of_wandb_that_cannot_be_written_is_a_warning(
 
 
 def close_slowly(rank: int) -> float:
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    metrics = SimpleNamespace(close=lambda draws: time.sleep(1.0)) if rank == 0 else None
+    class Slow(Callback):
+        on_all_ranks = False
+
+        def on_train_end(self) -> None:
+            time.sleep(1.0)
+
+    world = World("cpu", torch.device("cpu"), build_grid(Topology.of_world(2, tensor=1, pipe=1), rank), rank)
+    config = config_with("--load none --eval-only")
+    engine: Any = SimpleNamespace()
     began = time.monotonic()
-    trainer._close_reports_together(SimpleNamespace(world=SimpleNamespace(grid=grid), metrics=metrics, screen=None))  # type: ignore[arg-type]
+    Trainer(config, world, engine, RunData({}, None), Path(), [Slow()]).fit()
     return time.monotonic() - began
 
 
@@ -367,7 +383,7 @@ def test_an_evaluation_leaves_what_its_folder_says_of_the_run(
     (tested,) = records(folder, "test")
     assert [(each["kind"], each["step"], each["loss"]) for each in found] == [("test", 2, tested["loss"])] * 2
     assert found[0]["checkpoint"].endswith("step-00000002") and found[0]["config"]["batch"]["train_iters"] == 9
-    assert state(read_run(folder, "mine")) == "finished"
+    assert state(read_run(folder, "mine")) == ("finished",)
 
 
 def test_an_evaluation_of_a_checkpoint_alone_makes_a_folder_with_its_result(
@@ -379,7 +395,7 @@ def test_an_evaluation_of_a_checkpoint_alone_makes_a_folder_with_its_result(
     assert train_ranks(1, flags(corpus, folder, f"{evaluating} --tensorboard-dir {tmp_path / 'events'}"))[0] == [0]
     assert set(contents(folder)) == {"evaluations.jsonl"}
     run = read_run(folder, "evaluated")
-    assert (state(run), run.setting("model", "hidden_size"), run.notes) == ("evaluated", 32, [])
+    assert (state(run), run.setting("model", "hidden_size"), run.notes) == (("evaluated",), 32, [])
     assert any((tmp_path / "events").iterdir())
 
 
@@ -403,12 +419,17 @@ def test_what_a_rank_held_before_the_model_stands_beside_what_is_estimated(runs:
         held = records(runs[name])[-1]["memory_bytes"]
         assert len(facts) == stages
         assert all(10 << 20 < each["before_bytes"] <= held[f"stage {each['stage']}"] for each in facts)
+        for each in facts:
+            assert (
+                sum(bytes_ for part, bytes_ in each["estimated_parts"].items() if part != "host")
+                == each["estimated_bytes"]
+            )
 
 
 def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / wandb_run.NAME).write_text('{"id": "of training"}')
+    (tmp_path / callbacks_wandb.NAME).write_text('{"id": "of training"}')
     asked: list[Any] = []
 
     def init(**how: Any) -> Any:
@@ -417,6 +438,6 @@ def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     open_wandb(config_with("--wandb-project p --eval-only --load x"), tmp_path)
-    assert asked == [None] and json.loads((tmp_path / wandb_run.NAME).read_text()) == {"id": "of training"}
+    assert asked == [None] and json.loads((tmp_path / callbacks_wandb.NAME).read_text()) == {"id": "of training"}
     open_wandb(config_with("--wandb-project p"), tmp_path)
     assert asked == [None, "of training"]

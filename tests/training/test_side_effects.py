@@ -24,12 +24,13 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import initialize, metrics, report, trainer
+from megatron.training import Callback, initialize
+from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.exit_signals import StopRequests
-from megatron.training.run import Run
+from megatron.training.train import run
 from megatron.training.train_state import CHECKPOINTS
 from megatron.training.train_step import StepResult
-from megatron.training.trainer import run
+from megatron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training import runs
 from tests.training.test_seeing import StandIn
@@ -111,7 +112,7 @@ def digest(values: Any) -> str:
     return made.hexdigest()[:12]
 
 
-def state_of(this: Run) -> dict[str, Any]:
+def state_of(this: Trainer) -> dict[str, Any]:
     """Return what a step starts from, by name."""
     module, optimizer, engine = this.engine.module, this.engine.optimizer, this.engine.engine
     moments = [value for state in optimizer.inner.state.values() for value in state.values()]
@@ -140,22 +141,26 @@ def state_of(this: Run) -> dict[str, Any]:
     }
 
 
+class StateRecorder(Callback):
+    """Notes what each step gave, and the state at the end; ``traced`` notes that ahead of each step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def on_after_update(self, result: StepResult) -> None:
+        self.found[-1]["result"] = (result.loss.hex(), result.grad_norm.hex(), result.is_skipped)
+
+    def on_train_end(self) -> None:
+        self.found.append(state_of(self.trainer))
+
+
 def traced(argv: list[str], num_ranks: int) -> list[dict[str, Any]]:
     """Train as ``argv`` says; return the state ahead of each step, with what the step gave, and that at the end."""
-    found: list[dict[str, Any]] = []
-    step, advance, finish = trainer.train_step, trainer._advance, trainer.finish_saves
+    step, recorder = Trainer.train_step, StateRecorder()
 
-    def noted_step(this: Run) -> bool:
-        found.append(state_of(this))
+    def noted_step(this: Trainer) -> StepResult:
+        recorder.found.append(state_of(this))
         return step(this)
-
-    def noted_result(this: Run, result: StepResult, samples: int) -> None:
-        advance(this, result, samples)
-        found[-1]["result"] = (result.loss.hex(), result.grad_norm.hex(), result.is_skipped)
-
-    def noted_end(this: Run) -> None:
-        finish(this)
-        found.append(state_of(this))
 
     config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, num_ranks), "fp32")
     here = initialize.start(config)
@@ -163,19 +168,17 @@ def traced(argv: list[str], num_ranks: int) -> list[dict[str, Any]]:
     stop.limit(0, 0.0, 0.0)
     script = pretrain_gpt2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", noted_step)
-        patch.setattr(trainer, "_advance", noted_result)
-        patch.setattr(trainer, "finish_saves", noted_end)
+        patch.setattr(Trainer, "train_step", noted_step)
         providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
-        run(config, here, *providers, "gpt2", stop)
-    return found
+        run(config, here, *providers, "gpt2", stop, [recorder])
+    return recorder.found
 
 
 def trace_all(rank: int, lines: Mapping[str, list[str]], num_ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Return what each of ``lines`` came to on this rank, by its name. Collective."""
     draw_in_model_and_data()
-    report._measured_product_rate = lambda: 1e9  # a third of a second for each run
-    metrics.draw_losses = lambda *_: None  # another quarter, behind the last step
+    speed_monitor._measured_product_rate = lambda: 1e9  # a third of a second for each run
+    metrics_writer.draw_losses = lambda *_: None  # another quarter, behind the last step
     sys.modules["wandb"] = StandIn()  # type: ignore[assignment]
     return {name: traced(line, num_ranks) for name, line in lines.items()}
 

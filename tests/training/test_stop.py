@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.training import exit_signals, failure, trainer
+from megatron.training import exit_signals, failure, train
+from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.callbacks.evaluator import Evaluator
 from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
 from megatron.training.train_state import EVERYTHING, RestoreOptions
 from tests.harness import fork_ranks
@@ -125,7 +127,7 @@ def test_another_error_is_not_one_of_memory(error):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(trainer, "open_data"), (trainer, "save_when_due"), (trainer, "evaluate")],
+    [(train, "open_data"), (Checkpointer, "on_save"), (Evaluator, "evaluate")],
     ids=["start", "save", "eval"],
 )
 def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, corpus, tmp_path):

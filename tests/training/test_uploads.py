@@ -21,7 +21,7 @@ from megatron.training.parity import Trace
 from tests.harness import run_ranks
 from tests.lazy_streams import CPU, uploading
 from tests.parity.layouts import VOCAB, flags, trace_rank
-from tests.parity.t5_runs import RUNS as T5
+from tests.parity.t5_runs import RUNS
 
 COPY, TAKE, WAIT = "copy", ["wait", "keep for computing"], "host waits"
 
@@ -124,7 +124,7 @@ def test_a_step_copies_the_first_data_of_the_next_one_before_the_host_waits(pipe
 @pytest.mark.parametrize(("tensor", "pipe", "data"), [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
 def test_copies_of_t5_give_the_losses_of_plain_ones(tensor: int, pipe: int, data: int) -> None:
     size = tensor * pipe * data
-    argv = T5.flags(tensor, pipe, micro=2, gas=4, extra="--fp32 --reset-attention-mask")
-    done = run_ranks(size, logged, T5.trace_rank, argv, size, 3, 2, deadline_s=100.0)
-    assert_same([trace for trace, _ in done], run_ranks(size, T5.trace_rank, argv, size, 3, 2, deadline_s=100.0))
+    argv = RUNS.flags(tensor, pipe, micro=2, gas=4, extra="--fp32 --reset-attention-mask")
+    done = run_ranks(size, logged, RUNS.trace_rank, argv, size, 3, 2, deadline_s=100.0)
+    assert_same([trace for trace, _ in done], run_ranks(size, RUNS.trace_rank, argv, size, 3, 2, deadline_s=100.0))
     assert {bool(log.count(COPY)) for _, log in done} == ({True, False} if tensor == 2 else {True})

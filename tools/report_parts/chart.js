@@ -11,11 +11,11 @@ class Chart {
     this.figure.className = "card chart";
     const caption = document.createElement("figcaption");
     const title = document.createElement("b"), about = document.createElement("span");
-    title.textContent = chart.title;
-    about.textContent = chart.about;
+    title.textContent = word(chart.title);
+    about.textContent = word(chart.about);
     this.button = document.createElement("button");
     this.button.type = "button";
-    this.button.textContent = "log";
+    this.button.textContent = word("log");
     this.button.onclick = () => { this.isLog = !this.isLog; this.draw(); };
     caption.append(title, about, this.button);
     this.canvas = document.createElement("canvas");
@@ -34,18 +34,18 @@ class Chart {
     return this.chart.x || this.view.axis;
   }
 
-  /* The lines to draw: {run, label, x, y, raw, dash}. */
+  /* The lines to draw, of training or of evaluations: {run, label, x, y, raw, dash}. */
   lines() {
     const found = [];
     this.runs.forEach((run, index) => {
       if (this.view.hidden.has(index)) return;
-      const x = run.columns[this.axis()];
+      const columns = run[this.chart.source], x = columns[this.axis()];
       if (!x) return;
       this.chart.keys.forEach((key, number) => {
-        const raw = run.columns[key];
+        const raw = columns[key];
         if (!raw || !raw.some((value) => value !== null)) return;
-        const inner = key.includes("/") ? key.slice(key.indexOf("/") + 1) : key.endsWith("_predicted") ? "predicted" : "";
-        const dash = DASHES[(number + Math.floor(index / PALETTE.length)) % DASHES.length];
+        const inner = key.includes("/") ? key.slice(key.indexOf("/") + 1) : key.endsWith("_predicted") ? word("predicted") : "";
+        const dash = DASHES[(number + Math.floor(index / PALETTES.light.length)) % DASHES.length];
         const label = inner ? run.name + ", " + inner : run.name;
         found.push({ run: index, label, x, raw, dash, y: smoothed(raw, this.view.smoothing) });
       });
@@ -100,7 +100,7 @@ class Chart {
     this.shown = this.ranges(lines, points);
     if (!this.shown) {
       pen.fillStyle = style.getPropertyValue("--soft");
-      pen.fillText("nothing to draw", width / 2 - 40, height / 2);
+      pen.fillText(word("nothing to draw"), width / 2 - 40, height / 2);
       return;
     }
     this.place(width, height);
@@ -151,7 +151,7 @@ class Chart {
     }
     const axis = this.axis();
     pen.textAlign = "right";
-    pen.fillText(axis === "step" ? "steps" : axis, EDGE.left - 7, height - EDGE.bottom + 6);
+    pen.fillText(word(axis === "step" ? "steps" : axis), EDGE.left - 7, height - EDGE.bottom + 6);
   }
 
   drawLine(pen, line, values, alpha) {
@@ -243,7 +243,7 @@ class Chart {
 
   tell(near, rows, event) {
     const head = document.createElement("div"), axis = this.axis();
-    head.textContent = (axis === "step" ? "step " : "") + withUnit(near, axis === "step" ? [] : SI, 7) + (axis === "step" ? "" : " " + axis);
+    head.textContent = axis === "step" ? word("step") + " " + withUnit(near, [], 7) : withUnit(near, SI, 7) + " " + word(axis);
     rows.sort((a, b) => b.value - a.value);
     this.tip.replaceChildren(head, ...rows.slice(0, 24).map((row) => {
       const line = document.createElement("div"), swatch = document.createElement("i"), value = document.createElement("b");

@@ -18,7 +18,7 @@ class Chart:
     """One chart: the columns ``keys``, or with ``is_family`` all "key/..." of them.
 
     ``x``: what it is drawn over; "" leaves it to the reader. ``unit``: how numbers are written.
-    ``points``: kind of records that are drawn as points, by their ``loss``.
+    ``points``: kind of records that are drawn as points, by their ``loss``. ``source``: which records are the lines.
     """
 
     id: str
@@ -30,11 +30,16 @@ class Chart:
     is_family: bool = False
     points: str = ""
     about: str = ""
+    source: str = "columns"
 
 
 CHARTS = (
     Chart("loss", "Loss over steps", ("loss",), x="step", points="valid", about="nats per token; rings: validation"),
     Chart("loss-tokens", "Loss over tokens", ("loss",), x="tokens", points="valid", about="nats per token"),
+    Chart("valid-loss", "Validation loss", ("loss",), about="nats per token", source="valid"),
+    Chart(
+        "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="e to the loss", source="valid"
+    ),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
     Chart("tokens-per-s", "Throughput", ("tokens_per_s",), "si", about="tokens/s"),
@@ -66,6 +71,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "columns": found,
+        "valid": _evaluated(run, found),
         "points": {kind: _points(run, kind, found) for kind in ("valid", "test")},
         "marks": [{**mark, **_places(found, mark["step"])} for mark in marks(run)],
     }
@@ -76,8 +82,8 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     shown = []
     for chart in CHARTS:
         keys = _keys(chart, runs)
-        values = [v for run in runs for key in keys for v in run["columns"].get(key, []) if v is not None]
-        has_axis = not chart.x or any(chart.x in run["columns"] for run in runs)
+        values = [v for run in runs for key in keys for v in run[chart.source].get(key, []) if v is not None]
+        has_axis = not chart.x or any(chart.x in run[chart.source] for run in runs)
         if not values or not has_axis or (chart.id in ONLY_IF_IT_MOVES and len(set(values)) == 1):
             continue
         if chart.id in ONLY_IF_SEVERAL and len(keys) == 1:
@@ -112,7 +118,7 @@ def _tokens_per_sample(run: RunFolder) -> float:
 
 def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not chart.is_family:
-        return [key for key in chart.keys if any(key in run["columns"] for run in runs)]
+        return [key for key in chart.keys if any(key in run[chart.source] for run in runs)]
     every = dict.fromkeys(key for run in runs for key in run["columns"] if key.startswith(f"{chart.keys[0]}/"))
     keys = list(every)
     return keys if len(keys) <= MOST_LINES else [keys[i * len(keys) // MOST_LINES] for i in range(MOST_LINES)]
@@ -123,6 +129,13 @@ def _points(run: RunFolder, kind: str, found: Mapping[str, Column]) -> list[dict
         {"step": record["step"], "loss": number(record.get("loss")), **_places(found, record["step"])}
         for record in run.of_kind(kind)
     ]
+
+
+def _evaluated(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of the evaluations on the validation split."""
+    records = [{**record, **_places(found, record["step"])} for record in run.of_kind("valid")]
+    named = columns(records)
+    return {name: named[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in named}
 
 
 def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:

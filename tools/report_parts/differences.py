@@ -8,6 +8,7 @@ from typing import Any
 
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, tag
+from tools.report_parts.words import bilingual
 
 MISSING = "-"
 
@@ -30,9 +31,12 @@ def differences(runs: Sequence[RunFolder]) -> Html:
     """Return the table; rows in which nothing differs are hidden until all are asked for."""
     rows = compared(runs)
     found = sum(differs for _, _, differs in rows)
-    told = f"{found} of {len(rows)} settings differ." if len(runs) > 1 else f"{len(rows)} settings of the run."
-    button = tag("button", "show all", type="button", class_="all-settings", hidden=not rows)
-    head = tag("thead", tag("tr", tag("th", "setting"), *[tag("th", run.name) for run in runs]))
+    if len(runs) == 1:
+        told = bilingual("{} settings of the run.", len(rows))
+    else:
+        told = bilingual("{} of {} settings differ.", found, len(rows))
+    button = tag("button", bilingual("show all"), type="button", class_="all-settings", hidden=not rows)
+    head = tag("thead", tag("tr", tag("th", bilingual("setting")), *[tag("th", run.name) for run in runs]))
     body = [
         tag("tr", tag("th", name), *[tag("td", value) for value in values], class_=None if differs else "same")
         for name, values, differs in rows

@@ -10,6 +10,7 @@ from megatron.log import human_bytes, human_count, human_time
 from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, html, table, tag
+from tools.report_parts.words import bilingual
 
 HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s", "MFU",
         "memory", "skipped", "starts")  # fmt: skip
@@ -17,7 +18,9 @@ HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test",
 
 def summary(runs: Sequence[RunFolder]) -> Html:
     """Return the table of all runs; a click on a row hides its curves."""
-    return table(HEAD, [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs")
+    return table(
+        [*map(bilingual, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
+    )
 
 
 def facts(run: RunFolder) -> list[str]:
@@ -29,7 +32,7 @@ def facts(run: RunFolder) -> list[str]:
     tested = run.of_kind("test") or run.evaluations
     test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
     return [
-        state(run),
+        bilingual(*state(run)),
         _model(run),
         _layout(run),
         f"{last.get('step', 0):,}",
@@ -53,17 +56,17 @@ def _validation(losses: Sequence[float]) -> str:
     return f"{losses[-1]:.4f}" + (f" (best {best:.4f})" if best < losses[-1] else "")
 
 
-def state(run: RunFolder) -> str:
-    """Say how far the run came."""
+def state(run: RunFolder) -> tuple[str, ...]:
+    """Say how far the run came: a text and its values, for ``bilingual``."""
     train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
     if not train:
-        return "evaluated" if run.of_kind("test") or run.evaluations else "no record"
+        return ("evaluated" if run.of_kind("test") or run.evaluations else "no record",)
     step = train[-1]["step"]
     if number(train[-1].get("loss")) is None:
-        return f"loss not finite at step {step:,}"
+        return "loss not finite at step {}", f"{step:,}"
     if total is None or step >= total:
-        return "finished" if total is not None else f"at step {step:,}"
-    return f"at step {step:,} of {total:,.0f}"
+        return ("finished",) if total is not None else ("at step {}", f"{step:,}")
+    return "at step {} of {}", f"{step:,}", f"{total:,.0f}"
 
 
 def _swatch(index: int, run: RunFolder) -> Html:

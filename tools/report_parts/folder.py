@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.training.metrics import EVALUATIONS, METRICS, read_metrics
-from megatron.training.stability_guard import read_journal
+from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS, read_metrics
+from megatron.training.callbacks.stability_guard import read_journal
 
 SIGNS = (METRICS, "config.json", EVALUATIONS)
 

@@ -38,7 +38,7 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any)
     return tag("div", tag("table", inner, **attributes), class_="scroll")
 
 
-def section(title: str, *within: Any, id_: str, is_open: bool = True) -> Html:
+def section(title: str | Html, *within: Any, id_: str, is_open: bool = True) -> Html:
     """Return a part of the page that can be folded."""
     return tag("details", tag("summary", tag("h2", title)), *within, class_="card", id=id_, open=is_open)
 

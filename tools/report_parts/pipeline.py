@@ -11,6 +11,7 @@ from typing import Any
 
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, joined, tag
+from tools.report_parts.words import bilingual
 
 WIDTH, LEFT, ROW, GAP = 1200, 64, 22, 4
 MOST_BOXES = 6000
@@ -27,16 +28,18 @@ def timeline(run: RunFolder) -> Html | None:
     try:
         step = read_traces(folder)[-1]
     except Exception as error:  # a trace of anything: the page of all other runs counts more
-        return tag("p", f"The trace cannot be drawn: {error}", class_="note")
+        return tag("p", bilingual("The trace cannot be drawn: {}", error), class_="note")
     order = [[span.action for span in spans] for spans in step.timeline.spans]
     predicted = simulate(order, step.costs, step.num_chunks)
     longest = max(step.timeline.step_s, predicted.step_s)
-    about = f"{step.schedule}, step {step.step}, {step.num_micro_batches} micro-batches"
+    about = bilingual(
+        "{}, step {}, {} micro-batches. Trace: {}", step.schedule, step.step, step.num_micro_batches, folder
+    )
     return tag(
         "div",
-        tag("p", f"{about}. Trace: {folder}"),
-        _panel("measured", step.timeline, longest),
-        _panel("simulated with the measured costs", predicted, longest),
+        tag("p", about),
+        _panel(bilingual("measured"), step.timeline, longest),
+        _panel(bilingual("simulated with the measured costs"), predicted, longest),
         LEGEND,
     )
 
@@ -50,7 +53,7 @@ def _trace_folder(run: RunFolder) -> Path | None:
     return next((place for place in places if any(place.glob("trace-rank*.json"))), None)
 
 
-def _panel(title: str, line: Any, longest: float) -> Html:
+def _panel(title: Html, line: Any, longest: float) -> Html:
     scale, height = (WIDTH - LEFT) / longest, line.num_stages * ROW
     rows = [
         joined(
@@ -63,10 +66,10 @@ def _panel(title: str, line: Any, longest: float) -> Html:
     ]
     shown = sum(map(len, line.spans)) <= MOST_BOXES
     boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if shown else []
-    told = f"{title}: {1e3 * line.step_s:.4g} ms, bubble {100 * line.bubble:.1f} %"
-    told += "" if shown else f" (more than {MOST_BOXES:,} boxes, which are not drawn)"
+    told = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
+    told += [] if shown else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
     drawing = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
-    return tag("figure", tag("figcaption", told), tag("div", drawing, class_="scroll"))
+    return tag("figure", tag("figcaption", *told), tag("div", drawing, class_="scroll"))
 
 
 def _box(stage: int, span: Any, scale: float) -> Html:
@@ -85,7 +88,7 @@ def _box(stage: int, span: Any, scale: float) -> Html:
 LEGEND = tag(
     "p",
     *[
-        tag("span", tag("i", class_=f"swatch {kind}"), f" {name} ")
+        tag("span", tag("i", class_=f"swatch {kind}"), " ", bilingual(name), " ")
         for kind, name in (
             ("Forward", "forward"),
             ("Backward", "backward"),

@@ -3,9 +3,20 @@
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const view = { smoothing: 0, axis: "step", marks: true, hidden: new Set() };
+const isChinese = /^zh/i.test(navigator.language);
+document.documentElement.lang = isChinese ? "zh" : "en";
+
+/* A label in the reader's language; what has no Chinese, as the name of a run, stays. */
+function word(text) {
+  return isChinese && Object.hasOwn(page.zh, text) ? page.zh[text] : text;
+}
+
 const charts = page.charts.map((chart) => new Chart(chart, page.runs, view));
 
 function drawAll() {
+  document.querySelectorAll("i.swatch[data-run]").forEach((swatch) => {
+    swatch.style.background = colourOf(Number(swatch.dataset.run));
+  });
   for (const chart of charts) chart.draw();
   document.documentElement.dataset.drawn = String(charts.filter((chart) => chart.shown).length);
 }
@@ -17,9 +28,6 @@ function useTheme(theme) {
 
 const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
 document.getElementById("charts").append(...charts.map((chart) => chart.figure));
-document.querySelectorAll("i.swatch[data-run]").forEach((swatch) => {
-  swatch.style.background = colourOf(Number(swatch.dataset.run));
-});
 document.querySelectorAll("input[data-run]").forEach((box) => {
   box.onchange = () => {
     const run = Number(box.dataset.run);
@@ -38,6 +46,7 @@ document.getElementById("axis").onchange = (event) => {
   for (const chart of charts) if (!chart.chart.x) chart.zoom = null;
   drawAll();
 };
+for (const choice of document.getElementById("axis").options) choice.textContent = word(choice.textContent);
 document.getElementById("marks").onchange = (event) => { view.marks = event.target.checked; drawAll(); };
 document.getElementById("theme").onclick = () => {
   useTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -45,7 +54,7 @@ document.getElementById("theme").onclick = () => {
 document.querySelectorAll("button.all-settings").forEach((button) => {
   button.onclick = () => {
     const isShort = document.querySelector("table.settings").classList.toggle("only-differences");
-    button.textContent = isShort ? "show all" : "show what differs";
+    button.textContent = word(isShort ? "show all" : "show what differs");
   };
 });
 if (page.runs.length === 1) document.querySelector("table.settings").classList.remove("only-differences");

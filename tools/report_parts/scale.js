@@ -1,11 +1,16 @@
 "use strict";
 /* Numbers: how they are written, where an axis has its ticks, and the colours of runs. */
 
-const PALETTE = ["#3b7dd8", "#e0702f", "#2c9a6b", "#b655c4", "#c9a21b", "#d3455b", "#2aa3b8", "#8a6d4b", "#6b6fd6", "#7a9a2e"];
+/* Eight colours each, which the colour-blind tell apart too, on the background of each theme (tests/tools/test_report.py). */
+const PALETTES = {
+  light: ["#3b7dd8", "#b38000", "#801a00", "#663366", "#e66680", "#8033ff", "#1a0080", "#1a0000"],
+  dark: ["#5b9bf0", "#ffe600", "#ff3300", "#00ffe6", "#cc1a80", "#ccff99", "#991aff", "#cc8066"],
+};
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
 function colourOf(run) {
-  return PALETTE[run % PALETTE.length];
+  const palette = PALETTES[document.documentElement.dataset.theme] || PALETTES.light;
+  return palette[run % palette.length];
 }
 
 function trimmed(value, digits) {

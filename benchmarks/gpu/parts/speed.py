@@ -246,7 +246,7 @@ def plan(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         "round_s": 0.01,
     }
     begin = time.monotonic()
-    found = calibrate(1, machine.kind, tell=lambda text: None, **(toy if machine.is_dry else {}))
+    found = calibrate(1, machine.kind, report=lambda text: None, **(toy if machine.is_dry else {}))
     seconds = time.monotonic() - begin
     rows = dict(planned_of(machine, found))
     ratios = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,11 +221,11 @@ def _tokenizer_in(source: Path) -> Tokenizer:
     return build(named.pop("tokenizer_type"), **named)
 
 
-# The Hugging Face forms of the families.
+# The Hugging Face formats of the families.
 
 
 def format_of(family: str) -> HFFormat:
-    """Return the form of ``family`` there.
+    """Return the format of ``family`` there.
 
     Raises:
         CheckpointError: it has none.
@@ -234,12 +235,15 @@ def format_of(family: str) -> HFFormat:
         title = FAMILIES[family].title if family in FAMILIES else family
         have = ", ".join(FAMILIES[name].title for name in known)
         raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
-    hf_format: HFFormat = load(family, "huggingface").FORMAT
+    part = load(family, "huggingface")
+    if not hasattr(part, "FORMAT"):
+        warnings.warn(f"{part.__name__}.FORM is called FORMAT now", DeprecationWarning, stacklevel=2)
+    hf_format: HFFormat = getattr(part, "FORMAT", None) or part.FORM
     return hf_format
 
 
 def families_with_format() -> list[str]:
-    """Return the families that have a form there."""
+    """Return the families that have a format there."""
     return [family for family in FAMILIES if has_part(family, "huggingface")]
 
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron import files, log
-from megatron import tokenizer as tokenizers
 from megatron.data.file_io import read_sizes
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, check_prefix
 from megatron.data.preprocess import plan, shards
@@ -22,7 +21,7 @@ from megatron.data.preprocess.shards import LOCK, Part, ShardFolder, folder_of
 from megatron.data.preprocess.workers import UnitError, Work, Workers
 from megatron.errors import DataError, StopRequest
 from megatron.file_lock import FileLock
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer import Tokenizer, with_gigatoken
 
 # BPE by ``gigatoken``, once it has shown on texts of the corpus that its ids are the same.
 
@@ -31,7 +30,7 @@ _SHARE = 128
 _LEAST_CHARS, _MOST_CHARS = 1 << 12, 1 << 15  # at each place
 
 
-def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
+def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
     """Return ``tokenizer`` made faster, or as it is with a warning where an id differs.
 
     Raises:
@@ -40,7 +39,7 @@ def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
     """
     if any(unit.path == STDIN for unit in units):
         raise DataError("--gigatoken looks at a sample of the corpus first, which - (standard input) cannot give")
-    return tokenizers.with_gigatoken(tokenizer, sample(units, keys), is_required=True)
+    return with_gigatoken(tokenizer, sample(units, keys), is_required=True)
 
 
 def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
@@ -181,7 +180,7 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: ShardFolder, tally: JobProgre
     left = [unit for unit in units if not parts.path(unit.number, "json").exists()]
     plan.check_for_units(parts.folder, left, parts.dtype.itemsize)
     if job.use_gigatoken:
-        tokenizer = with_gigatoken(tokenizer, units, job.json_keys)
+        tokenizer = fast_tokenizer(tokenizer, units, job.json_keys)
     encoder = Encoder(tokenizer, tuple(job.json_keys), job.append_eod, job.max_document_chars)
     limits = ErrorLimits(job.max_bad_lines, job.max_bad_fraction)
     already = tally.total_bytes - sum(unit.size for unit in left)

@@ -50,12 +50,14 @@ class BertConfig(FamilyConfig):
         "train without the next-sentence task, on single texts",
         flag="",
         constants={"--bert-no-binary-head": False},
+        short="leave next sentences out",
     )
     mask_prob: float = _option(
         0.15,
         "share of the text that is to be guessed",
         above=0,
         below=1,
+        short="share that is masked",
     )
     whole_word_masking: bool = _option(False, "mask all tokens of a word together")
     short_seq_prob: float = _option(

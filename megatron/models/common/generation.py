@@ -72,7 +72,7 @@ def stage_of(model: Any) -> ModelStage:
     """Return what this rank holds of ``model``.
 
     Args:
-        model: a ``ModelStage``; a single-stage module (GPT2Model, T5Model); or the engine that trains a model, with a
+        model: a ``ModelStage``; a module of one stage, as of every family; or the engine that trains a model, with a
             pipeline or without (``megatron.training``'s, or DeepSpeed's or ``tds``'s within it).
 
     Raises:
@@ -85,7 +85,7 @@ def stage_of(model: Any) -> ModelStage:
     has_units = hasattr(module, "forward_funcs") or hasattr(module, "units")
     if not has_units or not hasattr(module, "sizes") or not hasattr(module, "place"):
         raise TypeError(
-            f"the model must be a GPT2Model, a T5Model, or the engine that trains one, got {type(model).__name__}. "
+            f"the model must be one of megatron.models, or the engine that trains one, got {type(model).__name__}. "
             "A model of your own needs the attributes sizes and place, and a method units."
         )
     return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)

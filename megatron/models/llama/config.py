@@ -64,9 +64,14 @@ class LlamaConfig(FamilyConfig):
         shown_default="num-attention-heads",
         aliases=("--num-key-value-heads",),
         elsewhere="there are as many key heads as query heads; leave it out, or use examples/llama/pretrain_llama.py",
+        short="k, v heads",
     )
     rotary_base: float = _rotary(
-        10000.0, "base of the rotary positions' frequencies", above=1, aliases=("--rope-theta",)
+        10000.0,
+        "base of the rotary positions' frequencies",
+        above=1,
+        aliases=("--rope-theta",),
+        short="base of the frequencies",
     )
     rotary_scaling: str = _rotary(
         "none",

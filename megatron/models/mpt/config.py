@@ -40,6 +40,7 @@ class MptConfig(FamilyConfig):
         "the slopes of the heads go from 2^(-max/heads) to 2^-max",
         minimum=1,
         elsewhere="ALiBi is MPT's; leave it out, or use examples/mpt/pretrain_mpt.py",
+        short="ALiBi's largest exponent",
     )
     clip_qkv: float = option(
         0.0,

@@ -64,7 +64,11 @@ class T5Config(FamilyConfig):
     READS_SPAN_FILES: ClassVar = True
 
     enc_seq_length: int = _length(
-        256, "tokens of the encoder's inputs, with sentinels and end", minimum=1, aliases=("--encoder-seq-length",)
+        256,
+        "tokens of the encoder's inputs, with sentinels and end",
+        minimum=1,
+        aliases=("--encoder-seq-length",),
+        short="tokens of encoder inputs",
     )
     dec_seq_length: int = _length(
         0,
@@ -73,6 +77,7 @@ class T5Config(FamilyConfig):
         minimum=1,
         shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
+        short="tokens of decoder targets",
     )
     enc_layers: int = _layers(
         0, "encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)
@@ -89,12 +94,15 @@ class T5Config(FamilyConfig):
     relative_attention_max_distance: int = _option(
         128, "distance from which on all share a row of the relative bias table", minimum=1
     )
-    noise_density: float = _option(0.15, "share of the text that is masked", above=0, below=1)
+    noise_density: float = _option(
+        0.15, "share of the text that is masked", above=0, below=1, short="share that is masked"
+    )
     mean_span_length: float = _option(3.0, "mean length of a masked span in tokens", minimum=1)
     denoisers: str = _option(
         "R",
         "kinds of samples and their weights, as R, R,X,S or R:2,X:1,S:1: R masks as the two flags say, X much more, S "
         "has a prefix predict the rest (UL2); with several kinds inputs start with a token that names theirs",
+        short="kinds of samples, as R,X,S",
     )
     vocab_extra_ids: int = _option(
         100, "sentinels that are appended to the vocabulary of a tokenizer that has none", minimum=0

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from megatron.checkpoint import TensorRecord, named_parameters
-from megatron.checkpoint.huggingface import config as settings
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface import weights as direct
-from megatron.checkpoint.huggingface import weights as tensors
+from megatron.checkpoint.huggingface.config import config_to_huggingface
+from megatron.checkpoint.huggingface.weights import expected_weights, is_folder, open_pretrained, weights_to_huggingface
 from megatron.checkpoint.loading import fill
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
@@ -45,10 +44,10 @@ def config_named(name: str, **values) -> Config:
 
 def write(place: Path, config: Config) -> dict[str, torch.Tensor]:
     """Write a folder with the model of ``config``, in several files; return its weights under our names."""
-    weights = {name: values_of(name, tuple(tensor.shape)) for name, tensor in tensors.expected_weights(config).items()}
+    weights = {name: values_of(name, tuple(tensor.shape)) for name, tensor in expected_weights(config).items()}
     place.mkdir(parents=True)
-    folder.write_json(place / folder.CONFIG, settings.config_to_huggingface(config, "float32"))
-    theirs = tensors.weights_to_huggingface(weights, config)
+    folder.write_json(place / folder.CONFIG, config_to_huggingface(config, "float32"))
+    theirs = weights_to_huggingface(weights, config)
     folder.write_tensors(place, theirs, max_shard_bytes=sum(map(folder._bytes, theirs.values())) // 3)
     return weights
 
@@ -68,7 +67,7 @@ def test_every_rank_reads_its_parts_of_every_weight(name: str, tmp_path: Path) -
             for record in records:
                 record.tensor.fill_(7.0)  # whoever leaves a number out is seen
             with ExitStack() as stack:
-                opened = direct.open_pretrained(tmp_path / "hf", stack)
+                opened = open_pretrained(tmp_path / "hf", stack)
                 opened.check_fits(config)
                 opened.load(records)
             assert {r.name for r in records} == {f"weights/{name}" for name in weights}
@@ -83,7 +82,7 @@ def test_parts_that_cut_through_a_head_are_read_too(tmp_path: Path) -> None:
     config = config_named("t5 gated and untied")
     weights = write(tmp_path / "hf", config)
     with ExitStack() as stack:
-        opened = direct.open_pretrained(tmp_path / "hf", stack)
+        opened = open_pretrained(tmp_path / "hf", stack)
         for name in ("encoder.layers.0.attention.query_key_value.weight", "decoder.layers.1.mlp.up.weight"):
             whole = weights[name]
             for start, length in ((0, 1), (3, 8), (5, whole.shape[0] - 5)):
@@ -103,7 +102,7 @@ def test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_wi
         for rank in range(size):
             records = records_of(ours, rank, size)
             with ExitStack() as stack:
-                opened = direct.open_pretrained(tmp_path / "hf", stack)
+                opened = open_pretrained(tmp_path / "hf", stack)
                 with pytest.raises(CheckpointError, match=r"vocab_size: saved 29[\s\S]*, or --resize-vocab"):
                     opened.check_fits(ours)
                 opened.check_fits(replace(ours, checkpoint=CheckpointConfig(resize_vocab=True)))
@@ -131,13 +130,13 @@ def test_what_does_not_fit_is_told_with_the_flags_that_do(tmp_path: Path) -> Non
     write(tmp_path / "hf", config)
     wider = config_named("gpt2", ff_hidden_size=48)
     with ExitStack() as stack:
-        opened = direct.open_pretrained(tmp_path / "hf", stack)
+        opened = open_pretrained(tmp_path / "hf", stack)
         with pytest.raises(CheckpointError, match=r"ff_hidden_size: saved 64, now 48[\s\S]*--ff-hidden-size 64"):
             opened.check_fits(wider)
     next(iter((tmp_path / "hf").glob("model-00002-of-*.safetensors"))).unlink()
     with ExitStack() as stack, pytest.raises(CheckpointError, match=r"must hold model-00002-of"):
-        direct.open_pretrained(tmp_path / "hf", stack)
-    assert not direct.is_folder(tmp_path)
+        open_pretrained(tmp_path / "hf", stack)
+    assert not is_folder(tmp_path)
 
 
 LARGE = {"hidden_size": 512, "num_attention_heads": 8, "num_layers": 4, "vocab_size": 12_000}
@@ -175,11 +174,11 @@ def _peak(rank: int, place: Path, config: Config, size: int) -> tuple[int, int, 
     watcher.start()
     records = records_of(config, size - 1, size)
     with ExitStack() as stack:
-        direct.open_pretrained(place, stack).load(records)
+        open_pretrained(place, stack).load(records)
     done.set()
     watcher.join()
     share = sum(record.tensor.numel() * 4 for record in records)
-    return peak - before, share, max(tensor.numel() * 4 for tensor in tensors.expected_weights(config).values())
+    return peak - before, share, max(tensor.numel() * 4 for tensor in expected_weights(config).values())
 
 
 def _anonymous_bytes() -> int:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface import weights as tensors
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, saved_config
 from megatron.checkpoint.huggingface.convert import export, import_folder
+from megatron.checkpoint.huggingface.weights import expected_weights, weights_from_huggingface, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.huggingface.models import config_of, save_model
@@ -109,21 +109,19 @@ def test_biases_that_were_trained_elsewhere_are_kept(tmp_path: Path) -> None:
 def test_a_head_that_equals_the_table_need_not_be_there(tmp_path: Path) -> None:
     for family, word in (("gpt2", "transformer.wte.weight"), ("t5", "shared.weight")):
         config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2")
-        own = {name: torch.randn(tensor.shape) for name, tensor in tensors.expected_weights(config).items()}
+        own = {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
         own["head.weight"] = own["embedding.word.weight"].clone()
-        theirs = tensors.weights_to_huggingface(own, config)
+        theirs = weights_to_huggingface(own, config)
         for held in (theirs, {name: tensor for name, tensor in theirs.items() if name != "lm_head.weight"}):
-            assert word in held and tensors.weights_from_huggingface(held, config)["head.weight"].equal(
-                own["head.weight"]
-            )
+            assert word in held and weights_from_huggingface(held, config)["head.weight"].equal(own["head.weight"])
 
 
 def test_a_tied_head_with_other_values_is_refused() -> None:
     config = config_of("t5")
-    own = {name: torch.randn(tensor.shape) for name, tensor in tensors.expected_weights(config).items()}
-    theirs = {**tensors.weights_to_huggingface(own, config), "lm_head.weight": torch.randn(29, 16)}
+    own = {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
+    theirs = {**weights_to_huggingface(own, config), "lm_head.weight": torch.randn(29, 16)}
     with pytest.raises(CheckpointError, match="lm_head.weight must equal shared.weight"):
-        tensors.weights_from_huggingface(theirs, config)
+        weights_from_huggingface(theirs, config)
 
 
 def test_settings_are_the_same_after_there_and_back() -> None:

@@ -9,18 +9,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.models.bert import pipeline
-from megatron.models.common import pipeline as gpt2
+from megatron.models.bert import pipeline as bert_pipeline
+from megatron.models.common import pipeline as common_pipeline
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.llama import pipeline as llama
+from megatron.models.llama import pipeline as llama_pipeline
 from tests.models.bert.samples import bert_sizes
 from tests.models.common.samples import batch_of, filled, small_sizes
 from tests.models.llama.samples import llama_sizes
 
 CASES: dict[str, tuple[ModuleType, ModelArgs, str, tuple[Any, ...]]] = {
-    "gpt2": (gpt2, small_sizes(), "document_mask", ()),
-    "llama": (llama, llama_sizes(), "document_mask", (True,)),
-    "bert": (pipeline, bert_sizes(hidden_size=16, kv_hidden_size=4), "padding_mask", ()),
+    "gpt2": (common_pipeline, small_sizes(), "document_mask", ()),
+    "llama": (llama_pipeline, llama_sizes(), "document_mask", (True,)),
+    "bert": (bert_pipeline, bert_sizes(hidden_size=16, kv_hidden_size=4), "padding_mask", ()),
 }
 
 

@@ -10,20 +10,26 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.models.bert import pipeline
-from megatron.models.common import pipeline as gpt2
+from megatron.models.bert import pipeline as bert_pipeline
+from megatron.models.common import pipeline as common_pipeline
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.llama import pipeline as llama
-from megatron.models.mpt import pipeline as mpt
-from megatron.models.registry import FAMILIES as ALL_FAMILIES
-from megatron.models.t5 import pipeline as t5
+from megatron.models.llama import pipeline as llama_pipeline
+from megatron.models.mpt import pipeline as mpt_pipeline
+from megatron.models.registry import FAMILIES
+from megatron.models.t5 import pipeline as t5_pipeline
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import is_partial, shard_of
 from tds.shared_layers import held_in
 from tests.models.common.test_sequence_parallel import cases
 
 PAIR = Group((0, 1), 0)
-FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "bert": pipeline, "t5": t5}
+PIPELINES: dict[str, ModuleType] = {
+    "gpt2": common_pipeline,
+    "llama": llama_pipeline,
+    "mpt": mpt_pipeline,
+    "bert": bert_pipeline,
+    "t5": t5_pipeline,
+}
 Facts = Counter[tuple[tuple[int, ...], bool, bool]]
 
 
@@ -43,7 +49,7 @@ def facts_of(parameters: Iterable[nn.Parameter]) -> Facts:
 def test_what_every_rank_holds_whole_is_partial_in_a_pipeline_as_without_one(name: str) -> None:
     case, cut = cases()[name], ParallelContext(PAIR, sequence_parallel=True)
     family = name.partition(" ")[0].rstrip(",")
-    home = FAMILIES[family]
+    home = PIPELINES[family]
     held = parameters_of(home, case.sizes, cut)
     for key, parameter in held.items():
         is_whole = not shard_of(parameter).is_partitioned and "next_sentence." not in key
@@ -52,8 +58,8 @@ def test_what_every_rank_holds_whole_is_partial_in_a_pipeline_as_without_one(nam
     whole, found = (facts_of(each) for each in (case.kind(case.sizes, cut).parameters(), held.values()))
     copies = found - whole  # the table that a decoder's last stage holds once more for its head
     assert not whole - found and all(is_cut and not partial for _, is_cut, partial in copies)
-    assert copies.total() == (ALL_FAMILIES[family].kind == "decoder" and not case.sizes.untie_embeddings)
+    assert copies.total() == (FAMILIES[family].kind == "decoder" and not case.sizes.untie_embeddings)
 
 
 def test_every_family_is_there() -> None:
-    assert set(ALL_FAMILIES) == set(FAMILIES) == {name.partition(" ")[0].rstrip(",") for name in cases()}
+    assert set(FAMILIES) == set(PIPELINES) == {name.partition(" ")[0].rstrip(",") for name in cases()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.mpt import model as module
+from megatron.models.mpt import model as mpt_model
 from megatron.models.mpt.model import AlibiBias, MptModel
 from megatron.mpu.groups import Group
 from megatron.ops.positions import alibi_slopes
@@ -108,7 +108,7 @@ def test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own() -> N
     made = AlibiBias(mpt_sizes(), ParallelContext())
     x, segments = torch.zeros(SEQ, 3, 16), batch_of(with_documents=True).segment_ids
     assert segments is not None
-    with patch.object(module, "alibi_bias", wraps=module.alibi_bias) as making:
+    with patch.object(mpt_model, "alibi_bias", wraps=mpt_model.alibi_bias) as making:
         first = made.for_hidden(x, segments)
         assert made.for_hidden(x, segments) is first
         assert made.for_hidden(x) is made.for_hidden(x)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.config import Config, parse
+from megatron.models import registry
 from megatron.models.common import decoder_cost
 from megatron.models.common.memory import Memory
-from megatron.models.registry import costs_of as of
 from megatron.models.t5 import cost
 from megatron.models.t5.cost import T5Costs
 from megatron.ops import biased_attention
@@ -25,7 +25,7 @@ def config_of(line: str = BASE, **others: Any) -> Config:
 
 
 def costs_of(line: str = BASE, **sides: Any) -> T5Costs:
-    costs = of(config_of(line))
+    costs = registry.costs_of(config_of(line))
     assert isinstance(costs, T5Costs)
     return replace(costs, sides=replace(costs.sides, **sides))
 
@@ -64,7 +64,7 @@ def test_flops_are_three_forwards_of_the_formula():
 
 def test_t5_small_has_its_published_number_of_parameters():
     line = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ff-hidden-size 2048 --vocab-size 32128"
-    assert of(config_of(line)).num_parameters == 60_506_624
+    assert registry.costs_of(config_of(line)).num_parameters == 60_506_624
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_parameters_are_those_of_the_model_that_is_built(line):
     sizes = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --kv-hidden-size 5"
     config = config_of(f"{sizes} --ff-hidden-size 50 --vocab-size 61 --enc-seq-length 20 {line}")
     built = T5Model(t5_model_args_from(config.model, config.own))
-    assert of(config).num_parameters == sum(parameter.numel() for parameter in built.parameters())
+    assert registry.costs_of(config).num_parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_units_are_named_in_their_order():
@@ -188,7 +188,7 @@ def test_memory_counts_the_encoder_output_of_decoder_stages_and_the_logits():
 
 def test_a_relative_bias_is_kept_for_each_sample_where_batches_have_segments():
     plain = costs_of(BASE)
-    apart = of(config_of(BASE + " --reset-attention-mask"))
+    apart = registry.costs_of(config_of(BASE + " --reset-attention-mask"))
     common = {"micro_batch_size": 4, "dtype": "bf16"}
     (one,), (many,) = (costs.memory_per_stage([0, 29], **common) for costs in (plain, apart))
     assert many.activations - one.activations == 3 * 12 * 12 * (512**2 + 114**2) * 2
@@ -233,7 +233,7 @@ def test_scores_that_blocked_attention_keeps_are_those_of_the_model_that_is_buil
     line = f"{SHORT} --enc-seq-length 40 --dec-seq-length 37 --attention-dropout 0 --hidden-dropout 0 {line}"
     for module in (biased_attention, cost):
         monkeypatch.setattr(module, "KEPT", 3 * 2 * 40 * 37 if is_kept else 10)
-    costs = of(config_of(line), is_on_cpu=True)
+    costs = registry.costs_of(config_of(line), is_on_cpu=True)
     # no other matrix has these numbers in its last two places
     found = square_bytes(line, 3, {(40, 40), (37, 37), (37, 40)})
     assert isinstance(costs, T5Costs)
@@ -248,7 +248,7 @@ def test_blocked_attention_counts_in_the_memory_of_cpus_in_32_bits_without_dropo
     assert decoder_cost.KEPT == biased_attention.KEPT
     line = f"{SHORT} --enc-seq-length 64 --dec-seq-length 32 --attention-dropout 0"
     config = config_of(line + " --hidden-dropout 0")
-    blocked, plain = of(config, is_on_cpu=True), of(config)
+    blocked, plain = registry.costs_of(config, is_on_cpu=True), registry.costs_of(config)
     bias = 2 * (2 * 64**2 + 3 * 32**2)
     probabilities = 2 * (2 * 64**2 + 3 * (32**2 + 32 * 64))
 
@@ -259,18 +259,18 @@ def test_blocked_attention_counts_in_the_memory_of_cpus_in_32_bits_without_dropo
         assert activations(blocked, dtype) - activations(plain, dtype) == (5 * probabilities - bias) * width
     assert activations(blocked, "bf16") == activations(plain, "bf16")
     dropped = config_of(line.replace("dropout 0", "dropout 0.1") + " --hidden-dropout 0")
-    assert of(dropped, is_on_cpu=True) == of(dropped)
+    assert registry.costs_of(dropped, is_on_cpu=True) == registry.costs_of(dropped)
 
 
 def test_products_have_the_flops_of_the_model() -> None:
-    costs = of(config_of(BASE))
+    costs = registry.costs_of(config_of(BASE))
     assert 3 * sum(unit.flops for unit in costs.unit_work(2, 1, 4)) == pytest.approx(2 * costs.flops_per_sample)
     decoder = costs.unit_work(2, 2, 4)[costs._units.dec_layers[0]]
     assert len(decoder.sums) == 3 and len(decoder.back) == 4
 
 
 def test_the_output_of_the_encoder_crosses_with_the_hidden_state_of_the_decoder() -> None:
-    costs = of(config_of(BASE))
+    costs = registry.costs_of(config_of(BASE))
     h, seam = costs.sizes.hidden_size, costs._units.dec_embedding
     assert costs.boundary_bytes(seam, 2, 4) == costs.boundary_bytes(2, 2, 4) == 2 * 512 * h * 4
     assert costs.boundary_bytes(seam + 2, 2, 4) == 2 * (512 + 114) * h * 4

@@ -109,7 +109,7 @@ def test_another_number_of_micro_batches_chooses_again() -> None:
 def test_the_number_of_micro_batches_decides() -> None:
     set_to: list[str] = []
     auto = Auto(set_to.append, num_stages=2, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
-    auto._say = lambda _: None  # type: ignore[method-assign]
+    auto._log = lambda _: None  # type: ignore[method-assign]
     even, whole = Costs.even(2), Costs((1.0,) * 2, (1.98,) * 2, (0.0,) * 2)
     auto._measured, auto._step = [whole, even], NUM_TRIALS - 1
     auto.observe(None, 2)
@@ -157,6 +157,6 @@ def simulate_all(name: str, costs: Costs) -> float:
 
 def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Auto, "_say", lambda self, reason: told.append(reason))
+    monkeypatch.setattr(Auto, "_log", lambda self, reason: told.append(reason))
     auto = Auto(told.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
     assert auto.is_settled and told == ["1f1b", "1f1b: with one stage there is nothing to choose"]

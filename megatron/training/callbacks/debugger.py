@@ -1,11 +1,10 @@
-"""--debug-dump and --debug-nan over an engine."""
+"""Debugger: --debug-dump and --debug-nan over the steps of an engine."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
 from megatron.training.initialize import World, run_on_rank_0
-from megatron.training.train_step import DataIterator, ModuleError, StepEngine, StepResult
+from megatron.training.train_step import ModuleError, StepEngine, StepResult
+from megatron.training.trainer import Callback
 
 # The start of a dump: its folder and each rank's file are there, and it is known what the dump will hold.
 
@@ -94,23 +94,16 @@ def _facts(config: Config, world: World) -> dict[str, Any]:
 # Imported only where one of the two is given.
 
 
-def attach(engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
-    """Let the steps of ``engine`` be looked at as ``config.debug`` says. Collective.
+class Debugger(Callback):
+    """Looks at the steps of one engine on this rank; on every rank, or on none. Making it is collective.
 
     Raises:
         ConfigError: a rank cannot write to the folder, it holds the dump of another run, or nothing is to be dumped.
     """
-    debugger = Debugger(engine, config, world, streams)
-    engine.train_step = debugger.train_step  # type: ignore[method-assign]
-
-
-class Debugger:
-    """Looks at the steps of one engine on this rank; on every rank, or on none."""
 
     def __init__(self, engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
         self.engine, self.config, self.world, self.streams = engine, config, world, streams
         grid, settings = world.grid, config.debug
-        self._plain_step = engine.train_step
         self._dumped = settings.steps() if settings.debug_dump is not None else []
         self._pattern = settings.wanted()
         modules = named_modules(engine.module)
@@ -118,7 +111,7 @@ class Debugger:
         if settings.debug_dump is not None:
             names = [[name for name, _ in each] for each in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
-        self._is_dumping = self._has_noted_structure = False
+        self._is_looking = self._is_dumping = self._has_noted_structure = False
         self._number = config.batch.gas
         chunks = getattr(engine.module, "chunks", 1)
         self._chunks = _chunks_of_parameters(engine.module, chunks)
@@ -133,55 +126,57 @@ class Debugger:
             chunk=lambda args: args[1] if chunks > 1 and len(args) > 1 else 0,  # as tds.engine.stage calls it
         )
 
-    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
-        """Take the engine's step, looked at where that is asked for. Collective.
+    def on_step_start(self) -> None:
+        """Look at all that follows in this step, where that is asked for."""
+        step = self.trainer.samples.step
+        self._warn_of_steps_behind(step)
+        self._is_dumping = any(step in steps for steps in self._dumped)
+        self._number = self.trainer.samples.num_micro_batches
+        self._is_looking = self._is_dumping or self.config.debug.debug_nan
+        if not self._is_looking:
+            return
+        self._check.clear()
+        self._found, self._has_asked, self._has_noted_structure = None, False, False
+        if self._is_dumping and self._writer is not None:
+            self._writer.begin(step)
+            self._dump_weights(self._writer)
+        self._watch.start()
+
+    def on_before_update(self, loss: float) -> None:
+        """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective.
 
         Raises:
             ModuleError: a number is not finite, and the run ends for it.
         """
-        self._warn_of_steps_behind(step + 1)
-        self._is_dumping = any(step + 1 in steps for steps in self._dumped)
-        self._number = num_micro_batches or self.config.batch.gas
-        if not self._is_dumping and not self.config.debug.debug_nan:
-            return self._plain_step(data, step, num_micro_batches)
-        with self._looking(step + 1):
-            try:
-                result = self._plain_step(data, step, num_micro_batches)
-            except ModuleError:
-                raise
-            except NumericsError as error:
-                found = self._found if self._has_asked else self._finding()
-                if found is None:
-                    raise
-                self._note(found)
-                raise ModuleError(str(error), found.text) from error
-            self._end(result)
-        return result
-
-    @contextmanager
-    def _looking(self, step: int) -> Iterator[None]:
-        """Look at all within, and at what comes ahead of the update."""
-        self._check.clear()
-        self._found, self._has_asked, self._has_noted_structure = None, False, False
-        on_loss = self.engine.on_loss
-
-        def ahead_of_update(loss: float) -> None:
+        if self._is_looking:
             self._ahead_of_update()
-            on_loss(loss)
 
-        if self._is_dumping and self._writer is not None:
-            self._writer.begin(step)
-            self._dump_weights(self._writer)
-        self.engine.on_loss = ahead_of_update
-        self._watch.start()
-        try:
-            yield
-        finally:
-            self._watch.stop()
-            self.engine.on_loss = on_loss
-            self._check.clear()
-            if self._writer is not None:
-                self._writer.close()
+    def on_after_update(self, result: StepResult) -> None:
+        if self._is_looking:
+            self._end(result)
+            self._look_no_longer()
+
+    def find_nonfinite(self, error: NumericsError) -> str | None:
+        """Say which module of this rank made the number; None where no module was looked at, or none is known."""
+        if isinstance(error, ModuleError):
+            return error.found
+        if not self._is_looking:
+            return None
+        found = self._found if self._has_asked else self._finding()
+        self._note(found)
+        return None if found is None else found.text
+
+    def on_exception(self, error: BaseException) -> None:
+        self._look_no_longer()
+
+    def _look_no_longer(self) -> None:
+        if not self._is_looking:
+            return
+        self._is_looking = False
+        self._watch.stop()
+        self._check.clear()
+        if self._writer is not None:
+            self._writer.close()
 
     def _see(self, seen: Seen, x: torch.Tensor) -> None:
         self._check.see(seen, x)

@@ -1,10 +1,8 @@
-"""--profile: torch traces of all ranks, slowest operators; the pipeline picture."""
+"""Profiler: torch traces of all ranks and the slowest operators (--profile)."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,10 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron import files, log
-from megatron.training.run import Run
 from megatron.training.timeouts import SAVING
-from megatron.training.train_step import DataIterator, StepResult
-from tds import plot
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Callback
 
 # Operators and kernels of a profile: sums over ranks, and the table of those that take longest.
 
@@ -81,7 +78,7 @@ def table(shown: list[Operator], steps: int, ranks: int, of: list[Operator] | No
 # | rank0.json.gz ... | what ran on the rank and its device, for https://ui.perfetto.dev and chrome://tracing |
 # | top.txt, top.json | own time of each operator and kernel over all ranks and profiled steps, the longest first |
 #
-# Imported only where the flag is given. Numbers of the run do not change; its speed in these steps does.
+# Imported only where the flag is given.
 
 FOLDER = "profile"
 SHOWN = 10
@@ -89,36 +86,46 @@ Given = TypeVar("Given")
 _KINDS = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
-class Profiler:
-    """Wraps the steps of a run's engine; ``finish`` writes what there is. On every rank, or on none."""
+class Profiler(Callback):
+    """Profiles the steps of --profile; numbers of the run do not change, its speed in these steps does."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.steps = run, run.config.seeing.profiled()
-        self._plain_step = run.engine.train_step
+    def __init__(self, steps: range) -> None:
+        self.steps = steps
         self._profile: profile | None = None
+        self._named: Any = None
         self._taken = self._next = 0
-        run.engine.train_step = self.train_step  # type: ignore[method-assign]
-        if run.progress.step >= self.steps[0] and run.world.rank == 0:
+
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        if trainer.progress.step >= self.steps[0] and trainer.world.rank == 0:
             log.warning(
-                f"--profile {run.config.seeing.profile} begins ahead of step {run.progress.step + 1}, with which this "
-                "run goes on: steps before it are not there. Steps are counted from the first start"
+                f"--profile {trainer.config.seeing.profile} begins ahead of step {trainer.progress.step + 1}, with "
+                "which this run goes on: steps before it are not there. Steps are counted from the first start"
             )
 
-    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
-        """Take the engine's step, within the profile where that is asked for. Collective."""
+    def on_step_start(self) -> None:
+        step = self.trainer.samples.step
         if self._profile is not None and step != self._next:
             self._drop()  # the run has gone back
-        if step + 1 not in self.steps:
-            return self._plain_step(data, step, num_micro_batches)
+        if step not in self.steps:
+            return
         if self._profile is None:
             self._profile = self._start()
-        with torch.profiler.record_function(f"step {step + 1}"):
-            result = self._plain_step(data, step, num_micro_batches)
+        self._named = torch.profiler.record_function(f"step {step}")
+        self._named.__enter__()
+
+    def on_after_update(self, result: StepResult) -> None:
+        step = self.trainer.samples.step
+        if step not in self.steps:
+            return
+        self._named.__exit__(None, None, None)
         self._taken, self._next = self._taken + 1, step + 1
-        if step + 1 == self.steps[-1]:
-            with self.run.phases.over(SAVING):
+        if step == self.steps[-1]:
+            with self.trainer.phases.over(SAVING):
                 self.finish()
-        return result
+
+    def on_train_end(self) -> None:
+        self.finish()  # of a run that is stopped amidst
 
     def finish(self) -> None:
         """End the profile, if it runs, and write it. Collective.
@@ -128,20 +135,20 @@ class Profiler:
         if self._profile is None:
             return
         taken, self._profile = self._profile, None
-        folder, rank = self.run.folder / FOLDER, self.run.world.rank
+        world = self.trainer.world
+        folder, world_size = self.trainer.folder / FOLDER, world.grid.topology.world_size
         own = _tried(lambda: _ended(taken)) or []
-        _tried(lambda: _write_trace(taken, folder / f"rank{rank}.json.gz"))
-        every = self.run.world.grid.host.gather_objects(own)  # of no rank is it left out: the others wait for it
+        _tried(lambda: _write_trace(taken, folder / f"rank{world.rank}.json.gz"))
+        every = world.grid.host.gather_objects(own)  # of no rank is it left out: the others wait for it
         operators = joined(every)
-        if self.run.screen is None:
+        if world.rank != 0:
             return
-        world_size = self.run.world.grid.topology.world_size
         _tried(lambda: _write_operators(folder, operators, self._taken, world_size))
-        self.run.screen.line(table(operators[:SHOWN], self._taken, world_size, of=operators))
-        self.run.screen.line(f"profile of {self._taken} steps: {folder}")
+        self.trainer.print_line(table(operators[:SHOWN], self._taken, world_size, of=operators))
+        self.trainer.print_line(f"profile of {self._taken} steps: {folder}")
 
     def _start(self) -> profile:
-        kind = self.run.world.kind
+        kind = self.trainer.world.kind
         activities = [ProfilerActivity.CPU, *([_KINDS[kind]] if kind in _KINDS else [])]
         made = profile(activities=activities)
         made.start()
@@ -177,29 +184,3 @@ def _tried(do: Callable[[], Given]) -> Given | None:
     except Exception as error:
         log.warning(f"the profile could not be taken or written ({type(error).__name__}: {error})")
         return None
-
-
-# The picture that a run with --pipeline-trace leaves in its folder, instead of tds's own one. Rank 0 only.
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "draw_schedule.py"
-PICTURE = "schedule.png"
-
-
-def draw(trace: str, folder: Path, patience_s: float) -> str | None:
-    """Draw the last traced step into ``folder``; return what to say of it, or None with a warning in the log.
-
-    Args:
-        trace: the folder that all ranks have written their traces to.
-        patience_s: the other ranks wait meanwhile, and not for ever.
-    """
-    picture = folder / PICTURE
-    command = [sys.executable, str(TOOL), "--trace", trace, "--out", str(picture)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        log.warning(f"no picture of the pipeline's trace in {trace}: {told[-1] if told else error}")
-        return None
-    plot.leave_picture(trace)
-    bubble = next((" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("bubble")), "")
-    return f"{picture}: {bubble}; {trace} is for Perfetto"

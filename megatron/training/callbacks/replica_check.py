@@ -1,4 +1,4 @@
-"""Copies of a weight that no longer agree: a bit that flipped in one rank's memory, or a sum that one rank missed.
+"""ReplicaCheck: copies of a weight that differ, by a flipped bit in one rank's memory or a sum that one rank missed.
 
 | copies | on the ranks of |
 |---|---|
@@ -23,9 +23,34 @@ from megatron.checkpoint import named_parameters
 from megatron.errors import NumericsError
 from megatron.mpu.groups import Grid
 from megatron.mpu.shard import shard_of
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Callback
 
 WORD = 8  # bytes; the widest whole numbers are the fastest to add up
 ROW = 4096
+
+
+class ReplicaCheck(Callback):
+    """Compares the copies of all weights each ``every`` steps (--drift-interval)."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_start(self) -> None:
+        engine = self.trainer.engine
+        self._copies = find_copies(engine.module, self.trainer.world.grid, engine.optimizer.kept)
+
+    def on_step_end(self, result: StepResult) -> None:
+        """Compare.
+
+        Raises:
+            NumericsError: copies differ, on all ranks alike; nothing is saved of them.
+        """
+        engine, step = self.trainer.engine, self.trainer.progress.step
+        found = check_replicas(engine.module, self._copies, engine.optimizer.kept)
+        (differ,) = self.trainer.world.any([bool(found)])
+        if differ:
+            raise error_of(found, step, max(step - self.every, 0))
 
 
 class ReplicaGroup(NamedTuple):

@@ -1,0 +1,115 @@
+"""Console: a table at the start, progress while training, a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron import log
+from megatron.log import human_count, human_time
+from megatron.training import data, report
+from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.callbacks.evaluator import SPLITS, Evaluator
+from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS
+from megatron.training.callbacks.pipeline_picture import PipelinePicture
+from megatron.training.callbacks.speed_monitor import SpeedMonitor
+from megatron.training.console import TrainingConsole
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Callback
+
+
+class Console(Callback):
+    """Shows a person what a run does; behind the callbacks whose numbers it shows.
+
+    Args:
+        counted: parameters of the whole model, then of one rank of each stage.
+    """
+
+    on_all_ranks = False
+
+    def __init__(self, mode: str, total_steps: int, counted: Sequence[int]) -> None:
+        self.screen = TrainingConsole(mode, total_steps)
+        self.every = 1 if self.screen.has_bar else 0
+        self.counted = counted
+
+    def on_train_start(self) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        self._began = time.monotonic()
+        trainer.print_line = self.screen.line
+        for note in config.notes:
+            log.info(note)
+        sizes, left = config.batch.sizes(trainer.world.grid.data.size), config.batch.train_iters - trainer.progress.step
+        read = sizes.consumed_after(max(left, 0), trainer.progress.samples_consumed)
+        monitor = trainer.find(SpeedMonitor)
+        rows = report.start_rows(
+            config,
+            trainer.world,
+            trainer.engine.module,
+            self.counted,
+            trainer.folder,
+            data.start_rows(trainer.data, read),
+            None if monitor is None else monitor.peak_flops,
+        )
+        self.screen.table(trainer.folder.name, rows)
+
+    def on_after_update(self, result: StepResult) -> None:
+        self.screen.advance(self.trainer.progress.step, result.loss)
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        trainer = self.trainer
+        epochs = data.epochs_text(trainer.data, trainer.progress.samples_consumed)
+        trainer.print_line(progress_line(trainer.progress.step, trainer.config.batch.train_iters, metrics, epochs))
+
+    def on_train_end(self) -> None:
+        self.close()
+        if not self.trainer.stop_text:
+            self.screen.table("Done", self.end_rows(time.monotonic() - self._began))
+
+    def on_exception(self, error: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        with suppress(Exception):  # an error on its way out counts more, and a run that is done is done
+            self.screen.close()
+
+    def end_rows(self, seconds: float) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the summary at the end."""
+        trainer, find = self.trainer, self.trainer.find
+        progress, folder = trainer.progress, trainer.folder
+        yield "steps", f"{progress.step} ({progress.skipped} skipped), {progress.samples_consumed:,} samples"
+        if trainer.last_loss is not None:
+            yield "last training loss", f"{trainer.last_loss:.4f}"
+        if evaluator := find(Evaluator):
+            for split in [each for each in SPLITS if each in evaluator.losses]:
+                yield f"{SPLITS[split]} loss", f"{evaluator.losses[split]:.4f}"
+        if (monitor := find(SpeedMonitor)) and (speed := monitor.rates.mean_tokens_per_s()) is not None:
+            yield "tokens/s", f"{speed:,.0f} on the mean"
+        size = trainer.world.grid.topology.world_size
+        yield "time", f"{human_time(seconds)} on {size} rank{'' if size == 1 else 's'}"
+        if trainer.config.checkpoint.eval_only:
+            yield "evaluations", str(folder / EVALUATIONS)
+        else:
+            yield "metrics", f"{folder / METRICS}, {folder / 'tensorboard'}"
+        if trainer.last_loss is not None:
+            yield "picture", str(folder / "loss.png")
+        if checkpointer := find(Checkpointer):
+            yield "checkpoint", str(checkpointer.saved or checkpointer.loaded or "none")
+        if (picture := find(PipelinePicture)) and picture.text is not None:
+            yield "pipeline", picture.text
+
+
+def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str = "") -> str:
+    """Return one line of the numbers of a log interval; ``epochs`` says how often the corpora have been read."""
+    mfu = f" | MFU {100 * metrics['mfu']:.1f} %" if metrics["mfu"] else ""
+    left = human_time((total - step) * metrics["step_s"])
+    bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""
+    skipped = f" | skipped {metrics['skipped']}" if metrics["skipped"] else ""
+    return (
+        f"step {step:>{len(str(total))}}/{total} | loss {metrics['loss']:.4f} | lr {metrics['learning_rate']:.3e} | "
+        f"grad norm {metrics['grad_norm']:.3f} | loss scale {metrics['loss_scale']:g} | "
+        f"{metrics['tokens_per_s']:,.0f} tokens/s | {human_count(metrics['flops_per_s'])}FLOP/s{mfu}{bubble} | "
+        f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
+    )

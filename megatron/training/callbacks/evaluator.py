@@ -1,0 +1,87 @@
+"""Evaluator: the loss on the validation split (--eval-interval) and, at the end, on the test split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.data import numbers_text
+from megatron.training.exit_signals import how_to_go_on
+from megatron.training.timeouts import EVALUATING
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Callback, perplexity
+
+SPLITS = {"valid": "validation", "test": "test"}
+"""What a person reads of each."""
+
+
+class Evaluator(Callback):
+    """Takes the mean loss over --eval-iters global batches, of several corpora by their weights.
+
+    Args:
+        every: steps between evaluations of the validation split; 0: none in mid-run.
+
+    Attributes:
+        losses: the last one of each split.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.losses: dict[str, float] = {}
+
+    def on_step_end(self, result: StepResult) -> None:
+        self.evaluate("valid")
+
+    def on_train_end(self) -> None:
+        if not self.trainer.stop_text:
+            self.evaluate("test")
+
+    def evaluate(self, split: str) -> float | None:
+        """Return the mean loss of a split, and say it. Collective.
+
+        A signal breaks it off: None, for the run stops after this step, or behind the evaluation of the test split.
+        """
+        with self.trainer.phases.over(EVALUATING):
+            weights = self.trainer.data.corpora.get(split, {})
+            losses: dict[str, float] = {}
+            for corpus in weights or [None]:
+                loss = self._mean_loss(split, corpus)
+                if loss is None:
+                    return None
+                losses[corpus or ""] = loss
+            mean = weighted_mean(losses, weights or {"": 1.0})
+            self._report(split, mean, losses if weights else {})
+            return mean
+
+    def _mean_loss(self, split: str, corpus: str | None) -> float | None:
+        """Return the mean loss over --eval-iters global batches, of one corpus if it is named. Collective."""
+        trainer = self.trainer
+        iterations = trainer.config.batch.eval_iters
+        batches = trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus)
+        loss = 0.0
+        for _ in range(iterations):
+            loss += trainer.engine.evaluate_batch(batches) / iterations
+            is_signalled, *_ = trainer.world.any([trainer.stop.signal_name is not None])
+            if is_signalled:
+                if split == "test":
+                    trainer.stop_text = (
+                        f"stopped in the evaluation on the test split; the run is saved in {trainer.folder}. "
+                        f"{how_to_go_on(trainer.folder)}"
+                    )
+                return None
+        return loss
+
+    def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
+        values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
+        each = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
+        self.trainer.print_line(
+            f"step {self.trainer.progress.step} | {SPLITS[split]} loss {loss:.4f} | "
+            f"perplexity {values['perplexity']:.2f}{each}"
+        )
+        self.losses[split] = loss
+        self.trainer.call("on_evaluate_end", split, values | ({"losses": dict(of_corpora)} if of_corpora else {}))
+
+
+def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the mean of ``values`` by ``weights``, in which one of weight 0 has no say."""
+    return sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())

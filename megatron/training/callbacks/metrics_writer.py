@@ -1,0 +1,233 @@
+"""Metrics: metrics.jsonl, TensorBoard's events and loss.png in the run folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron import files, log
+from megatron.errors import ConfigError, marked
+from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.trainer import Callback
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+"""Of --eval-only, which adds nothing to the records of the run that it evaluates."""
+
+
+class Metrics(Callback):
+    """Writes every record of a run; what other callbacks ahead of it have added to one is in it."""
+
+    on_all_ranks = False
+
+    def __init__(self) -> None:
+        self.writer: MetricsWriter | None = None
+
+    def on_train_start(self) -> None:
+        trainer, is_evaluation = self.trainer, self.trainer.config.checkpoint.eval_only
+        asked = trainer.config.run.tensorboard_dir
+        own = None if is_evaluation else trainer.folder / "tensorboard"  # an evaluation leaves a run's records alone
+        name = EVALUATIONS if is_evaluation else METRICS
+        self.writer = MetricsWriter(trainer.folder, Path(asked) if asked else own, trainer.resumed_step, name)
+
+    def on_load_end(self, step: int) -> None:
+        self._opened.truncate_to_step(step)
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        self._opened.write("train", self.trainer.progress.step, metrics)
+
+    def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None:
+        notes = self._of_evaluation() if self.trainer.config.checkpoint.eval_only else None
+        self._opened.write(split, self.trainer.progress.step, values, notes)
+
+    def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
+        self._opened.write("save", step, values)
+
+    def on_train_end(self) -> None:
+        self._opened.close()
+
+    def on_exception(self, error: BaseException) -> None:
+        if self.writer is not None:
+            self.writer.close(draws=False)
+
+    @property
+    def _opened(self) -> MetricsWriter:
+        if self.writer is None:
+            raise RuntimeError("metrics are written from on_train_start on")
+        return self.writer
+
+    def _of_evaluation(self) -> dict[str, Any]:
+        """Return what was evaluated, for a record that does not stand beside the settings of its own run."""
+        checkpointer = self.trainer.find(Checkpointer)
+        loaded = None if checkpointer is None else checkpointer.loaded
+        return {"time": time.time(), "checkpoint": str(loaded), "config": self.trainer.config.to_dict()}
+
+
+class MetricsWriter:
+    """Appends records to ``folder/metrics.jsonl`` and TensorBoard; draws the loss curve at the end.
+
+    Args:
+        tensorboard: folder of the event files; None: there are none.
+        resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
+            again. None keeps all that is there. A line that a kill has cut off goes in both cases.
+        name: of the file, METRICS or EVALUATIONS.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: Path | None,
+        resumed_step: int | None = None,
+        name: str = METRICS,
+    ) -> None:
+        self.path = folder / name
+        self.picture = folder / "loss.png"
+        self._tensorboard_folder = tensorboard
+        self._events: Any = None
+        self._purge_step: int | None = None
+        self._open(resumed_step)
+
+    def truncate_to_step(self, step: int) -> None:
+        """Drop what was recorded after ``step``: those steps come again."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        self._open(step)
+
+    def _open(self, last_step: int | None) -> None:
+        _keep_whole(self.path, last_step)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
+        self._purge_step = None if last_step is None else last_step + 1
+
+    def write(self, kind: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None) -> None:
+        """Record ``values`` of ``step``; ``kind`` is train, valid, test or save.
+
+        A value may be a dictionary of numbers.
+
+        Args:
+            notes: go into the file alone.
+
+        Raises:
+            ConfigError: the run folder, or TensorBoard's, was deleted or moved; on this rank alone.
+        """
+        numbers = dict(flat(kind, values))
+        with marked(is_of_this_rank=True):
+            self._require_folder()
+            record = {"kind": kind, "step": step, **values, **(notes or {})}
+            self._file.write(orjson.dumps(record, default=str) + b"\n")
+            self._file.flush()
+            if self._tensorboard_folder is not None:
+                self._add_events(self._tensorboard_folder, step, numbers)
+
+    def _require_folder(self) -> None:
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise ConfigError(
+                f"the run folder must stay where it is while the run goes on, got {self.path.parent} deleted or moved, "
+                f"or its {self.path.name}. Bring it back and go on with --load, or start again"
+            )
+
+    def _add_events(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(folder), purge_step=self._purge_step)
+        try:
+            for name, number in numbers.items():
+                self._events.add_scalar(name, number, step)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
+                f"({error})"
+            ) from error
+
+    def close(self, *, draws: bool = True) -> None:
+        """Close the files and draw the picture. What fails here is said and counts for nothing: every record is there.
+
+        Args:
+            draws: False where an error ends the run: drawing takes seconds, which the launcher does not give.
+        """
+        events = [self._events.close] if self._events is not None else []
+        picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
+        for step in (self._file.close, *events, *picture):
+            try:
+                step()
+            except Exception as error:
+                log.warning(f"the metrics were not closed as they should ({type(error).__name__}: {error})")
+
+
+def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield "kind/name", or "kind/name/inner" of a dictionary, with each number of a record."""
+    for name, value in values.items():
+        for inner, number in value.items() if isinstance(value, dict) else (("", value),):
+            if isinstance(number, int | float):
+                yield f"{kind}/{name}" + (f"/{inner}" if inner else ""), number
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file; a last line cut off by a kill is left out."""
+    records = []
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            with suppress(orjson.JSONDecodeError):
+                records.append(orjson.loads(line))
+    return records
+
+
+def draw_losses(metrics: Path, picture: Path) -> None:
+    """Draw training and validation loss over steps, and the loss of a model that knows nothing, ln(vocabulary).
+
+    Nothing is drawn without records. The vocabulary is that of config.json beside the metrics, if it is there.
+    """
+    records = read_metrics(metrics)
+    curves = {kind: [(r["step"], r["loss"]) for r in records if r["kind"] == kind] for kind in ("train", "valid")}
+    if not any(curves.values()):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for kind, marker in (("train", None), ("valid", "o")):
+        points = [(step, loss) for step, loss in curves[kind] if loss is not None and math.isfinite(loss)]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+    if size := _vocab_size(metrics.parent):
+        guess = math.log(size)
+        axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: knows nothing")
+    axes.set_xlim(left=1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def _vocab_size(folder: Path) -> int | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(orjson.loads((folder / "config.json").read_bytes())["model"]["vocab_size"])
+    return None
+
+
+def _keep_whole(path: Path, last_step: int | None) -> None:
+    """Keep the whole records up to ``last_step`` (None: all): a line after a part of one could not be read."""
+    if not path.exists():
+        return
+    records = [record for record in read_metrics(path) if last_step is None or record["step"] <= last_step]
+    kept = b"".join(orjson.dumps(record) + b"\n" for record in records)
+    if kept != path.read_bytes():
+        files.replace_bytes(path, kept)

@@ -1,0 +1,52 @@
+"""PipelinePicture: schedule.png of a run with --pipeline-trace, in place of tds's own picture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron import log
+from megatron.training.trainer import Callback
+from tds import plot
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "draw_schedule.py"
+PICTURE = "schedule.png"
+
+
+class PipelinePicture(Callback):
+    """Draws the last traced step of a pipeline when the run ends.
+
+    Attributes:
+        text: what there is to say of it, on rank 0.
+    """
+
+    text: str | None = None
+
+    def on_train_end(self) -> None:
+        trainer, parallel = self.trainer, self.trainer.config.parallel
+        if parallel.pipeline_trace is None or trainer.last_loss is None:
+            return
+        if trainer.world.rank == 0:
+            self.text = draw(parallel.pipeline_trace, trainer.folder, 0.5 * parallel.phase_timeout_s)
+        trainer.world.barrier()  # a rank that ended earlier would end this one
+
+
+def draw(trace: str, folder: Path, patience_s: float) -> str | None:
+    """Draw the last traced step into ``folder``; return what to say of it, or None with a warning in the log.
+
+    Args:
+        trace: the folder that all ranks have written their traces to.
+        patience_s: the other ranks wait meanwhile, and not for ever.
+    """
+    picture = folder / PICTURE
+    command = [sys.executable, str(TOOL), "--trace", trace, "--out", str(picture)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        log.warning(f"no picture of the pipeline's trace in {trace}: {told[-1] if told else error}")
+        return None
+    plot.leave_picture(trace)
+    bubble = next((" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("bubble")), "")
+    return f"{picture}: {bubble}; {trace} is for Perfetto"

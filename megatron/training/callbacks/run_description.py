@@ -1,0 +1,30 @@
+"""RunDescription: what the run folder says of the run: config.json, starts.jsonl, machine.json, stages.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.training import report, run_folder
+from megatron.training.callbacks.speed_monitor import most_of_each_stage
+from megatron.training.trainer import Callback
+
+
+class RunDescription(Callback):
+    """Writes them at the start.
+
+    Args:
+        counted: parameters of the whole model, then of one rank of each stage.
+        bytes_before: held by this rank before the model was made.
+    """
+
+    def __init__(self, counted: Sequence[int], bytes_before: int) -> None:
+        self.counted, self.bytes_before = counted, bytes_before
+
+    def on_train_start(self) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        before = most_of_each_stage(self.bytes_before, trainer.world)
+        if trainer.world.rank == 0:
+            run_folder.describe(trainer.folder, config, trainer.world, trainer.progress.step)
+            bounds = report.bounds_of(config, trainer.engine.module)
+            facts = report.stage_facts(config, trainer.world.grid.topology, bounds, self.counted, before)
+            report.write(trainer.folder, facts)

@@ -1,0 +1,175 @@
+"""SpeedMonitor: tokens/s, FLOP/s, MFU, bubble, waits for data, work and memory of each stage."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron import device
+from megatron.config import Config
+from megatron.models import registry
+from megatron.models.common.memory import peak_flops
+from megatron.mpu.mappings import all_reduce
+from megatron.mpu.topology import Topology
+from megatron.training.dry_run import bubble_of_run, is_known
+from megatron.training.initialize import World
+from megatron.training.report import bounds_of
+from megatron.training.trainer import Callback
+
+MATMUL_SIZE = 1024
+MATMUL_SECONDS = 0.3
+MIB = 2**20
+
+
+class RankMetrics(NamedTuple):
+    """One number of each rank, in seconds or bytes.
+
+    ``waited_s`` for data since the last report, ``own_s`` of own work a step, ``waited_each_s`` for data a step.
+    """
+
+    waited_s: list[float]
+    own_s: list[float]
+    waited_each_s: list[float]
+    memory_bytes: list[float]
+
+
+class SpeedMonitor(Callback):
+    """Logs what a run does in a second, and what each of its stages takes.
+
+    Args:
+        counted: parameters of the whole model, then of one rank of each stage.
+
+    Attributes:
+        ranks: what each rank has measured, as of the last log step; the same on all of them.
+    """
+
+    ranks: RankMetrics
+
+    def __init__(self, counted: Sequence[int]) -> None:
+        self.counted = counted
+
+    def on_train_start(self) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        self.peak_flops = peak_of_all_ranks(trainer.world)
+        self.rates = Rates(config, self.peak_flops, self.counted)
+        self._predicted: Callable[[int], float] = bubble_of_run(
+            config, bounds_of(config, trainer.engine.module), self.counted
+        )
+        self._seen = (0, 0, 0.0)
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        trainer, topology = self.trainer, self.trainer.world.grid.topology
+        bubble, self.ranks = trainer.engine.bubble(), self._gather()
+        now = (trainer.steps_taken, trainer.samples_taken, trainer.pause_s)
+        steps, samples, pause_s = (new - old for new, old in zip(now, self._seen, strict=True))
+        self._seen = now
+        metrics |= self.rates.drain(steps, samples, pause_s, max(self.ranks.waited_s))
+        if bubble is not None:
+            metrics |= {"bubble": bubble, "bubble_predicted": self._predicted(trainer.samples.num_micro_batches)}
+        metrics |= {
+            "work_s": by_stage(self.ranks.own_s, topology, statistics.fmean),
+            "memory_bytes": by_stage(self.ranks.memory_bytes, topology, max),
+            "time": time.time(),
+        }
+
+    def _gather(self) -> RankMetrics:
+        """Return what all ranks have measured since the last call. Collective.
+
+        Shapes:
+            the message is [4, ranks]; memory goes in MiB, which fp32 holds in steps of 8 KiB at 80 GiB
+        """
+        world, batches = self.trainer.world, self.trainer.batches
+        waited = 0.0 if batches is None else batches.drain_waited_s()
+        own_s, steps = self.trainer.engine.busy()
+        held = device.peak_memory_bytes(world.kind) / MIB
+        told = torch.zeros(4, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+        told[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), held])
+        waited_s, own, waited_each_s, memory = all_reduce(told, world.grid.world).tolist()
+        return RankMetrics(waited_s, own, waited_each_s, [MIB * each for each in memory])
+
+
+class Rates:
+    """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
+
+    MFU counts no recomputation, of GPT-2 the causal half of attention (``6 N + 6 L a d s`` FLOPs per token), of T5 all
+    of it; ``6 N`` for a model of the user's own, of which only the number of parameters is known.
+
+    Args:
+        counted: as ``count_parameters`` returns it.
+    """
+
+    def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
+        self.tokens_per_sample = config.tokens_per_sample
+        of_own_model = 6.0 * counted[0] * self.tokens_per_sample
+        self.flops_per_sample = (
+            registry.costs_of(config).flops_per_sample if is_known(config, counted) else of_own_model
+        )
+        self.peak_flops = peak_flops
+        self._since = time.perf_counter()
+        self._first: float | None = None
+        self._later_s, self._later_samples = 0.0, 0
+
+    def drain(self, steps: int, samples: int, pause_s: float = 0.0, waited_s: float = 0.0) -> dict[str, Any]:
+        """Return the rates since the last call.
+
+        Args:
+            steps, samples: that were taken since.
+            pause_s: time in between that was not training (evaluation, saving).
+            waited_s: time in which the training waited for data.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self._since - pause_s, 1e-9)
+        self._since = now
+        tokens_per_s = self.tokens_per_sample * samples / seconds
+        if self._first is None:
+            self._first = tokens_per_s
+        else:
+            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + samples
+        flops = self.flops_per_sample * samples / seconds
+        return {
+            "step_s": seconds / max(steps, 1),
+            "tokens_per_s": tokens_per_s,
+            "flops_per_s": flops,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "data_wait": waited_s / seconds,
+        }
+
+    def mean_tokens_per_s(self) -> float | None:
+        """Return the speed behind the first record, which holds what is slow once; the first's where it is the last."""
+        return self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first
+
+
+def peak_of_all_ranks(world: World) -> float | None:
+    """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
+    if world.kind != "cpu":
+        peak = peak_flops(device.name(world.kind))
+        return peak * world.grid.topology.world_size if peak else None
+    total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
+    return all_reduce(total, world.grid.world).item()
+
+
+def _measured_product_rate() -> float:
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
+    a @ a
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < MATMUL_SECONDS:
+        a @ a
+        done += 1
+    return 2.0 * MATMUL_SIZE**3 * done / (time.perf_counter() - start)
+
+
+def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:
+    """Return "stage 0" and so on with what ``join`` makes of the numbers of its ranks."""
+    ranks = topology.groups("data", "tensor")
+    return {f"stage {stage}": join([values[rank] for rank in each]) for stage, each in enumerate(ranks)}
+
+
+def most_of_each_stage(number: float, world: World) -> dict[str, float]:
+    """Return by stage the greatest of the bytes that each rank gives. Collective."""
+    told = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+    told[world.rank] = number / MIB
+    return by_stage([MIB * each for each in all_reduce(told, world.grid.world).tolist()], world.grid.topology, max)

@@ -1,0 +1,157 @@
+"""Wandb: the numbers of a run at Weights & Biases (--wandb-project)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron import files, log
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.training.callbacks.metrics_writer import flat
+from megatron.training.initialize import run_on_rank_0
+from megatron.training.trainer import Callback
+
+# The run at Weights & Biases that --wandb-project asks for. Rank 0 sends.
+#
+# The id of it lies in ``wandb.json`` in the run folder, so that a run that goes on is one there, too. Steps that come
+# again after a restart or a way back are sent again: every curve is drawn over the step that it is of, not over the
+# order in which records came. What fails after the start is told once, and no run ends for it.
+
+NAME = "wandb.json"
+KINDS = ("train", "valid", "test", "save")
+PATIENCE_S = 20.0
+"""For what is on its way when a run ends: less than --exit-grace, within which all ranks must have left."""
+
+
+class Wandb(Callback):
+    """Sends every record of a run to Weights & Biases."""
+
+    def __init__(self) -> None:
+        self._run: WandbRun | None = None
+
+    def on_train_start(self) -> None:
+        """Open the run there. Collective: all ranks fail with it.
+
+        Raises:
+            ConfigError: wandb cannot be imported or started; the same on every rank.
+        """
+        config, folder = self.trainer.config, self.trainer.folder
+        run_on_rank_0(self.trainer.world, lambda: self._open(config, folder))
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        self._write("train", self.trainer.progress.step, metrics)
+
+    def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None:
+        self._write(split, self.trainer.progress.step, values)
+
+    def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
+        self._write("save", step, values)
+
+    def on_train_end(self) -> None:
+        if self._run is not None:
+            self._run.close()
+
+    def on_exception(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.close(has_failed=True)
+
+    def _open(self, config: Config, folder: Path) -> None:
+        self._run = open_wandb(config, folder)
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run.write(kind, step, dict(flat(kind, values)))
+
+
+class WandbRun:
+    """Sends records; made by ``open_wandb``."""
+
+    def __init__(self, run: Any) -> None:
+        self._run: Any = run
+
+    def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of one record, by "kind/name"."""
+        self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Let the run end there, as a failed one or not, which waits a while for what is on its way."""
+        finish = functools.partial(self._try, lambda: self._run.finish(exit_code=int(has_failed)))
+        ending = threading.Thread(target=finish, name="wandb-finish", daemon=True)
+        ending.start()
+        ending.join(PATIENCE_S)
+        if ending.is_alive():
+            log.warning(
+                f"Weights & Biases has not taken all within {PATIENCE_S:g} s; the rest lies in the run's wandb folder: "
+                "wandb sync sends it"
+            )
+
+    def _try(self, do: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            do()
+        except Exception as error:
+            self._run = None
+            log.warning(f"nothing more is sent to Weights & Biases ({type(error).__name__}: {error})")
+
+
+def open_wandb(config: Config, folder: Path) -> WandbRun | None:
+    """Return the run at Weights & Biases, the one of before where this folder has had one; None without the flag.
+
+    An evaluation is a run of its own there, and leaves the folder's as it is.
+
+    Raises:
+        ConfigError: wandb cannot be imported or started.
+    """
+    seeing, is_evaluation = config.seeing, config.checkpoint.eval_only
+    if not seeing.wandb_project:
+        return None
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # of the end of the process, too
+    try:
+        import wandb
+
+        run = wandb.init(
+            project=seeing.wandb_project,
+            entity=seeing.wandb_entity,
+            name=seeing.wandb_exp_name or folder.name,
+            dir=_made(Path(seeing.wandb_save_dir) if seeing.wandb_save_dir else folder),
+            id=None if is_evaluation else _id_in(folder),
+            resume="allow",
+            config=config.to_dict(),
+        )
+        for kind in KINDS:
+            run.define_metric(f"{kind}/step")
+            run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+    except Exception as error:
+        raise ConfigError(
+            f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
+            f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
+        ) from error
+    if not is_evaluation:
+        _note_id(folder, run.id)
+    return WandbRun(run)
+
+
+def _made(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)  # where there is none, wandb takes another without a word
+    return str(folder)
+
+
+def _note_id(folder: Path, name: str) -> None:
+    try:
+        files.replace_bytes(folder / NAME, json.dumps({"id": name}).encode() + b"\n")
+    except OSError as error:
+        log.warning(f"{folder / NAME} cannot be written ({error}): a run that goes on here is a new one there")
+
+
+def _id_in(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / NAME).read_text())["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,180 @@
+"""A run of training on this rank, from the command line's configuration to the last barrier: what is made, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from megatron import device, log
+from megatron.arguments import resolve_dtype
+from megatron.arguments.unused_flags import format_problems
+from megatron.arguments.validate import raise_all
+from megatron.config import Config
+from megatron.config.parallel import TRACE_IN_RUN
+from megatron.mpu.random import DropoutStreams
+from megatron.training import failure, global_vars, initialize, report, run_folder, run_lock
+from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.callbacks.compile_meter import CompileMeter
+from megatron.training.callbacks.console import Console
+from megatron.training.callbacks.evaluator import Evaluator
+from megatron.training.callbacks.heartbeat import Heartbeat
+from megatron.training.callbacks.layer_norms import LayerNorms
+from megatron.training.callbacks.metrics_writer import Metrics
+from megatron.training.callbacks.pipeline_picture import PipelinePicture
+from megatron.training.callbacks.replica_check import ReplicaCheck
+from megatron.training.callbacks.run_description import RunDescription
+from megatron.training.callbacks.speed_monitor import SpeedMonitor
+from megatron.training.callbacks.stability_guard import StabilityGuard
+from megatron.training.callbacks.straggler import StragglerWarning
+from megatron.training.callbacks.wandb import Wandb
+from megatron.training.data import DatasetsProvider, open_data
+from megatron.training.exit_signals import StopRequests
+from megatron.training.global_vars import with_tokenizer
+from megatron.training.initialize import World
+from megatron.training.run_folder import Place
+from megatron.training.setup import build_engine, make_streams
+from megatron.training.timeouts import OPENING_DATA, Sections
+from megatron.training.train_step import ForwardStep, StepEngine
+from megatron.training.trainer import Callback, Trainer
+
+
+def start(
+    config: Config,
+    names: dict[str, str],
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    name: str,
+    started: float,
+    stop: StopRequests,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Form the world, train, and leave the world. Collective.
+
+    Args:
+        names: gets this rank's name under "who", for error messages.
+        started: ``time.monotonic()`` at the start of the process.
+        stop: listens to signals already.
+        callbacks: of the script's own.
+    """
+    here = initialize.start(config, lambda: stop.signal_name)
+    names["who"] = here.name
+    failure.name_rank(here.name)
+    log.configure(here.rank)
+    stop.limit(config.run.exit_interval, config.run.exit_duration_in_mins, started)
+    config = resolve_dtype(config, device.default_precision(here.kind))
+    run(config, here, datasets_provider, model_provider, forward_step, name, stop, callbacks)
+    initialize.stop()
+
+
+def run(
+    config: Config,
+    here: World,
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    name: str,
+    stop: StopRequests,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Train with a configuration and a world that exist already. Collective."""
+    with closing(Sections(here, config)) as phases:
+        tokenizer, config = with_tokenizer(config)
+        streams = make_streams(config, here)
+        global_vars.set_current(config, tokenizer, streams)
+        with phases.over(OPENING_DATA):
+            data = open_data(datasets_provider, config, here)
+        traced = run_folder.choose(config, name, here) if config.parallel.pipeline_trace == TRACE_IN_RUN else None
+        if traced is not None:  # the engine is made with the folder of its trace
+            config = with_trace(config, traced)
+        before = device.peak_memory_bytes(here.kind)
+        engine = build_engine(config, here, streams, model_provider, forward_step)
+        debuggers = list(debugging_callbacks(config, here, engine, streams))
+        phases.follow(engine)
+        seed_replicas(config.run.seed, here)
+        place = traced or run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder
+        config = with_format(config, place)
+        with run_lock.held(place.folder, here):
+            checkpointer = Checkpointer(place, getattr(tokenizer, "identity", None))
+            counted = report.count_parameters(engine.module, here)
+            every = [checkpointer, *debuggers, *step_callbacks(config, counted, before)]
+            every += [*callbacks, *reporting_callbacks(config, counted)]
+            Trainer(config, here, engine, data, place.folder, every, stop=stop, phases=phases).fit()
+
+
+# The callbacks of a run, in the order in which their hooks are called. A user's own stand between the two lists: what
+# they add to the metrics is written.
+
+
+def debugging_callbacks(config: Config, here: World, engine: StepEngine, streams: DropoutStreams) -> Iterator[Callback]:
+    """Yield what looks at the engine's steps; their modules are imported where they are asked for alone."""
+    if config.debug.is_on:
+        from megatron.training.callbacks.debugger import Debugger
+
+        yield Debugger(engine, config, here, streams)
+    if config.seeing.profile is not None:
+        from megatron.training.callbacks.profiler import Profiler
+
+        yield Profiler(config.seeing.profiled())
+
+
+def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> Iterator[Callback]:
+    """Yield what acts on the steps of a run, or measures them.
+
+    Args:
+        counted: as ``megatron.training.report.count_parameters`` returns it.
+        bytes_before: held by this rank before the model was made.
+    """
+    is_training, batch, stability = not config.checkpoint.eval_only, config.batch, config.stability
+    yield StabilityGuard(stability)
+    if config.seeing.log_layer_norms:
+        yield LayerNorms()
+    if batch.eval_iters:
+        yield Evaluator(batch.eval_interval)
+    if stability.drift_interval:
+        yield ReplicaCheck(stability.drift_interval)
+    yield SpeedMonitor(counted)
+    if is_training:
+        yield RunDescription(counted, bytes_before)
+    if config.parallel.pipeline_trace and config.parallel.has_pipeline:
+        yield PipelinePicture()
+
+
+def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Callback]:
+    """Yield what shows a run and writes its numbers down."""
+    yield Heartbeat()
+    yield Console(config.run.progress, config.batch.train_iters, counted)
+    if config.parallel.compile:
+        yield CompileMeter()
+    yield StragglerWarning()
+    yield Metrics()
+    if config.seeing.wandb_project:
+        yield Wandb()
+
+
+def with_trace(config: Config, place: Place) -> Config:
+    """Return ``config`` with the trace of its pipeline in the run folder."""
+    return replace(config, parallel=replace(config.parallel, pipeline_trace=str(place.folder / "trace")))
+
+
+def with_format(config: Config, place: Place) -> Config:
+    """Return ``config`` with the format of the checkpoints that are saved there.
+
+    Raises:
+        ConfigError: flags do not go with it; the same on every rank.
+    """
+    config = replace(config, checkpoint=replace(config.checkpoint, checkpoint_format=place.checkpoint_format))
+    raise_all(list(format_problems(config)))
+    return config
+
+
+def seed_replicas(seed: int, here: World) -> None:
+    """Seed torch's default generator anew: a user's own dropout must differ between replicas and between stages.
+
+    Until here it was the same on all ranks, as weights that a model draws itself need it.
+    """
+    place = here.grid.topology.coordinate(here.rank)
+    device.seed(hash((seed, place.data, place.pipe)) % 2**63)

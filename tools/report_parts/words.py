@@ -1,0 +1,162 @@
+"""The labels of the page in both languages: ``bilingual`` writes both, and a style shows that of the browser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.report_parts.markup import Html, html, joined, tag
+
+ZH = {
+    # the frame of the page
+    "theme": "主题",
+    "{} run, {}": "{} 次训练，{}",
+    "{} runs, {}": "{} 次训练，{}",
+    "The curves are drawn by a script, which is switched off here; the tables are whole.": (
+        "曲线由脚本绘制，而脚本在这里被禁用；表格是完整的。"
+    ),
+    "smoothing": "平滑",
+    "over": "横轴",
+    "checkpoints and restarts": "检查点和重启",
+    "drag over a chart to zoom in, double-click to see all; click a run above to hide it": (
+        "在图上拖动可放大，双击恢复；点上方的训练可隐藏它"
+    ),
+    # the table of runs
+    "run": "训练",
+    "state": "状态",
+    "model": "模型",
+    "ranks": "进程数",
+    "steps": "步数",
+    "loss": "损失",
+    "validation": "验证",
+    "test": "测试",
+    "tokens": "词元数",
+    "time": "时间",
+    "tokens/s": "词元/秒",
+    "MFU": "MFU",
+    "memory": "内存",
+    "skipped": "跳过",
+    "starts": "启动次数",
+    "evaluated": "已评测",
+    "no record": "没有记录",
+    "loss not finite at step {}": "第 {} 步损失不是有限数",
+    "finished": "已完成",
+    "at step {}": "第 {} 步",
+    "at step {} of {}": "第 {} 步，共 {} 步",
+    # charts
+    "Loss over steps": "损失（按步数）",
+    "Loss over tokens": "损失（按词元数）",
+    "Validation loss": "验证损失",
+    "Validation perplexity": "验证困惑度",
+    "Learning rate": "学习率",
+    "Gradient norm": "梯度范数",
+    "Throughput": "吞吐量",
+    "Pipeline bubble": "流水线气泡",
+    "Work by stage": "各流水段的计算时间",
+    "Memory by stage": "各流水段的内存",
+    "Waiting for data": "等待数据",
+    "Waiting for checkpoints": "等待检查点",
+    "Gradient norm by layer": "各层的梯度范数",
+    "Tokens of each corpus": "各语料的词元数",
+    "Loss scale": "损失缩放",
+    "Skipped steps": "跳过的步",
+    "nats per token; rings: validation": "每词元的 nat 数；圆圈：验证",
+    "nats per token": "每词元的 nat 数",
+    "e to the loss": "e 的损失次方",
+    "before clipping": "裁剪之前",
+    "of what the devices could do": "占设备峰值的比例",
+    "dashed: predicted": "虚线：预测",
+    "seconds of a step": "一步之内的秒数",
+    "the most so far": "到此为止的最大值",
+    "of the time": "占时间的比例",
+    "since the record before": "自上一条记录以来",
+    "hours": "小时",
+    "step": "步",
+    "log": "对数",
+    "predicted": "预测",
+    "nothing to draw": "没有可画的内容",
+    # sections
+    "Settings": "设置",
+    "{} of {} settings differ.": "{} 项不同，共 {} 项设置。",
+    "{} settings of the run.": "这次训练的 {} 项设置。",
+    "show all": "全部显示",
+    "show what differs": "只显示不同的",
+    "setting": "设置",
+    "Stages": "流水段",
+    "stage": "流水段",
+    "stage {}": "流水段 {}",
+    "layers": "层",
+    "parameters on a rank": "每个进程的参数",
+    "work in a step": "一步的计算时间",
+    "idle": "空闲",
+    "Memory, estimated and measured": "内存：估计与实测",
+    "weights": "权重",
+    "gradients": "梯度",
+    "optimizer": "优化器",
+    "activations": "激活",
+    "logits": "logits",
+    "gathered": "聚合的权重",
+    "buffers": "缓冲区",
+    "before the model": "模型之前",
+    "estimated": "估计",
+    "measured": "实测",
+    "measured - before - estimated": "实测 - 之前 - 估计",
+    "Estimated is what the planner counts for the model and its training on one rank: the columns to its "
+    "left add up to it. Measured is the most that a rank has held: on a GPU of torch's allocator, on a CPU "
+    "the resident size of the whole process.": (
+        "“估计”是计划器为一个进程上的模型及其训练算出的字节数，等于它左边各列之和。“实测”是一个进程到此为止占"
+        "用的最大值：GPU 上取自 torch 的分配器，CPU 上是整个进程的常驻内存。"
+    ),
+    "So they differ by what was there before the model (Python, torch, libraries) and by the last column. "
+    "Above 0 it is what the estimate leaves out: temporary tensors within an operator, memory that the "
+    "allocator keeps for reuse, threads, files and data that are read ahead. Below 0 not all that is counted "
+    "was held at one time, or it took memory that was free already.": (
+        "因此两者之差等于模型之前已有的内存（Python、torch、各种库）加上最后一列。最后一列大于 0 时，是估计没"
+        "有计入的部分：算子内部的临时张量、分配器留作复用的内存、线程、文件和预读的数据。小于 0 时，计入的各"
+        "部分没有同时占用，或者用的是已经空闲的内存。"
+    ),
+    "Evaluations": "评测",
+    "split": "划分",
+    "perplexity": "困惑度",
+    "by corpus": "各语料",
+    "checkpoint": "检查点",
+    "Pipeline": "流水线",
+    "{}, step {}, {} micro-batches. Trace: {}": "{}，第 {} 步，{} 个 micro-batch。轨迹：{}",
+    "The trace cannot be drawn: {}": "轨迹无法画出：{}",
+    "simulated with the measured costs": "按实测耗时模拟",
+    "{}: {} ms, bubble {} %": "{}：{} 毫秒，气泡 {} %",
+    " (more than {} boxes, which are not drawn)": "（方块多于 {} 个，不画出）",
+    "forward": "前向",
+    "backward": "反向",
+    "backward for the input": "对输入的反向",
+    "backward for the weights": "对权重的反向",
+    "Operators that take longest": "最耗时的算子",
+    "operator": "算子",
+    "{} ms": "{} 毫秒",
+    "device": "设备",
+    "host": "主机",
+    "calls": "调用次数",
+    "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}": (
+        "一个进程一步之内的自身时间，取 {} 步、{} 个进程的平均。轨迹：{}"
+    ),
+    "Commands and versions": "命令和版本",
+    "{} samples read": "已读 {} 个样本",
+}
+"""English -> Chinese; {} stands for a value. What stands on the page and comes from no run is here."""
+
+OF_SCRIPTS = (
+    "log", "predicted", "nothing to draw", "show all", "show what differs", "steps", "step", "tokens", "hours",
+)  # fmt: skip
+"""Words that a script writes; those of the charts come with them."""
+
+
+def bilingual(text: str, *values: Any) -> Html:
+    """Return ``text`` in both languages, a value for each {}.
+
+    Raises:
+        KeyError: there is no Chinese for it.
+    """
+    return joined([tag("span", _filled(text, values), lang="en"), tag("span", _filled(ZH[text], values), lang="zh")])
+
+
+def _filled(text: str, values: tuple[Any, ...]) -> Html:
+    return Html(str(html(text)).format(*map(html, values)))
