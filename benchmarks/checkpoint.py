@@ -23,19 +23,98 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.checkpoint_parts.bars import bars_of  # noqa: E402
-from benchmarks.checkpoint_parts.small_run import run_small  # noqa: E402
-from benchmarks.checkpoint_parts.team import Task, run_team  # noqa: E402
-from benchmarks.machine import surroundings  # noqa: E402
+from benchmarks.checkpoint_contenders import Task, run_team
+from benchmarks.machine import surroundings
+from benchmarks.turns import quartiles
+from megatron.training.callbacks.metrics_writer import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {"NHIDDEN": "256", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """What a run told of its saves: seconds that training stood still, and their share of the time between saves."""
+
+    seconds: list[float]
+    shares: list[float]
+    staged_bytes: int
+
+
+def run_small(folder: Path, steps: int, interval: int) -> Stalls:
+    """Train GPT-2 by ``run_gpt2.sh`` for ``steps`` steps, saving every ``interval``.
+
+    Raises:
+        RuntimeError: the run failed, or told of no save.
+    """
+    environment = {**os.environ, **SETTINGS, "TRAIN_ITERS": str(steps), "CHECKPOINT_PATH": str(folder)}
+    words = f"--async-save --save-interval {interval} --keep-last 1 --eval-iters 0 --progress plain".split()
+    done = subprocess.run(
+        ["bash", str(ROOT / "run_gpt2.sh"), *words],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the small run ended with code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    staged = [record for record in read_metrics(folder / "metrics.jsonl") if "save_stall_s" in record]
+    if not staged:
+        raise RuntimeError(f"the small run told of no save in {steps} steps, saving every {interval}")
+    return Stalls(
+        seconds=[record["save_stall_s"] for record in staged],
+        shares=[record["save_stall_share"] for record in staged],
+        staged_bytes=staged[-1]["staged_bytes"],
+    )
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A ratio that must not be passed, and what was found: quartiles over rounds."""
+
+    name: str
+    at_most: float
+    quartiles: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, name: str, at_most: float, ours: Sequence[float], theirs: Sequence[float]) -> Ceiling:
+        """Return the bar for ``ours`` over ``theirs``, divided round by round."""
+        return cls(name, at_most, quartiles([a / b for a, b in zip(ours, theirs, strict=True)]))
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median stays below it."""
+        return self.quartiles[1] <= self.at_most
+
+    @property
+    def text(self) -> str:
+        low, middle, high = self.quartiles
+        verdict = "met" if self.is_met else "NOT MET"
+        return f"{self.name:58}{middle:9.5f} (quartiles {low:.5f}, {high:.5f})  at most {self.at_most:g}: {verdict}"
+
+
+def bars_of(seconds: dict[str, list[float]], interval_s: float) -> list[Ceiling]:
+    """Return the bars of one team from the seconds of its rounds.
+
+    Args:
+        interval_s: between two saves of a run that says nothing about them.
+    """
+    flushed, save, stall = seconds["torch.save + fsync"], seconds["save"], seconds["stall of an async save"]
+    return [
+        Ceiling.of("save / (torch.save + fsync)", 1.3, save, flushed),
+        Ceiling.of("stall of an async save / (torch.save + fsync)", 0.45, stall, flushed),
+        Ceiling.of("verification / save", 0.25, seconds["verification"], save),
+        Ceiling.of(f"stall / {interval_s / 60:g} minutes", 0.01, stall, [interval_s] * len(stall)),
+    ]
+
 
 DEFAULT_INTERVAL_S = 30.0 * 60.0
 SMOKE = "--megabytes 2 --rounds 1 --skip-run"

@@ -6,39 +6,143 @@
 | all | ours-compiled | the same with ``--compile`` |
 | GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
 | GPT-2 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
-| GPT-2 | plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |
+| GPT-2 | plain | ``PlainGPT``: a small script of ``torch.nn`` layers |
 | GPT-2 | plain-compiled | the same after ``torch.compile`` of the whole model and its loss |
 | T5 | hf | its ``T5ForConditionalGeneration`` as it ships, which is with SDPA, but no cache, dropout 0, in that loop |
 | T5 | hf-eager | the same with its attention written out |
+| LLaMA | hf | its ``LlamaForCausalLM`` with SDPA, no cache, in that loop |
 
-All of a family compute the same function. Modules are imported by the contender that needs them, so that the memory of
-one does not hold the libraries of another. Those of T5 are in ``t5_contenders.py``, those of LLaMA in
-``llama_contenders.py``.
+All of a family compute the same function. DeepSpeed and transformers are imported by the contender that needs them, so
+that the memory of one does not hold the libraries of another.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from benchmarks.flags import STD, config_of
-from benchmarks.plain_gpt import PlainGPT
-from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, Step
-from benchmarks.sizes import GPTSizes, Sizes
+from benchmarks.sizes import START_ID, STD, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from megatron import device
 from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
-from megatron.models.registry import FAMILIES
+from megatron.models.llama.huggingface import FORMAT
+from megatron.models.registry import FAMILIES, build_model
+from megatron.models.t5.huggingface import from_ours as t5_from_ours
+from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
 
 SEED = 1234
+LR, CLIP_GRAD = 3e-4, 1.0
+Fields = Mapping[str, torch.Tensor]
+Step = Callable[[Fields], torch.Tensor | float]
 Contender = Callable[[Any, int, str, str], Step]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the stream.
+
+    Shapes:
+        input, output [b, s, h]
+    """
+
+    def __init__(self, sizes: GPTSizes) -> None:
+        super().__init__()
+        h = sizes.hidden_size
+        self.num_heads = sizes.num_attention_heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.attention_out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        q, k, v = (y.view(b, s, self.num_heads, -1).transpose(1, 2) for y in self.qkv(x).split(h, dim=2))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [b, a, s, d]
+        return self.attention_out(context.transpose(1, 2).reshape(b, s, h))
+
+
+class PlainGPT(nn.Module):
+    """What a small single-process script would train: tokens and labels [b, s] to the mean cross-entropy.
+
+    Layers of ``torch.nn`` with the norm ahead, causal SDPA, a tied head.
+    """
+
+    def __init__(self, sizes: GPTSizes) -> None:
+        super().__init__()
+        self.word = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.position = nn.Embedding(sizes.seq_length, sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.final_norm = nn.LayerNorm(sizes.hidden_size)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.word(tokens) + self.position(positions)  # [b, s, h]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.final_norm(x), self.word.weight)  # [b, s, v]
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+class MeanLoss(nn.Module):
+    """A model of Hugging Face's, called with tokens and labels, to its mean loss.
+
+    Args:
+        names: under which the model takes the labels.
+    """
+
+    def __init__(self, inner: nn.Module, names: tuple[str, ...] = ("labels",)) -> None:
+        super().__init__()
+        self.inner, self.names = inner, names
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=tokens, use_cache=False, **dict.fromkeys(self.names, labels)).loss
+
+
+class PlainLoop:
+    """Any model that returns a mean loss, trained as small scripts do: no engine, fused AdamW, torch's clipping.
+
+    Args:
+        model: called with tokens and labels.
+        pair_of: from a batch to these.
+        dtype: bf16 runs the forward pass under autocast; the weights stay fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pair_of: Callable[[Fields], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        kind: str,
+        dtype: str,
+    ) -> None:
+        self.device, self.dtype = device.bind(kind, 0), device.DTYPES[dtype]
+        self.model, self.pair_of = model.to(self.device).train(), pair_of
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+    def step(self, batch: Fields) -> torch.Tensor:
+        """Train on ``batch`` and return the loss; it is not read, so a GPU need not wait."""
+        tokens, labels = (each.to(self.device) for each in self.pair_of(batch))
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+            loss = self.model(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
@@ -133,15 +237,6 @@ def plain_compiled(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> S
     return plain(sizes, batch_size, kind, dtype, is_compiled=True)
 
 
-CONTENDERS: dict[str, Contender] = {
-    "ours": ours,
-    "ours-compiled": ours_compiled,
-    "hf": hf,
-    "hf-fused-gelu": hf_fused_gelu,
-    "plain": plain,
-    "plain-compiled": plain_compiled,
-}
-
 _PLAIN_NAMES = {
     "wte": "word",
     "wpe": "position",
@@ -169,3 +264,72 @@ def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
 def _shifted(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels [b, s]."""
     return batch["text"][:, :-1].contiguous(), batch["text"][:, 1:].contiguous()
+
+
+def t5_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
+    """Return the weights that every contender starts from, by our logical names."""
+    config = config_of(sizes)
+    full = t5_model_args_from(config.model, config.own)
+    return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
+
+
+def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str = "sdpa") -> Step:
+    """Return a step of Hugging Face's model in the plain loop."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=sizes.vocab_size,
+        d_model=sizes.hidden_size,
+        d_kv=sizes.hidden_size // sizes.num_attention_heads,
+        d_ff=4 * sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_attention_heads,
+        dropout_rate=0.0,
+        use_cache=False,
+        attn_implementation=attention,
+        pad_token_id=START_ID,
+        decoder_start_token_id=START_ID,
+    )
+    with device.bind(kind, 0):
+        model = T5ForConditionalGeneration(config)
+    model.load_state_dict(t5_from_ours(t5_weights(sizes), sizes.num_attention_heads))
+    return PlainLoop(MeanLoss(model), _pair, kind=kind, dtype=dtype).step
+
+
+def t5_hf_eager(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
+    """Return a step of Hugging Face's model with its attention written out."""
+    return t5_hf(sizes, batch_size, kind, dtype, attention="eager")
+
+
+def _pair(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [b, s_e] and targets [b, s_d]; Hugging Face's model shifts them itself."""
+    return batch["inputs"], batch["targets"]
+
+
+def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
+    """Return a step of Hugging Face's model in the plain loop."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megatron.training.setup import weight_rule
+
+    ours_of_it = config_of(sizes)
+    settings = {name: value for name, value in FORMAT.fields(ours_of_it).items() if name != "architectures"}
+    config = LlamaConfig(
+        **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with device.bind(kind, 0):
+        model = LlamaForCausalLM(config)
+    weights = filled(build_model(ours_of_it, None), weight_rule(ours_of_it))
+    model.load_state_dict(FORMAT.from_ours(weights, ours_of_it))
+    return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
+
+
+_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": ours_compiled}
+CONTENDERS: dict[str, dict[str, Contender]] = {
+    "gpt2": {**_OURS, "hf": hf, "hf-fused-gelu": hf_fused_gelu, "plain": plain, "plain-compiled": plain_compiled},
+    "t5": {**_OURS, "hf": t5_hf, "hf-eager": t5_hf_eager},
+    "llama": {**_OURS, "hf": llama_hf},
+}
+"""Family -> name -> what builds the step."""

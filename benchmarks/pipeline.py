@@ -32,13 +32,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.pipe.bars import MEMORY, NO_MEMORY_BAR, Bar, bars  # noqa: E402
-from benchmarks.pipe.case import Case, Contender  # noqa: E402
-from benchmarks.pipe.cases import KINDS, cases_of  # noqa: E402
-from benchmarks.pipe.record import Record, check_losses  # noqa: E402
-from benchmarks.pipe.tables import draw, row, table  # noqa: E402
-from benchmarks.pipe.teams import START_METHODS, Team, assembled  # noqa: E402
-from benchmarks.pipe.worker import Order  # noqa: E402
+from benchmarks.pipe.cases import KINDS, Case, Contender, cases_of  # noqa: E402  # noqa: E402
+from benchmarks.pipe.report import MEMORY, NO_MEMORY_BAR, Bar, Record, bars, check_losses, draw, row, table  # noqa: E402  # noqa: E402  # noqa: E402
+from benchmarks.pipe.team import (  # noqa: E402
+    START_METHODS,
+    Order,  # noqa: E402
+    Team,
+    assembled,
+)
 
 RECORDED_STEPS = 3
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Record]:
     """Let the contenders of one case take their turns."""
-    from benchmarks.pipe.line_up import line_up
+    from benchmarks.pipe.cuts import line_up
 
     costs = of_others = layer_costs(case, args.start_method, keeps_freed=True)
     if not args.keep_freed and case.sizes.family != "t5":  # which no other engine trains
@@ -161,7 +162,7 @@ def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record:
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
     """After the turns: memory of the first stage, and steps of ours beside their simulation."""
-    from benchmarks.pipe.predict import compare
+    from benchmarks.pipe.probe import compare
 
     step = (args.warm_up + args.rounds) * args.steps
     for name, team in teams.items():

@@ -17,9 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pipe.case import Case, Contender  # noqa: E402
-from benchmarks.pipe.teams import START_METHODS, assembled  # noqa: E402
-from benchmarks.pipe.worker import Order  # noqa: E402
+from benchmarks.pipe.cases import Case, Contender  # noqa: E402
+from benchmarks.pipe.team import (  # noqa: E402
+    START_METHODS,
+    Order,  # noqa: E402
+    assembled,
+)
 from benchmarks.sizes import GPTSizes  # noqa: E402
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)

@@ -6,11 +6,11 @@
 
 For each number of ranks the machine is calibrated anew with so many at once, then each layout trains a few steps in
 processes of its own. Step time must be within 15 % of the estimate, memory within 10 % on every rank. Memory is counted
-in tensors (see benchmarks/plan_parts/training.py). With --cpu-time both sides count processor time, in one thread: that
+in tensors (see benchmarks/plan_training.py). With --cpu-time both sides count processor time, in one thread: that
 says something of the formulas on a busy machine, for layouts of one rank.
 
 DIR gets table.txt, plan.json and the machines as machine-N.json. plan.json holds the machines, too: from it alone the
-estimates can be made again (benchmarks/plan_parts/recording.py).
+estimates can be made again (benchmarks/plan_training.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler that count
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.plan_parts.cases import CASES, Case  # noqa: E402
+from benchmarks.plan_cases import CASES, Case  # noqa: E402
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.list:
         print("\n".join(case.name for case in cases))
         return {}
-    from benchmarks.plan_parts.recording import recorded
-    from benchmarks.plan_parts.verdict import table
+    from benchmarks.plan_training import recorded, table
 
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -114,8 +113,7 @@ def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, A
 
 def compare(case: Case, machine: Any, args: argparse.Namespace) -> Any:
     """Train one layout; return its row. ``machine`` None: without time."""
-    from benchmarks.plan_parts.training import train_rank
-    from benchmarks.plan_parts.verdict import UNTIMED, estimate_of, row_of
+    from benchmarks.plan_training import UNTIMED, estimate_of, row_of, train_rank
     from megatron.planner.spawn_ranks import run_ranks
 
     steps = 0 if machine is None else min(args.steps, 2) if args.smoke else args.steps

@@ -1,4 +1,4 @@
-"""The sizes that all contenders of a benchmark share, for each family of models, and the random batches they train on.
+"""The sizes that all contenders of a benchmark share, the random batches they train on, and the configuration of a run.
 
 Names are as in the flags: each field is one.
 """
@@ -6,11 +6,14 @@ Names are as in the flags: each field is one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megatron.models.t5 import spans
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 START_ID = 0
 """What the decoder of a T5 begins with; for Hugging Face the id of padding, too."""
@@ -112,3 +115,21 @@ def _generator(step: int) -> torch.Generator:
 
 def _random(vocab_size: int, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, vocab_size, shape, generator=generator)
+
+
+STD = 0.02
+FLAGS = {
+    "gpt2": f"--activation gelu-tanh --hidden-bias --init-method-std {STD}",
+    "llama": f"--init-method-std {STD}",
+    "t5": "--activation relu --layernorm-epsilon 1e-6",
+}
+
+
+def config_of(sizes: Sizes, more: str = "") -> Config:
+    """Return the configuration of one process without dropout, as a user's flags give it; a size of 0 is left out."""
+    from megatron.arguments import parse
+
+    given = {"--" + name.replace("_", "-"): str(size) for name, size in vars(sizes).items() if size}
+    argv = [word for pair in given.items() for word in pair]
+    argv += f"{FLAGS[sizes.family]} --attention-dropout 0 --hidden-dropout 0 --data-path none {more}".split()
+    return parse(argv, world_size=1, family=sizes.family).with_vocab(sizes.vocab_size)

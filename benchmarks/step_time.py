@@ -11,7 +11,7 @@ first losses must agree. They take turns of a few steps; the order rotates; medi
 within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two square
 matrices (2048 x 2048 on a CPU, 8192 x 8192 on a GPU), which take turns with the contenders; "whole" counts all of
 GPT-2's (12 L a d s), as nanoGPT and PaLM do; "sheet" is over the peak of the data sheet, of GPUs that are known. At the
-end stands what was to be reached (benchmarks/step_bars.py). The flags of sizes are those of the chosen model.
+end stands what was to be reached (``bars``). The flags of sizes are those of the chosen model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,89 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.flags import config_of  # noqa: E402
-from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes  # noqa: E402
-from benchmarks.step_bars import Bar, bars  # noqa: E402
-from benchmarks.turns import PRODUCT, Record, Work, products_of, take_turns  # noqa: E402
-from megatron import device  # noqa: E402
+from benchmarks.machine import surroundings
+from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
+from benchmarks.turns import PRODUCT, Record, Work, products_of, quartiles, ratio_quartiles, take_turns
+from megatron import device
 from megatron.models import registry
 from megatron.models.common import cost, decoder_cost, memory
+
+# What a step of ours is to reach beside others in the same run. On a CPU the bars are set for the small sizes, and
+# judged for whatever sizes are given; on a GPU they are for the large ones alone.
+
+Contenders = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One thing to reach, what was measured, and what it must be ``at_least`` or, of memory, ``at_most``."""
+
+    name: str
+    found: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def is_met(self) -> bool:
+        """Return whether it was reached."""
+        return (self.at_least is None or self.found >= self.at_least) and (
+            self.at_most is None or self.found <= self.at_most
+        )
+
+    def __str__(self) -> str:
+        bound = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+        return f"{'met   ' if self.is_met else 'MISSED'} {self.name}: {self.found:.3f}, {bound}"
+
+
+OF_PRODUCTS = {"gpt2": {"ours": 0.72, "ours-compiled": 0.80}}
+"""Share of the rate of this machine's matrix products, on a CPU."""
+OF_THE_SHEET = {"gpt2": 0.50, "t5": 0.42}
+"""Share of the GPU's peak by its data sheet, with the larger sizes: the better of ours and ours compiled."""
+SPEEDS = {
+    "gpt2": {
+        ("ours", "plain"): 1.05,
+        ("ours-compiled", "plain-compiled"): 1.05,
+        ("ours", "hf"): 1.25,
+        ("ours-compiled", "hf"): 1.4,
+    },
+    "t5": {("ours", "hf"): 1.3},
+}
+"""Times as fast as others, on a CPU, by medians of rounds."""
+IN_LESS_MEMORY = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
+
+
+def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
+    """Yield what of it was measured: a contender that did not take part is not asked for.
+
+    Args:
+        is_large: the sizes are the larger ones.
+    """
+    if kind != "cpu" and not is_large:
+        return
+    if kind != "cpu":
+        shares = [contenders[name]["mfu_sheet"] for name in ("ours", "ours-compiled") if name in contenders]
+        known = [share for share in shares if share is not None]
+        if known and family in OF_THE_SHEET:
+            yield Bar("MFU of the data sheet", max(known), at_least=OF_THE_SHEET[family])
+        return
+    for name, share in OF_PRODUCTS.get(family, {}).items():
+        if name in contenders:
+            yield Bar(f"MFU of {name}", contenders[name]["mfu"], at_least=share)
+    for (ours, other), times in SPEEDS.get(family, {}).items():
+        if ours in contenders and other in contenders:
+            yield Bar(f"speed of {ours} over {other}", contenders[other]["speed_of_ours"][ours][1], at_least=times)
+    for other in IN_LESS_MEMORY.get(family, ()):
+        for ours in ("ours", "ours-compiled"):
+            if ours in contenders and other in contenders:
+                share = contenders[ours]["peak_memory_bytes"] / contenders[other]["peak_memory_bytes"]
+                yield Bar(f"peak memory of {ours} over {other}'s", share, at_most=1.0)
+
 
 MODELS: dict[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OURS = ("ours", "ours-compiled")
@@ -137,8 +207,8 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
         }
         for our in OURS if name not in OURS else ():
             if our in records:
-                row.setdefault("speed_of_ours", {})[our] = _quartiles(record.turns_s, records[our].turns_s)
-                row.setdefault("cpu_speed_of_ours", {})[our] = _quartiles(record.cpu_s, records[our].cpu_s)
+                row.setdefault("speed_of_ours", {})[our] = ratio_quartiles(record.turns_s, records[our].turns_s)
+                row.setdefault("cpu_speed_of_ours", {})[our] = ratio_quartiles(record.cpu_s, records[our].cpu_s)
         contenders[name] = row
     return {
         "peak_flops_per_s": peak,
@@ -147,14 +217,6 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
         "contenders": contenders,
         "bars": [vars(bar) | {"is_met": bar.is_met} for bar in _bars(work, contenders)],
     }
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of ``values``, the median in the middle; of one value it is all three."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -240,10 +302,6 @@ def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
     if isinstance(costs, decoder_cost.DecoderCosts):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
     return costs.flops_per_step(batch_size)
-
-
-def _quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float, float]:
-    return quartiles([a / b for a, b in zip(theirs, ours, strict=True)])
 
 
 if __name__ == "__main__":

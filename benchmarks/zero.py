@@ -24,11 +24,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.sizes import GPTSizes  # noqa: E402
-from benchmarks.zero_parts.contenders import Case, Contender, contenders  # noqa: E402
-from benchmarks.zero_parts.formulas import expected  # noqa: E402
-from benchmarks.zero_parts.team import Team  # noqa: E402
+from benchmarks.machine import surroundings
+from benchmarks.sizes import GPTSizes
+from benchmarks.zero_team import Case, Contender, Team, config_of, contenders
+
+
+def expected(contender: Contender, case: Case) -> tuple[int, int]:
+    """Return the bytes of ours that are kept between steps, and those of gradients, activations and gathered weights.
+
+    They are those of ``megatron.models.common.cost``. On CPUs what is offloaded lies in the same memory, so it counts.
+    """
+    from megatron.models import registry
+    from megatron.training.dry_run import zero_of
+
+    config = config_of(contender, case)
+    settings: dict[str, Any] = {"micro_batch_size": case.batch_size, "dtype": case.dtype}
+    costs = registry.costs_of(config, is_on_cpu=True)
+    units = case.sizes.num_layers + 3
+    (memory,) = costs.memory_per_stage([0, units], zero=zero_of(config, case.replicas), **settings)
+    kept = memory.weights + memory.optimizer + memory.host
+    return kept, memory.gradients + memory.gathered + memory.activations + memory.logits
+
 
 SMOKE = "--num-layers 2 --hidden-size 32 --vocab-size 64 --seq-length 16 --rounds 1 --steps 1 --dtypes fp32"
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}

@@ -24,8 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import Machine, Part, run_part
-from benchmarks.gpu.results import FAILED, FINAL, Results
+from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
 NAMES = ("tests", "train", "layouts", "faults", "speed", "pictures")
 MODULES = {"tests": "suite"}

@@ -1,18 +1,96 @@
-"""What a part is: named cases, run one or several at a time within a time budget, each ending in a verdict."""
+"""What a part is: named cases, run one or several at a time within a time budget, each ending in a verdict.
+
+The verdicts are kept in one JSON file, so that a second start goes on: ``gpu-<device>-<date>.json``:
+
+    {"device": "NVIDIA H200", "kind": "cuda", "date": "2026-11-24", "commit": "...", "versions": {...}, "is_dry": false,
+     "parts": {"train": {"seconds": 61.2, "cases": {"gpt2 bf16": {"status": "passed", "text": "...", "figures": {...},
+     "seconds": 8.1}}}}}
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from benchmarks.gpu.results import FAILED, FINAL, NOT_RUN, PASSED, SKIPPED, Results, Verdict
+PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
+FINAL = (PASSED, FAILED, SKIPPED)
+"""What a second start does not repeat."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a case has shown.
+
+    Args:
+        status: PASSED, FAILED, SKIPPED (cannot be done on this machine, the text says why) or NOT_RUN (no time left).
+        text: one line: what was seen, and against what.
+        figures: numbers for tables and pictures, as JSON has them.
+    """
+
+    status: str
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Results:
+    """The verdicts of all parts so far, in the file ``path``, which is written anew after each."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {**about, "parts": {}}
+
+    @classmethod
+    def begin_or_go_on(cls, folder: Path, about: Mapping[str, Any]) -> Results:
+        """Return the newest results in ``folder`` of the same device, commit and size, else new ones."""
+        folder.mkdir(parents=True, exist_ok=True)
+        same = ("device", "kind", "commit", "is_dry")
+        for path in sorted(folder.glob("gpu-*.json"), reverse=True):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if all(content.get(key) == about[key] for key in same):
+                results = cls(path, about)
+                results.content = content
+                return results
+        device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+        stem = f"gpu-{device}-{about['date']}"
+        number = sum(1 for _ in folder.glob(f"{stem}*.json"))
+        return cls(folder / (f"{stem}.json" if not number else f"{stem}-{number + 1}.json"), about)
+
+    def add(self, part: str, case: str, verdict: Verdict) -> None:
+        """Keep a verdict, in place of an earlier one of the case."""
+        self._part(part)["cases"][case] = asdict(verdict)
+        self.save()
+
+    def add_seconds(self, part: str, seconds: float) -> None:
+        """Note that a part took ``seconds`` more."""
+        self._part(part)["seconds"] = round(self._part(part)["seconds"] + seconds, 1)
+        self.save()
+
+    def of(self, part: str) -> dict[str, Verdict]:
+        """Return the verdicts of a part by case."""
+        return {name: Verdict(**one) for name, one in self._part(part)["cases"].items()}
+
+    def save(self) -> None:
+        """Write the file; what was there before stays until the new one is whole."""
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(beside, self.path)
+
+    def _part(self, name: str) -> dict[str, Any]:
+        return self.content["parts"].setdefault(name, {"seconds": 0.0, "cases": {}})
 
 
 class Skip(Exception):
@@ -195,3 +273,94 @@ class _Gate:
             with self._condition:
                 self._is_closed = False
                 self._condition.notify_all()
+
+
+# Commands of cases: training scripts and tools in processes of their own, ended in time, with what they wrote.
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMED_OUT = -1
+_LONGEST_S = 86400.0
+_TIED = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Becomes the command that follows, which dies with the thread that started it. A program with threads and a GPU should
+not fork to say so itself."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended.
+
+    Args:
+        code: exit code; TIMED_OUT where it had to be ended.
+        text: what it wrote, standard error included.
+    """
+
+    code: int
+    text: str
+    seconds: float
+
+    def check(self, code: int = 0) -> Done:
+        """Return itself.
+
+        Raises:
+            AssertionError: it ended with another code; with its last lines.
+        """
+        if self.code != code:
+            ended = "did not end in time" if self.code == TIMED_OUT else f"ended with code {self.code}, not {code}"
+            raise AssertionError(f"{ended}: {self.text[-1200:]}")
+        return self
+
+
+def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a command: no rank variables of another job, the project first on the path."""
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env["PYTHONUNBUFFERED"] = "1"
+    if machine.kind == "cpu":
+        env |= {"DS_ACCELERATOR": "cpu"}
+    return env | {"OMP_NUM_THREADS": "1"} | dict(more or {})
+
+
+def started(
+    machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
+) -> subprocess.Popen[str]:
+    """Start ``words`` in a process group of their own, which a signal can end as a whole.
+
+    They die with the thread that starts them, so that a program which is killed leaves nothing on the device.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _TIED, *words],
+        cwd=cwd,
+        env=environment(machine, env),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+    """Run ``words`` until they end or the case's time is over; nothing of them is left then."""
+    start = time.monotonic()
+    process = started(machine, words, subprocess.PIPE, env, cwd)
+    try:
+        text, _ = process.communicate(timeout=min(max(1.0, machine.end - start), _LONGEST_S))
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        code = TIMED_OUT
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Done(code, text, time.monotonic() - start)
+
+
+def python(machine: Machine, *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+    """Run this Python with ``words``."""
+    return command(machine, [sys.executable, *words], env, cwd)

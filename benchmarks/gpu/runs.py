@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT, Done, python, started
-from benchmarks.gpu.part import Machine
+from benchmarks.gpu.part import ROOT, Done, Machine, python, started
 
 SCRIPTS = {
     "gpt2": "pretrain_gpt2.py",

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.flags import config_of
-from benchmarks.sizes import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes
+from benchmarks.sizes import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from megatron.models import registry
 from megatron.models.common.memory import Memory
 from megatron.mpu.topology import Topology

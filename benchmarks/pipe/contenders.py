@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.pipe.case import Case, Contender
+from benchmarks.pipe.cases import Case, Contender
 from benchmarks.pipe.model import Batch, Chain, Model, make_model
 from tds.device import keep_freed
 

@@ -5,7 +5,7 @@
 | whole | embedding, ``num_layers`` blocks, norm, head | no |
 | half | the same with each block as two layers, attention and feed-forward | no |
 | tensor | embedding, ``num_layers`` layers of ``megatron.models``, norm, head | yes |
-| t5 | the units of ``megatron.models.T5ModelPipe``: a model of its own, in ``t5_model.py`` | no |
+| t5 | the units of ``megatron.models.T5ModelPipe``: a model of its own | no |
 
 The first two are plain ``torch.nn`` on [b, s, h] and compute the same function from the same weights: each layer fills
 its own by its place in the list of halves. The head is not tied.
@@ -22,7 +22,19 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from benchmarks.pipe.case import Case
+from benchmarks.pipe.cases import Bounds, Case
+from benchmarks.sizes import START_ID, config_of
+from megatron.models import registry
+from megatron.models.common.language_model import model_loss
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.parameters import gpt2_rule, initialize, named_parameters
+from megatron.models.common.pipeline import layer_specs as decoder_layer_specs
+from megatron.models.t5.layers import T5ModelArgs
+from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
+from megatron.models.t5.pipeline import T5ModelPipe, layer_specs
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.topology import Topology
 
 SEED, STD = 1234, 0.02
 Batch = tuple[Any, Any]
@@ -150,12 +162,8 @@ class Model:
 def make_model(case: Case, layers: str, tensor_group: Any = None) -> Model:
     """Return the model of ``case`` as ``layers`` ("whole", "half", "tensor" or "t5") cut it."""
     if layers == "t5":
-        from benchmarks.pipe.t5_model import make_t5_model
-
         return make_t5_model(case)
     if layers == "tensor":
-        from benchmarks.pipe.tensor_model import make_tensor_model
-
         return make_tensor_model(case, tensor_group)
     return Model(plain_specs(case, layers), mean_cross_entropy, lambda module: None, lambda tokens: tokens)
 
@@ -176,3 +184,98 @@ def plain_specs(case: Case, layers: str) -> list[LayerSpec]:
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of logits [b, s, v] and labels [b, s]."""
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+@dataclass(frozen=True)
+class T5Stages(Model):
+    """Our own T5, whole in one process or cut into stages.
+
+    Its units are those that ``megatron.models.common.cost`` counts.
+
+    Args:
+        lengths: (micro-batch size, encoder length, decoder length).
+        num_stages: of the case.
+    """
+
+    sizes: T5ModelArgs
+    lengths: tuple[int, int, int]
+    num_stages: int
+
+    def whole(self) -> nn.Module:
+        return T5Model(self.sizes, ParallelContext())
+
+    def staged(self, options: dict[str, Any]) -> Any:
+        partition = options["partition_method"]
+        return T5ModelPipe(
+            self.sizes,
+            ParallelContext(),
+            Topology(tensor=1, pipe=self.num_stages, data=1),
+            partition=partition,
+            chunks=options.get("chunks", 1),
+            has_segments=False,
+            probe=self.lengths if partition == "profile" else None,
+        )
+
+    def batches(self, case: Case, step: int) -> list[Batch]:
+        """Return the micro-batches of a step: random inputs and targets, the same for every contender."""
+        fields = case.sizes.batch(case.num_micro_batches * case.micro_batch_size, step)
+        parts = [fields[name].split(case.micro_batch_size) for name in ("inputs", "targets")]
+        found = []
+        for inputs, targets in zip(*parts, strict=True):
+            starts = torch.full_like(targets[:, :1], START_ID)
+            shifted = torch.cat([starts, targets[:, :-1]], dim=1)
+            found.append(((inputs, shifted), (targets, torch.ones(targets.shape))))
+        return found
+
+
+def make_t5_model(case: Case) -> Model:
+    """Return the model of ``case``, with the initial weights of a run of its sizes."""
+    config = config_of(case.sizes)
+    sizes, place = t5_model_args_from(config.model, config.own), ParallelContext()
+
+    def loss_fn(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        total, count = model_loss(logits, labels[0], labels[1], sizes, place)
+        return total / count
+
+    def finish(module: nn.Module) -> None:
+        initialize(named_parameters(module), seed=SEED, rule=t5_rule(sizes, config.model.init_method_std))
+
+    lengths = (case.micro_batch_size, config.own.enc_seq_length, config.own.dec_seq_length)
+    specs = layer_specs(sizes, place)
+    return T5Stages(specs, loss_fn, finish, lambda tokens: tokens, sizes, lengths, case.num_stages)
+
+
+def cut_by_cost(case: Case, num_chunks: int = 1) -> Bounds:
+    """Return the bounds that a run of these sizes gets by default."""
+    return tuple(registry.costs_of(config_of(case.sizes)).stage_bounds(case.num_stages, num_chunks))
+
+
+def make_tensor_model(case: Case, group: Any) -> Model:
+    """Return the layers of ``megatron.models`` cut over ``group`` (``megatron.mpu``'s; None for one process)."""
+    place = ParallelContext(SINGLE if group is None else group)
+    given = case.sizes
+    sizes = ModelArgs(
+        num_layers=given.num_layers,
+        hidden_size=given.hidden_size,
+        num_attention_heads=given.num_attention_heads,
+        vocab_size=given.vocab_size,
+        max_position_embeddings=given.seq_length,
+        kv_hidden_size=given.hidden_size // given.num_attention_heads,
+        ff_hidden_size=4 * given.hidden_size,
+        activation="gelu-tanh",
+        untie_embeddings=True,
+    )
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), vocab_size=sizes.vocab_size, group=place.group
+        )
+        return each.mean()
+
+    def finish(module: nn.Module) -> None:
+        initialize(module.named_parameters(), seed=SEED, rule=gpt2_rule(STD, sizes.num_layers))
+
+    def inputs_of(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens, torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+
+    return Model(decoder_layer_specs(sizes, place), loss_fn, finish, inputs_of)

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint_parts.bars import Ceiling, bars_of
-from benchmarks.checkpoint_parts.contenders import Contenders
-from benchmarks.checkpoint_parts.small_run import Stalls
-from benchmarks.checkpoint_parts.state import State
+from benchmarks.checkpoint import Ceiling, Stalls, bars_of
+from benchmarks.checkpoint_contenders import Contenders, State
 from megatron.mpu.groups import single_grid
 
 
@@ -29,7 +27,7 @@ def test_each_bar_divides_what_it_says() -> None:
 
 
 def test_a_load_that_leaves_something_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.checkpoint_parts.contenders._deepspeed_engine", lambda *_: None)
+    monkeypatch.setattr("benchmarks.checkpoint_contenders._deepspeed_engine", lambda *_: None)
     state = State(1 << 20, single_grid())
     contenders = Contenders(state, single_grid(), tmp_path, tmp_path)
     assert set(contenders.ours()) == {"save", "verification", "load", "verification + load"}

@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plan
-from benchmarks.plan_parts import verdict
-from benchmarks.plan_parts.cases import CASES, Case
-from benchmarks.plan_parts.recording import rows_now
-from benchmarks.plan_parts.training import Measured, config_of
-from benchmarks.plan_parts.verdict import Row, row_of, table
+from benchmarks import plan, plan_training
+from benchmarks.plan_cases import CASES, Case
+from benchmarks.plan_training import Measured, Row, config_of, row_of, rows_now, table
 from megatron.planner.layout import layout_of
 
 
@@ -106,7 +103,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str | None]]:
         return row(name=case.name, measured_s=None if machine is None else 1.3)
 
     monkeypatch.setattr(plan, "compare", compare)
-    machines = {ranks: replace(verdict.UNTIMED, name=f"of {ranks}") for ranks in (1, 2)}
+    machines = {ranks: replace(plan_training.UNTIMED, name=f"of {ranks}") for ranks in (1, 2)}
     monkeypatch.setattr(plan, "machines_of", lambda numbers, args: {ranks: machines[ranks] for ranks in numbers})
     return asked
 
@@ -139,4 +136,4 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     (again,) = rows_now(json.loads((tmp_path / "plan.json").read_text()))
     assert again.as_data() == told
     assert told["measured_s"] > 0 and told["estimated_s"] > 0 and (tmp_path / "machine-1.json").exists()
-    assert verdict.MEMORY_BAR == 0.10 and verdict.TIME_BAR == 0.15
+    assert plan_training.MEMORY_BAR == 0.10 and plan_training.TIME_BAR == 0.15

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import contenders, llama_contenders, machine, step_time, t5_contenders, turns
+from benchmarks import contenders, machine, step_time, turns
 from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
-from benchmarks.step_bars import bars
+from benchmarks.step_time import bars
 from benchmarks.turns import PRODUCT, PRODUCTS, Record, Work
 from tests.harness import run_ranks
 
@@ -22,7 +22,7 @@ WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", thread
 
 def losses(rank: int, sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Train each contender on the same batch, over and over."""
-    builders = {"gpt2": contenders, "t5": t5_contenders, "llama": llama_contenders}[sizes.family].CONTENDERS
+    builders = contenders.CONTENDERS[sizes.family]
     assert set(builders) == set(step_time.NAMES[sizes.family])
     found = {}
     for name in names:
@@ -143,7 +143,7 @@ def test_on_a_gpu_the_better_of_ours_counts_by_the_data_sheet(family: str, share
 
 
 def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> None:
-    from benchmarks.flags import config_of
+    from benchmarks.sizes import config_of
     from megatron.models import registry
 
     for family in step_time.MODELS:

@@ -121,7 +121,7 @@ GPU_RUNS = (
     ),
     Mutant(
         "what a program had started lives on when it is killed",
-        "benchmarks/gpu/jobs.py",
+        "benchmarks/gpu/part.py",
         '[sys.executable, "-I", "-S", "-c", _TIED, *words]',
         "list(words)",
         (f"{PROGRAM}::test_a_command_dies_with_the_program",),

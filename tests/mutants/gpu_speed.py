@@ -31,14 +31,14 @@ GPU_SPEED = (
     ),
     Mutant(
         "an operator's kernels count twice",
-        "benchmarks/looking.py",
+        "benchmarks/turns.py",
         'if (each.device_type == on_cpu) == (kind == "cpu") and not each.is_user_annotation',
         "if not each.is_user_annotation",
         (f"{SPEED}::test_the_kernels_are_what_ran_on_the_device_and_their_shares_those_of_all_kernels",),
     ),
     Mutant(
         "shares are those of the kernels that are shown",
-        "benchmarks/looking.py",
+        "benchmarks/turns.py",
         "whole = sum(time for _, time, _ in times)",
         "whole = sum(time for _, time, _ in times[:SHOWN])",
         (f"{SPEED}::test_the_kernels_are_what_ran_on_the_device_and_their_shares_those_of_all_kernels",),
@@ -122,7 +122,7 @@ GPU_SPEED = (
     ),
     Mutant(
         "a page says more than was seen",
-        "benchmarks/gpu/wording.py",
+        "benchmarks/gpu/tables.py",
         "written, but has not run\\non a GPU.",
         "written, and has run\\non a GPU.",
         ("tests/docs/test_seen.py::test_the_results_on_a_page_are_those_in_the_repository",),

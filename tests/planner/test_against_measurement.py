@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_parts.cases import CASES, RECOMPUTE, TENSOR, Case
-from benchmarks.plan_parts.training import Measured, train
-from benchmarks.plan_parts.verdict import MEMORY_BAR, estimate_of
+from benchmarks.plan_cases import CASES, RECOMPUTE, TENSOR, Case
+from benchmarks.plan_training import MEMORY_BAR, Measured, estimate_of, train
 from tests.harness import run_ranks
 
 QUICK = [Case("gpt2", 1, RECOMPUTE), Case("gpt2", 2, "--pipe-parallel-size 2")]

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_parts.cases import CASES
-from benchmarks.plan_parts.recording import rows_now
-from benchmarks.plan_parts.verdict import MEMORY_BAR, TIME_BAR, Row
+from benchmarks.plan_cases import CASES
+from benchmarks.plan_training import MEMORY_BAR, TIME_BAR, Row, rows_now
 
 RECORDED = Path(__file__).parent / "recorded" / "two_cores.json"
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import plan
-from benchmarks.plan_parts.cases import Case
-from benchmarks.plan_parts.recording import recorded, rows_now
-from benchmarks.plan_parts.training import Measured, config_of
-from benchmarks.plan_parts.verdict import UNTIMED
+from benchmarks.plan_cases import Case
+from benchmarks.plan_training import UNTIMED, Measured, config_of, recorded, rows_now
 from megatron.planner.machine import Machine
 
 NOTES = "Measured on a host of that name"

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
-from benchmarks.kill_parts.cases import Case, write_corpus
-from benchmarks.kill_parts.chain import Outcome, run_killed, run_whole
-from benchmarks.kill_parts.folder import broken, newest_step
-from benchmarks.kill_parts.moments import ALL, LOAD, PHASES, STEP, Moment, draw_moments
-from benchmarks.kill_parts.preload import preload
-from benchmarks.kill_parts.records import losses
+from benchmarks.kill import Outcome, run_killed, run_whole
+from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Moment, draw_moments, preload
+from benchmarks.kill_records import Case, broken, losses, newest_step, write_corpus
 from megatron import files
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.train_state import CHECKPOINTS

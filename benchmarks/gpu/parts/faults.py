@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT, Done, python
-from benchmarks.gpu.part import Case, Machine, Part, Skip
+from benchmarks.gpu.part import ROOT, Case, Done, Machine, Part, Skip, python
 from benchmarks.gpu.runs import (
     STEPS,
     Run,

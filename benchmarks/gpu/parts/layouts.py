@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT, python
-from benchmarks.gpu.part import Case, Machine, Part, Skip
+from benchmarks.gpu.part import ROOT, Case, Machine, Part, Skip, python
 
 LIMIT_S, DRY_LIMIT_S = 240.0, 900.0
 """Of a case: starts of Python, three cases at once; the dry form runs beside other tests."""

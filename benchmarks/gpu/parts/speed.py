@@ -38,9 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import jobs
-from benchmarks.gpu.part import Case, Machine, Part, Skip
-from benchmarks.gpu.results import PASSED
+from benchmarks.gpu.part import PASSED, Case, Done, Machine, Part, Skip, python
 from benchmarks.gpu.speed_models import (
     COMPILED,
     GIB,
@@ -126,14 +124,14 @@ def room_for(model: Model, machine: Machine) -> Fitted:
     return found
 
 
-def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> jobs.Done:
+def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> Done:
     """Run the benchmark; its result lies in ``folder``."""
     words = [word for name, size in vars(run.sizes).items() for word in ("--" + name.replace("_", "-"), str(size))]
     words += ["--model", run.sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
     words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.kind]
     words += ["--product-side", "128", "--threads", "1"] * machine.is_dry
     words += ["--look"] * model.has_look + ["--json", str(folder / "step_time.json")]
-    return jobs.python(machine, "benchmarks/step_time.py", *words)
+    return python(machine, "benchmarks/step_time.py", *words)
 
 
 def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Machine) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT, TIMED_OUT, Done, command
-from benchmarks.gpu.part import Case, Machine, Part, Skip
+from benchmarks.gpu.part import ROOT, TIMED_OUT, Case, Done, Machine, Part, Skip, command
 
 MARK = "pytest.mark.gpu"
 OWN = "tests/gpu"

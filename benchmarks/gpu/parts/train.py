@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT
-from benchmarks.gpu.part import Case, Machine, Part, Skip
+from benchmarks.gpu.part import ROOT, Case, Machine, Part, Skip
 from benchmarks.gpu.runs import (
     DROPOUT,
     SCRIPTS,

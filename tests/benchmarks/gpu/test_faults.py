@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.gpu import runs
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.jobs import TIMED_OUT, Done
-from benchmarks.gpu.part import Machine, Skip
+from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
 from benchmarks.gpu.parts import faults
 from tests.benchmarks.gpu.made import dry_machine, made_run
 

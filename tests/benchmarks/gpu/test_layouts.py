@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.jobs import Done
-from benchmarks.gpu.part import Machine, Skip, run_part
+from benchmarks.gpu.part import FAILED, PASSED, SKIPPED, Done, Machine, Results, Skip, run_part
 from benchmarks.gpu.parts import layouts
-from benchmarks.gpu.results import FAILED, PASSED, SKIPPED, Results
 from tds.schedule.simulate import AUTO, SCHEDULES, by_default
 
 SEEN = {"observed": 1e-15, "allowed": 1e-12}

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import publish, tables
-from benchmarks.gpu.part import Machine, run_part
+from benchmarks.gpu.part import Machine, Results, run_part
 from benchmarks.gpu.parts import pictures
-from benchmarks.gpu.results import Results
 from tests.benchmarks.gpu.samples import GIB, results
 
 SEEN = "gpu-nvidia-made-up-1-2026-12-01.json"

@@ -14,9 +14,21 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import jobs
-from benchmarks.gpu.part import Case, Machine, Part, Skip, run_part
-from benchmarks.gpu.results import FAILED, FINAL, NOT_RUN, PASSED, SKIPPED, Results, Verdict
+from benchmarks.gpu import part
+from benchmarks.gpu.part import (
+    FAILED,
+    FINAL,
+    NOT_RUN,
+    PASSED,
+    SKIPPED,
+    Case,
+    Machine,
+    Part,
+    Results,
+    Skip,
+    Verdict,
+    run_part,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ABOUT = {"device": "NVIDIA H200", "kind": "cuda", "is_dry": False, "date": "2026-11-24", "commit": "abc"}
@@ -113,7 +125,7 @@ def test_a_case_that_is_cut_off_with_its_part_has_not_failed(tmp_path: Path) -> 
     """Nor does one begin that would be cut off at once; one that takes longer than its own limit has failed."""
 
     def is_slow(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-        jobs.python(machine, "-c", "import time; time.sleep(60)").check()
+        part.python(machine, "-c", "import time; time.sleep(60)").check()
         return "", {}
 
     slow, short = Case("slow", is_slow), Case("short", is_slow, limit_s=1.0)
@@ -178,8 +190,8 @@ def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Pat
         f"open({str(note)!r}, 'w').write(str(child.pid)); child.wait()"
     )
     start = time.monotonic()
-    done = jobs.python(machine_in(tmp_path, end=start + 1.5), "-c", words)
-    assert done.code == jobs.TIMED_OUT and time.monotonic() - start < 20
+    done = part.python(machine_in(tmp_path, end=start + 1.5), "-c", words)
+    assert done.code == part.TIMED_OUT and time.monotonic() - start < 20
     with pytest.raises(AssertionError, match="did not end in time"):
         done.check()
     assert is_gone(int(note.read_text())), "the child of the command lives on"
@@ -187,7 +199,7 @@ def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Pat
 
 def test_a_command_has_no_rank_of_another_job_and_its_end_is_told(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "3")
-    done = jobs.python(machine_in(tmp_path), "-c", "import os, sys; print(os.environ.get('RANK')); sys.exit('too bad')")
+    done = part.python(machine_in(tmp_path), "-c", "import os, sys; print(os.environ.get('RANK')); sys.exit('too bad')")
     assert done.code == 1 and done.text.split() == ["None", "too", "bad"]
     with pytest.raises(AssertionError, match="ended with code 1, not 0: .*too bad"):
         replace(done, text="too bad").check()
@@ -227,7 +239,7 @@ def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
 def test_a_command_dies_with_the_program(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     code = (
-        "import sys; from pathlib import Path; from benchmarks.gpu.jobs import python; "
+        "import sys; from pathlib import Path; from benchmarks.gpu.part import python; "
         "from tests.benchmarks.gpu.made import dry_machine; "
         f"python(dry_machine(Path({str(tmp_path)!r})), '-c', 'import os, time; "
         f'open("{note}", "w").write(str(os.getpid())); time.sleep(60)\')'

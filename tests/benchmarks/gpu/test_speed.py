@@ -12,15 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import step_time, turns
-from benchmarks.gpu import jobs
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.part import Machine, Skip
+from benchmarks.gpu.part import PASSED, Done, Machine, Results, Skip, Verdict
 from benchmarks.gpu.parts import speed
-from benchmarks.gpu.results import PASSED, Results, Verdict
 from benchmarks.gpu.speed_models import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
-from benchmarks.looking import kernels_of, look
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
-from benchmarks.turns import PRODUCT, Record, Work
+from benchmarks.turns import PRODUCT, Record, Work, kernels_of, look
 from megatron.log import human_bytes
 from megatron.models import registry
 from megatron.mpu.topology import Topology
@@ -199,26 +196,26 @@ def test_a_run_without_room_after_all_is_tried_with_fewer_sequences(
 ) -> None:
     asked: list[list[str]] = []
 
-    def python(place: Machine, *words: str) -> jobs.Done:
+    def python(place: Machine, *words: str) -> Done:
         asked.append(list(words))
         if len(asked) == 1:
-            return jobs.Done(1, "torch.OutOfMemoryError: CUDA out of memory. Tried", 1.0)
+            return Done(1, "torch.OutOfMemoryError: CUDA out of memory. Tried", 1.0)
         (tmp_path / "step_time.json").write_text(json.dumps(told()))
-        return jobs.Done(0, "", 1.0)
+        return Done(0, "", 1.0)
 
-    monkeypatch.setattr(jobs, "python", python)
+    monkeypatch.setattr(speed, "python", python)
     monkeypatch.setattr(speed, "require_bf16", lambda: None)
     _, figures = speed.measure(MODEL, machine(tmp_path), tmp_path)
     assert [words[words.index("--batch-size") + 1] for words in asked] == ["4", "2"]
     assert figures["batch_size"] == 2
-    monkeypatch.setattr(jobs, "python", lambda place, *words: jobs.Done(1, "error: no such device", 1.0))
+    monkeypatch.setattr(speed, "python", lambda place, *words: Done(1, "error: no such device", 1.0))
     with pytest.raises(AssertionError, match="no such device"):
         speed.measure(MODEL, machine(tmp_path), tmp_path)
 
 
 def test_every_case_is_a_command_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(jobs, "python", lambda place, *words: asked.append(list(words[1:])))
+    monkeypatch.setattr(speed, "python", lambda place, *words: asked.append(list(words[1:])))
     for model in MODELS:
         run = Fitted(model.slices[0], model.batches[0], model.contenders, 0)
         speed.timed(model, run, machine(tmp_path, kind="cpu"), tmp_path)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import jobs
-from benchmarks.gpu.jobs import ROOT, TIMED_OUT, Done
-from benchmarks.gpu.part import Machine, Skip
+from benchmarks.gpu import part
+from benchmarks.gpu.part import ROOT, TIMED_OUT, Done, Machine, Skip
 from benchmarks.gpu.parts import suite
 
 SOURCE = """
@@ -134,7 +133,7 @@ def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
     seen: dict[str, str] = {}
 
     def noting(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None) -> Done:
-        there = jobs.environment(machine, env)
+        there = part.environment(machine, env)
         seen.update({name: there.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")})
         return Done(5, "no test", 0.1)
 
@@ -149,7 +148,7 @@ def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_dry_form_of_some_cases_passes_and_says_what_is_cudas_own(tmp_path: Path) -> None:
-    from benchmarks.gpu.jobs import command
+    from benchmarks.gpu.part import command
 
     words = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path), "tests", "--only"]
     done = command(machine(tmp_path), [*words, "ops"]).check()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import runs
-from benchmarks.gpu.jobs import Done
-from benchmarks.gpu.part import Machine, Skip
+from benchmarks.gpu.part import Done, Machine, Skip
 from benchmarks.gpu.parts import train
 from tests.benchmarks.gpu.made import dry_machine, made_run, write_metrics
 

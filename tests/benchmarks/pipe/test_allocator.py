@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipe import contenders
-from benchmarks.pipe.case import Case, Contender
-from benchmarks.pipe.cuts import all_cuts, best_cuts
-from benchmarks.pipe.line_up import line_up
+from benchmarks.pipe.cases import Case, Contender
+from benchmarks.pipe.cuts import all_cuts, best_cuts, line_up
 from benchmarks.sizes import GPTSizes
 
 CASE = Case(

@@ -8,19 +8,18 @@ from dataclasses import replace
 
 from deepspeed.runtime.utils import partition_balanced
 
-from benchmarks.pipe.case import MOST_KEPT, Case
+from benchmarks.pipe.cases import MOST_KEPT, Case
 from benchmarks.pipe.cuts import (
     all_cuts,
     best_cuts,
     best_ring,
     cuts_of_deepspeed,
     format_cut,
+    line_up,
     predicted_s,
     stage_seconds,
 )
-from benchmarks.pipe.line_up import line_up
-from benchmarks.pipe.model import plain_specs
-from benchmarks.pipe.t5_model import cut_by_cost
+from benchmarks.pipe.model import cut_by_cost, plain_specs
 from benchmarks.sizes import GPTSizes, T5Sizes
 from tds.schedule import Costs, schedule_named, simulate
 

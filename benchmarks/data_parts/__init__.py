@@ -1,1 +1,0 @@
-"""The parts of ``benchmarks/data.py``: preprocessing, reading, spans, and what they share."""

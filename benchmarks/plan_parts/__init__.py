@@ -1,1 +1,0 @@
-"""The parts of ``benchmarks/plan.py``: layouts, short trainings, and their estimates beside them."""

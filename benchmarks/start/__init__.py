@@ -1,1 +1,0 @@
-"""What ``benchmarks/data_start.py`` is made of."""
