@@ -30,10 +30,7 @@ GUARDED = (
         "a bad step counts among those that the next is judged by",
         "megatron/training/callbacks/stability_guard.py",
         "            result.loss, result.grad_norm = loss, norm\n        else:\n            self.losses.add(loss)\n",
-        "            result.loss, result.grad_norm = loss, norm\n"
-        "            self.history.streak, self.history.good_step = 0, self.trainer.samples.step\n"
-        "        else:\n"
-        "            self.losses.add(loss)\n",
+        "            result.loss, result.grad_norm = loss, norm\n        if True:\n            self.losses.add(loss)\n",
         (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
     ),
     Mutant(

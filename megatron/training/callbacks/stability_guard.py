@@ -197,9 +197,11 @@ class StabilityGuard(Callback):
         """
         if self._checkpointer is not None:
             self._checkpointer.is_held = self.settings.goes_back and self.history.streak > 0
-        if result.problem is None:
-            return
-        samples, reason = self.trainer.samples, result.problem
+        if result.problem is not None:
+            self._follow(result, result.problem)
+
+    def _follow(self, result: StepResult, reason: str) -> None:
+        samples = self.trainer.samples
         kind = "skipped" if result.is_refused else "spike"
         self.trainer.print_line(f"step {samples.step} | {kind}: {reason} | {samples.text}")
         if not result.is_refused:

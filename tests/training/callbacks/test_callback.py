@@ -117,6 +117,18 @@ def test_a_callback_of_rank_0_is_nowhere_else() -> None:
     assert run_ranks(2, of_ranks) == [["First", "Callback"], ["Callback"]]
 
 
+def calls_of(rank: int) -> list[str]:
+    calls: list[str] = []
+    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
+    trainer_of([Noting("a", calls)], "--train-iters 2", world=World("cpu", CPU, grid, rank)).fit()
+    return calls
+
+
+def test_every_rank_calls_the_same_hooks_in_one_order() -> None:
+    first, last = run_ranks(2, calls_of)
+    assert first == last and len(first) > 8
+
+
 def test_a_callback_ends_a_run_and_the_reason_is_said() -> None:
     class LowLoss(Callback):
         def on_step_end(self, result: StepResult) -> None:
@@ -223,7 +235,7 @@ class Collectives(Callback):
 
 ALL = (
     "--train-iters 4 --log-interval 2 --eval-iters 1 --eval-interval 2 --save-interval 2 --log-layer-norms "
-    "--stability-guard skip --stability-sigma 1000 --drift-interval 1 --pipe-parallel-size 2"
+    "--stability-guard skip --stability-sigma 1000 --drift-interval 2 --pipe-parallel-size 2 --step-timeout 30"
 )
 SENT = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_object", "broadcast_object_list", "gather")
 
