@@ -29,11 +29,16 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,37 +46,164 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.same_program_parts import compare  # noqa: E402
-from benchmarks.same_program_parts.cases import BAD_INPUTS, CLIPS, GRID, LAYOUTS, NORM_WITHIN, PROGRAMS, SIZES, STOP  # noqa: E402
-from benchmarks.same_program_parts.checkout import Check, Checkout, Found, Job, tokenize  # noqa: E402
-from benchmarks.same_program_parts.speed import BENCHMARKS, speed  # noqa: E402
+from benchmarks import same_program_compare as compare  # noqa: E402
+
+PROGRAMS = {
+    "gpt2": "pretrain_gpt2.py",
+    "t5": "pretrain_t5.py",
+    "bert": "examples/bert/pretrain_bert.py",
+    "llama": "examples/llama/pretrain_llama.py",
+    "mpt": "examples/mpt/pretrain_mpt.py",
+}
+FIXTURE_TESTS = ("test_format_1.py", "test_formats.py")
+TEXTS, TOKENIZER = "examples/corpus/*/*.txt", "tests/golden/tokenizer.json"
+TRAINED = ("gpt2", "t5", "bert")
+SIZES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 6 --lr 3e-3 "
+    "--warmup 0 --log-interval 1 --eval-iters 0 --split 900,50,50 --device cpu --progress plain"
+)
+GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
+CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
+"""Flags -> how far apart losses and tensors may be; every step's norm is above 0.1."""
+NORM_WITHIN = 1e-5
+"""How far apart the logged norms may be, which round as they are summed; with --clip-grad 0 they act on nothing."""
+STOP, LAST = 3, 6
+"""Step whose checkpoint is resumed, and last step."""
+LAYOUTS = [
+    ("gpt2", 1, ""), ("gpt2", 4, GRID), ("gpt2", 8, f"{GRID} --zero-stage 1"), ("gpt2", 4, "--zero-stage 3"),
+    ("gpt2", 2, "--pipe-parallel-size 2 --pipeline-schedule zb-h1 --gas 8"),
+    ("gpt2", 2, "--pipe-parallel-size 2 --pipeline-chunks 2 --gas 8"),
+    ("gpt2", 4, "--model-parallel-size 4 --sequence-parallel"), ("gpt2", 4, f"{GRID} --checkpoint-activations"),
+    ("t5", 1, ""), ("t5", 4, GRID), ("t5", 3, "--pipe-parallel-size 3 --pipeline-split-rank 1"),
+    ("t5", 4, "--pipe-parallel-size 2 --zero-stage 1 --bf16"),
+    ("bert", 1, ""), ("bert", 4, GRID), ("bert", 8, f"{GRID} --recompute-granularity selective"),
+    ("llama", 4, GRID), ("llama", 2, "--model-parallel-size 2 --num-query-groups 2 --packing best-fit"),
+    ("llama", 2, "--pipe-parallel-size 2 --pipeline-schedule gpipe"),
+    ("mpt", 4, GRID), ("mpt", 4, "--zero-stage 2 --clip-qkv 6"),
+]  # fmt: skip
+"""Family, ranks and flags of each --dry-run."""
+BAD_INPUTS = [
+    (PROGRAMS["gpt2"], "--no-such-flag 1"),
+    (PROGRAMS["gpt2"], "--data-path none --num-layers -1 --lr much --hidden-size 30"),
+    (PROGRAMS["gpt2"], "--data-path none --model-parallel-size 3"),
+    (PROGRAMS["gpt2"], "--data-path {folder}/nowhere --tokenizer-path {folder}/nowhere.json --dry-run"),
+    (PROGRAMS["gpt2"], "--data-path none --deepspeed_config {folder}/bad.json"),
+    (PROGRAMS["t5"], "--data-path none --noise-density 2 --denoisers Q"),
+    (PROGRAMS["gpt2"], "--device cpu --eval-iters 0 {data} --load {folder}/nowhere --save {folder}/unused"),
+    ("tools/preprocess_data.py", "--input {folder}/nowhere --output-prefix {folder}/out --tokenizer-path none.json"),
+    ("tools/plan.py", "--model gpt2 --gpus 8 --gpu abacus"),
+    ("tools/inspect_checkpoint.py", "{folder}/nowhere"),
+]
+SPEED_BAR, HELP_BAR_S = 1.02, 0.35
+DEADLINE_S = 900
+
+Found = tuple[list[str], str]
+"""The differences, and what else is printed of a comparison."""
 
 
-def losses(job: Job) -> Iterator[Check]:
+@dataclass(frozen=True)
+class Checkout:
+    """A working tree whose programs are run."""
+
+    root: Path
+
+    def run(self, command: str | list[str], env: Mapping[str, str] | None = None, code: int | None = 0) -> str:
+        """Run Python with ``command`` in the checkout; return what it wrote, both streams, without its own path.
+
+        Raises:
+            RuntimeError: the exit code is not ``code`` (None: any; it is then the last line).
+        """
+        words = command.split() if isinstance(command, str) else command
+        own = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
+        own |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
+        own |= {"OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+        program = words if words[0] == "bash" else [sys.executable, *words]
+        done = subprocess.run(program, cwd=self.root, env=own, capture_output=True, text=True, timeout=DEADLINE_S)
+        text = f"{done.stdout}{done.stderr}".replace(str(self.root), "<checkout>")
+        if code is None:
+            return f"{text}\nexit code {done.returncode}\n"
+        if done.returncode != code:
+            last = "\n".join(text.splitlines()[-15:])
+            raise RuntimeError(f"{' '.join(words)} ended with code {done.returncode} in {self.root}:\n{last}")
+        return text
+
+    def train(self, family: str, folder: Path, data: str, flags: str) -> Path:
+        """Train on four ranks in the run folder ``folder``, which is returned."""
+        length = "--enc-seq-length 32" if family == "t5" else "--seq-length 32"
+        launch = "-m megatron.launch --nproc-per-node 4 --preload torch,deepspeed"
+        self.run(f"{launch} {PROGRAMS[family]} {SIZES} {length} {data} {flags} --save {folder}")
+        return folder
+
+    def tokenize(self, texts: Iterable[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:
+        """Write the token files ``prefix`` of ``texts``."""
+        flags = f"--tokenizer-path {tokenizer} --output-prefix {prefix} --workers 1"
+        self.run(["tools/preprocess_data.py", "--input", *map(str, texts), *flags.split()], code=code)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every part is given."""
+
+    here: Checkout
+    other: Checkout
+    folder: Path
+    args: argparse.Namespace
+    reasons: Mapping[str, str]
+    failed: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def comparison(self, line: str) -> Iterator[list[Found]]:
+        """Give a list for what a comparison finds, and print its verdict. An error is a difference and ends no more."""
+        results: list[Found] = []
+        start = time.monotonic()
+        try:
+            yield results
+        except Exception as error:
+            results.append(([f"could not be compared: {type(error).__name__}: {error}"], ""))
+        found = [each for differences, _ in results for each in differences]
+        may_differ = line.startswith(("words: ", "speed: "))
+        reason = compare.reason_of(line, self.reasons) if found and may_differ else None
+        self.failed.extend([line] if found and not reason else [])
+        verdict = "same    " if not found else "reason  " if reason else "DIFFERS "
+        summary = reason or ", ".join(text for _, text in results if text)
+        print(f"{verdict}{line} ({time.monotonic() - start:.0f} s) {summary}".rstrip(), flush=True)
+        print("".join(f"    {each}\n" for each in found), end="", flush=True)
+
+    def both(self) -> Iterator[tuple[str, Checkout]]:
+        yield "here", self.here
+        yield "other", self.other
+
+    def data(self) -> str:
+        """Return the flags of token files of the repository's texts, which the other checkout writes once."""
+        prefix, tokenizer = self.folder / "texts", self.folder / "tokenizer.json"
+        if not prefix.with_suffix(".idx").exists():
+            shutil.copy(self.other.root / TOKENIZER, tokenizer)
+            self.other.tokenize(sorted(self.other.root.glob(TEXTS)), tokenizer, prefix)
+        return f"--data-path {prefix} --tokenizer-path {tokenizer}"
+
+
+def losses(job: Job) -> None:
     """Train each family here and there."""
-    for family in ("gpt2", "t5", "bert"):
+    for family in TRAINED:
         for flags, within in CLIPS.items():
-            yield f"{family} {flags}", partial(same_training, job, family, flags, within)
+            with job.comparison(f"losses: {family} {flags}") as results:
+                run = job.folder / f"{family}-{flags.replace(' ', '')}"
+                runs = [where.train(family, run / at, job.data(), f"{GRID} {flags}") for at, where in job.both()]
+                results.append(same_runs(*runs, within))
 
 
-def same_training(job: Job, family: str, flags: str, within: float) -> Found:
-    name = f"{family}-{flags.replace(' ', '')}"
-    runs = [each.train(family, job.folder / f"{name}-{at}", job.data(), f"{GRID} {flags}") for at, each in job.both()]
-    return same_runs(runs[1], runs[0], within, 6)
-
-
-def same_runs(here: Path, other: Path, within: float, steps: int) -> Found:
+def same_runs(here: Path, other: Path, within: float) -> Found:
     """Compare losses, gradient norms and the last checkpoint of two runs; the shorter one says from which step."""
     found: list[str] = []
     for key, allowed in (("loss", within), ("grad_norm", NORM_WITHIN)):
-        told = [read_metric(run, key) for run in (here, other)]
-        first = max(min(each) for each in told)
-        one, two = ({step: value for step, value in each.items() if step >= first} for each in told)
+        metrics = [read_metric(run, key) for run in (here, other)]
+        first = max(min(each) for each in metrics)
+        one, two = ({step: value for step, value in each.items() if step >= first} for each in metrics)
         found += compare.differing_numbers(f"{key} of step", one, two, allowed)
     tensors = read_checkpoint(here), read_checkpoint(other)
     found += compare.differing_numbers("tensor", *tensors, within)
-    if max(told[1]) != steps:
-        found.append(f"the run of {other} must reach step {steps}, got {max(told[1])}")
+    if max(two) != LAST:
+        found.append(f"the run of {other} must reach step {LAST}, got {max(two)}")
     apart = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
     return found, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}, {apart}"
 
@@ -95,97 +227,104 @@ def read_checkpoint(run: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     found: dict[str, Any] = {}
-    for path in sorted(checkpoint_of(run).iterdir()):
-        if path.suffix == ".safetensors":
-            found |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
-        elif path.suffix == ".pt":
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            found |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
+    for path in sorted(checkpoint_of(run).glob("*.safetensors")):
+        found |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
+    for path in sorted(checkpoint_of(run).glob("*.pt")):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        found |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
     return found
 
 
 def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every tensor in nested containers with its place."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
+    if isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from tensors_in(inner, f"{place}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            yield from tensors_in(inner, f"{place}/{number}")
     elif hasattr(value, "numpy"):
         yield place, value
 
 
-def resume(job: Job) -> Iterator[Check]:
+def resume(job: Job) -> None:
     """Go on here from checkpoints that the other checkout wrote."""
     for form in ("native", "deepspeed"):
-        for family in ("gpt2", "t5", "bert"):
-            yield f"{family}, checkpoint format {form}", partial(same_after_resume, job, family, form)
-    yield "fixtures of older commits, byte for byte", partial(same_fixtures, job)
-    yield "fixtures of older commits, their tests", partial(fixtures_pass, job)
-
-
-def same_after_resume(job: Job, family: str, form: str) -> Found:
-    flags = f"{GRID} --fp32 --clip-grad 0 --checkpoint-format {form}"
-    run = job.folder / f"resume-{family}-{form}"
-    whole = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
-    flags += f" --load {checkpoint_of(whole, STOP)}"
-    return same_resumed(job.here.train(family, run / "here", job.data(), flags), whole)
+        for family in TRAINED:
+            with job.comparison(f"resume: {family}, checkpoint format {form}") as results:
+                run, flags = (
+                    job.folder / f"resume-{family}-{form}",
+                    f"{GRID} --fp32 --clip-grad 0 --checkpoint-format {form}",
+                )
+                whole = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
+                flags += f" --load {checkpoint_of(whole, STOP)}"
+                results.append(same_resumed(job.here.train(family, run / "here", job.data(), flags), whole))
+    with job.comparison("resume: fixtures of older commits, byte for byte") as results:
+        here, other = fixtures(job.here.root), fixtures(job.other.root)
+        results.append((compare.differing_names("files under format_1", here, other), f"{len(other)} files"))
+    with job.comparison("resume: fixtures of older commits, their tests") as results:
+        files = [path for name in FIXTURE_TESTS for path in sorted((job.here.root / "tests").rglob(name))]
+        if len(files) != len(FIXTURE_TESTS):
+            raise FileNotFoundError(f"tests must have one {' and one '.join(FIXTURE_TESTS)}, found {files}")
+        passed = job.here.run(["-m", "pytest", "-p", "no:cacheprovider", *map(str, files)])
+        results.append(([], passed.splitlines()[-1]))
 
 
 def same_resumed(here: Path, whole: Path) -> Found:
     """Compare a run that went on from step STOP with one that never stopped."""
-    found, told = same_runs(here, whole, 0.0, 6)
+    found, summary = same_runs(here, whole, 0.0)
     if (first := min(read_metric(here, "loss"))) != STOP + 1:
         found.append(f"the resumed run must begin with step {STOP + 1}, began with {first}")
-    return found, told
+    return found, summary
 
 
 def same_fixtures(job: Job) -> Found:
-    here, other = (fixtures(where.root) for where in (job.here, job.other))
+    here, other = fixtures(job.here.root), fixtures(job.other.root)
     return compare.differing_names("files under format_1", here, other), f"{len(other)} files"
 
 
 def fixtures(root: Path) -> set[tuple[str, str]]:
     """Return name and checksum of each committed checkpoint file of an older format."""
-    files = [path for folder in (root / "tests").rglob("format_1") for path in folder.rglob("*") if path.is_file()]
-    return {(path.name, hashlib.sha256(path.read_bytes()).hexdigest()[:12]) for path in files}
+    return {pair for folder in (root / "tests").rglob("format_1") for pair in checksums(folder.rglob("*"))}
 
 
-def fixtures_pass(job: Job) -> Found:
-    names = ("test_format_1.py", "test_formats.py")
-    files = [str(path) for name in names for path in sorted((job.here.root / "tests").rglob(name))]
-    if len(files) != len(names):
-        return [f"tests must have one {' and one '.join(names)}, found {files}"], ""
-    return [], job.here.run(["-m", "pytest", "-p", "no:cacheprovider", *files]).splitlines()[-1]
+def checksums(paths: Iterator[Path]) -> set[tuple[str, str]]:
+    """Return name and checksum of each file."""
+    return {(path.name, hashlib.sha256(path.read_bytes()).hexdigest()[:12]) for path in paths if path.is_file()}
 
 
-def files(job: Job) -> Iterator[Check]:
+def files(job: Job) -> None:
     """Compare what the programs leave on disk."""
-    yield "token files, byte for byte", partial(same_token_files, job)
-    yield "keys of metrics.jsonl, stages.json, dump.json", partial(same_run_files, job)
-    yield "keys of plan.json of an unfinished job", partial(same_plan, job)
-    yield "keys of machine.json", partial(same_machine, job)
+    tokenizer = job.other.root / TOKENIZER
+    with job.comparison("files: token files, byte for byte") as results:
+        for at, where in job.both():
+            (job.folder / at).mkdir()
+            where.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / at / "corpus")
+        here, other = (checksums((job.folder / at).glob("corpus.*")) for at, _ in job.both())
+        results.append((compare.differing_names("token files", here, other), ", ".join(sorted(dict(other)))))
+    with job.comparison("files: keys of metrics.jsonl, stages.json, dump.json") as results:
+        for at, where in job.both():
+            flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{at}"
+            where.train("gpt2", job.folder / f"files-{at}", job.data(), flags)
+        for name in ("files-{}/metrics.jsonl", "files-{}/stages.json", "dump-{}/dump.json", "dump-{}/rank-00000.jsonl"):
+            results.append(same_keys(job, name))
+    with job.comparison("files: keys of plan.json of an unfinished job") as results:
+        texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]  # the first is sure to be finished and kept
+        for text, line in zip(texts, ('{"text": "a"}\n', "no JSON\n"), strict=True):
+            text.write_text(line, encoding="utf-8")
+        for at, where in job.both():
+            where.tokenize(texts, tokenizer, job.folder / f"plan-{at}", code=2)
+        results.append(same_keys(job, "plan-{}.parts/plan.json"))
+    with job.comparison("files: keys of machine.json") as results:
+        for at, where in job.both():
+            where.run(f"tools/plan.py --calibrate {job.folder}/machine-{at}.json --ranks 1")
+        results.append(same_keys(job, "machine-{}.json"))
+        sizes = "--model gpt2 --num-layers 4 --hidden-size 64 --gpus 4"
+        plan = partial(Checkout.run, command=f"tools/plan.py {sizes} --machine {job.folder}/machine-other.json")
+        results.append(same_text(job, plan))
 
 
-def same_token_files(job: Job) -> Found:
-    texts, tokenizer = job.other.root / "examples/corpus", job.other.root / "tests/golden/tokenizer.json"
-    for at, where in job.both():
-        (job.folder / at).mkdir(exist_ok=True)
-        tokenize(where, sorted(texts.glob("*/*.txt")), tokenizer, job.folder / at / "corpus")
-    found = [{p.name: p.read_bytes() for p in (job.folder / at).glob("corpus.*")} for at in ("here", "other")]
-    return compare.differing_bytes(*found), ", ".join(found[1])
-
-
-def same_run_files(job: Job) -> Found:
-    keys: dict[str, dict[str, set[str]]] = {}
-    for at, where in job.both():
-        run, dump = job.folder / f"files-{at}", job.folder / f"dump-{at}"
-        where.train("gpt2", run, job.data(), f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {dump}")
-        for path in (run / "metrics.jsonl", run / "stages.json", dump / "dump.json", dump / "rank-00000.jsonl"):
-            keys.setdefault(path.name, {})[at] = keys_in(path)
-    found = [compare.differing_names(name, each["here"], each["other"]) for name, each in keys.items()]
-    return sum(found, []), ", ".join(f"{name} {len(each['other'])}" for name, each in keys.items())
+def same_keys(job: Job, name: str) -> Found:
+    """Compare the keys of a file; the braces of its name stand for the checkout."""
+    here, other = (keys_in(job.folder / name.format(at)) for at, _ in job.both())
+    return compare.differing_names(Path(name).name, here, other), f"{Path(name).name} {len(other)}"
 
 
 def keys_in(path: Path) -> set[str]:
@@ -197,42 +336,24 @@ def keys_in(path: Path) -> set[str]:
     return {key for row in rows for key in compare.keys_of(row, row.get("kind", ""))}
 
 
-def same_plan(job: Job) -> Found:
-    text = job.folder / "bad.jsonl"
-    text.write_text('{"text": "a"}\nno JSON\n', encoding="utf-8")
-    for at, where in job.both():
-        tokenize(where, [text], job.other.root / "tests/golden/tokenizer.json", job.folder / f"plan-{at}", code=2)
-    here, other = (keys_in(job.folder / f"plan-{at}.parts/plan.json") for at in ("here", "other"))
-    return compare.differing_names("plan.json", here, other), f"{len(other)} keys"
-
-
-def same_machine(job: Job) -> Found:
-    for at, where in job.both():
-        where.run(f"tools/plan.py --calibrate {job.folder}/machine-{at}.json --ranks 1")
-    here, other = (keys_in(job.folder / f"machine-{at}.json") for at in ("here", "other"))
-    plan = (
-        f"tools/plan.py --model gpt2 --num-layers 4 --hidden-size 64 --gpus 4 --machine {job.folder}/machine-other.json"
-    )
-    texts = [where.run(plan) for where in (job.here, job.other)]
-    found = compare.differing_texts("the plan by machine.json of the other", *texts)
-    return compare.differing_names("machine.json", here, other) + found, f"{len(other)} keys"
-
-
-def words(job: Job) -> Iterator[Check]:
+def words(job: Job) -> None:
     """Compare what a person reads."""
-    yield "docs/flags.md", partial(same_text, job, lambda where: (where.root / "docs/flags.md").read_text("utf-8"))
-    programs = {path for where in (job.here, job.other) for path in programs_of(where.root)}
-    for program in sorted(programs):
-        yield f"--help of {program}", partial(same_text, job, partial(help_of, program=program))
-    (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
+    with job.comparison("words: docs/flags.md") as results:
+        results.append(same_text(job, lambda where: (where.root / "docs/flags.md").read_text("utf-8")))
+    for program in sorted({path for _, where in job.both() for path in programs_of(where.root)}):
+        with job.comparison(f"words: --help of {program}") as results:
+            results.append(same_text(job, partial(help_of, program=program)))
     for family, ranks, flags in LAYOUTS:
-        command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
-        run = partial(run_any, command=command, env={"WORLD_SIZE": str(ranks)})
-        yield f"--dry-run of {family} on {ranks} ranks {flags}", partial(same_text, job, run, "exit code 0")
+        with job.comparison(f"words: --dry-run of {family} on {ranks} ranks {flags}") as results:
+            command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
+            run = partial(Checkout.run, command=command, env={"WORLD_SIZE": str(ranks)}, code=None)
+            results.append(same_text(job, run, "exit code 0"))
+    (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
     for program, flags in BAD_INPUTS:
-        bad = flags.format(folder=job.folder, data=job.data() if "{data}" in flags else "")
-        run = partial(run_any, command=f"{program} {bad}")
-        yield f"bad input {program} {flags}", partial(same_text, job, run, "exit code [1-9]")
+        with job.comparison(f"words: bad input {program} {flags}") as results:
+            bad = flags.format(folder=job.folder, data=job.data() if "{data}" in flags else "")
+            run = partial(Checkout.run, command=f"{program} {bad}", code=None)
+            results.append(same_text(job, run, "exit code [1-9]"))
 
 
 def programs_of(root: Path) -> Iterator[str]:
@@ -255,10 +376,6 @@ def help_of(where: Checkout, program: str) -> str:
     return re.sub(r"^  -h, --help  .*\n", "", where.run(f"{program} --help", code=None), flags=re.M)
 
 
-def run_any(where: Checkout, command: str, env: Mapping[str, str] | None = None) -> str:
-    return where.run(command, env, code=None)
-
-
 def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") -> Found:
     """Compare two texts; the other's last line must be ``ending``, so that no comparison is of the wrong error."""
     here, other = text_of(job.here), text_of(job.other)
@@ -269,53 +386,87 @@ def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") ->
     return found, f"{len(other.splitlines())} lines" + (f", {last}" if ending else "")
 
 
-def tests(job: Job) -> Iterator[Check]:
+def tests(job: Job) -> None:
     """Look for tests that are gone."""
-    for flags in ("", "--all"):
-        yield f"names of tests {flags}".strip(), partial(same_tests, job, flags)
+    for flags in ("", " --all"):
+        with job.comparison(f"tests: names of tests{flags}") as results:
+            collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider{flags}"
+            here, other = (compare.collected_tests(where.run(collect)) for _, where in job.both())
+            results.append(compare.lost_tests(here, other, job.reasons))
 
 
-def same_tests(job: Job, flags: str) -> Found:
-    collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider {flags}"
-    here, other = (compare.collected_tests(where.run(collect)) for where in (job.here, job.other))
-    return compare.lost_tests(here, other, job.reasons)
+def speed(job: Job) -> None:
+    """Time both by benchmarks that each of them has, in turns, the order changing from pair to pair."""
+    for name in job.args.benchmarks:
+        measure, cases = BENCHMARKS[name]
+        for case in cases:
+            with job.comparison(f"speed: {name} {case}".strip()) as results:
+                results.append(same_speed(job, partial(measure, case=case)))
 
 
-PARTS: dict[str, Callable[[Job], Iterator[Check]]] = {
-    "losses": losses,
-    "resume": resume,
-    "files": files,
-    "words": words,
-    "tests": tests,
-    "speed": speed,
+def same_speed(job: Job, measure: Callable[[Job, Checkout], dict[str, float]]) -> Found:
+    """Compare the seconds of what ``measure`` names, in pairs."""
+    ratios: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for number in range(job.args.pairs):
+        turns = [job.here, job.other][:: 1 if number % 2 else -1]
+        took = {where: measure(job, where) for where in turns}
+        shared: dict[str, list[str]] = {}
+        for name in took[job.here].keys() & took[job.other].keys():
+            shared.setdefault(" ".join(name.split()[:2]), []).append(name)  # cuts of a schedule count as one
+        for what, names in shared.items():
+            each = [took[job.here][name] / took[job.other][name] for name in names]
+            ratios.setdefault(what, []).append(statistics.median(each))
+            seconds.setdefault(what, []).append(statistics.median(took[job.here][name] for name in names))
+    return judge_speed(ratios, seconds, job.args.pairs)
+
+
+def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[float]], pairs: int) -> Found:
+    """Return what is slower than allowed, or was compared in too few pairs to say."""
+    found, summary = [], []
+    for name, each in sorted(ratios.items()):
+        middle, low, high = compare.median_interval(each)
+        text = f"{name}: {middle:.3f} times the other's time, 95 % interval {low:.3f} ... {high:.3f}, {len(each)} pairs"
+        if name == "--help":
+            text += f", {(took := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
+            found += [f"--help takes {took:.2f} s, allowed {HELP_BAR_S}"] if took > HELP_BAR_S else []
+        found += [f"{name}: the interval must lie below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
+        summary.append(text)
+    if len(max(ratios.values(), key=len, default=[])) < pairs:
+        found.append(f"{pairs} pairs must be comparable, got { ({name: len(each) for name, each in ratios.items()}) }")
+    return found, "\n    ".join(summary)
+
+
+def step_time(job: Job, where: Checkout, case: str) -> dict[str, float]:
+    out = job.folder / "step_time.json"
+    flags = f"--model {case} --contenders ours --rounds 3 --steps 2 --batch-size 4 --product-side 256 --json {out}"
+    where.run(f"benchmarks/step_time.py {flags}")
+    return {"step": statistics.median(json.loads(out.read_text())["contenders"]["ours"]["turns_s"])}
+
+
+def pipeline(job: Job, where: Checkout, case: str) -> dict[str, float]:
+    """Return seconds by schedule and cut: cuts, which are chosen by times, are compared where both have them."""
+    out = job.folder / "pipeline"
+    flags = f"--cases main --micro-batches 8 --cuts 3 --only {case} --rounds 3 --out {out}"
+    where.run(f"benchmarks/pipeline.py {flags}")
+    turns: dict[str, list[float]] = {}
+    for row in map(json.loads, (out / "turns.jsonl").read_text().splitlines()):
+        if row["what"] == "turn" and row["counts"]:
+            turns.setdefault(row["contender"], []).append(max(row["seconds"]))
+    return {name: statistics.median(each) for name, each in turns.items()}
+
+
+def start_up(job: Job, where: Checkout, case: str) -> dict[str, float]:
+    found = json.loads(where.run("benchmarks/start_up.py --runs 1").splitlines()[0])
+    return {name: row["wall_s"] for name, row in found.items() if isinstance(row, dict) and "wall_s" in row}
+
+
+BENCHMARKS = {
+    "step_time": (step_time, ("gpt2", "t5")),
+    "pipeline": (pipeline, ("1f1b", "zb-h1")),
+    "start_up": (start_up, ("",)),
 }
-
-
-def judge(job: Job, parts: Sequence[str]) -> list[str]:
-    """Make every comparison of ``parts``, print a line for each, and return the names of those that differ."""
-    failed: list[str] = []
-    for part in parts:
-        try:
-            checks = list(PARTS[part](job))
-        except Exception as error:  # what the part needs could not be made
-            checks = [("preparation", partial(failing, error))]
-        for name, check in checks:
-            start = time.monotonic()
-            try:
-                found, told = check()
-            except Exception as error:
-                found, told = [f"could not be compared: {type(error).__name__}: {error}"], ""
-            line = f"{part}: {name}"
-            reason = compare.reason_of(line, job.reasons) if found and part in ("words", "speed") else None
-            verdict = "same    " if not found else "reason  " if reason else "DIFFERS "
-            failed += [line] if found and not reason else []
-            print(f"{verdict}{line} ({time.monotonic() - start:.0f} s) {reason or told}".rstrip(), flush=True)
-            print("".join(f"    {each}\n" for each in found), end="", flush=True)
-    return failed
-
-
-def failing(error: Exception) -> Found:
-    raise error
+PARTS = {part.__name__: part for part in (losses, resume, files, words, tests, speed)}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -328,7 +479,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reasons", type=Path, metavar="FILE", help="what may differ, and why")
     parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=tuple(BENCHMARKS), help="of speed")
     parser.add_argument("--pairs", type=int, default=15, help="of each benchmark of speed (default: 15)")
-    parser.add_argument("--tiny", action="store_true", help="speed of models of no use: whether it runs at all")
     args = parser.parse_args(argv)
     if not (args.other / "megatron").is_dir() or not (args.other / "tds").is_dir():
         parser.error(f"OTHER_CHECKOUT must be a working tree with megatron/ and tds/, got {args.other}")
@@ -347,9 +497,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the temporary folder goes then, too
     with tempfile.TemporaryDirectory(prefix="same-program-") as folder:
         os.environ["TMPDIR"] = folder  # orders of documents and stores of the runs go with it
-        failed = judge(Job(Checkout(ROOT), Checkout(args.other.resolve()), Path(folder), args, args.reasons), args.only)
-    print(f"verdict: NOT THE SAME: {len(failed)} of the comparisons above" if failed else "verdict: the same program")
-    return 1 if failed else 0
+        job = Job(Checkout(ROOT), Checkout(args.other.resolve()), Path(folder), args, args.reasons)
+        for part in args.only:
+            PARTS[part](job)
+    print(
+        f"verdict: NOT THE SAME: {len(job.failed)} of the comparisons above"
+        if job.failed
+        else "verdict: the same program"
+    )
+    return 1 if job.failed else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from benchmarks import same_program
-from benchmarks.same_program_parts import compare, speed
-from benchmarks.same_program_parts.cases import BAD_INPUTS, LAYOUTS, PROGRAMS
-from benchmarks.same_program_parts.checkout import Check, Checkout, Found, Job
+from benchmarks import same_program_compare as compare
+from benchmarks.same_program import BAD_INPUTS, LAYOUTS, PROGRAMS, Checkout, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = {step: (7.0 - step / 8, 1.5) for step in range(1, 7)}
@@ -35,13 +33,13 @@ def made_run(folder: Path, losses: dict[int, tuple[float, float]], weight: float
 
 def made_job(folder: Path, reasons: dict[str, str] | None = None, pairs: int = 15) -> Job:
     here, other = Checkout(folder / "here"), Checkout(folder / "other")
-    args = argparse.Namespace(pairs=pairs, tiny=True, benchmarks=tuple(speed.BENCHMARKS))
+    args = argparse.Namespace(pairs=pairs, benchmarks=tuple(same_program.BENCHMARKS))
     return Job(here, other, folder, args, reasons or {})
 
 
 def test_equal_runs_are_the_same(tmp_path: Path) -> None:
     here, other = made_run(tmp_path / "a", LOSSES), made_run(tmp_path / "b", LOSSES)
-    assert same_program.same_runs(here, other, 0.0, 6) == ([], "6 steps, last loss 6.2500, tensors up to 0.0e+00 apart")
+    assert same_program.same_runs(here, other, 0.0) == ([], "6 steps, last loss 6.2500, tensors up to 0.0e+00 apart")
 
 
 @pytest.mark.parametrize(("within", "is_same"), [(0.0, False), (1e-12, True), (1e-16, False)])
@@ -50,7 +48,7 @@ def test_a_planted_loss_is_found_unless_it_is_within_what_is_allowed(
 ) -> None:
     planted = LOSSES | {4: (np.nextafter(LOSSES[4][0], 8), 1.5)}
     here, other = made_run(tmp_path / "a", planted), made_run(tmp_path / "b", LOSSES)
-    found, _ = same_program.same_runs(here, other, within, 6)
+    found, _ = same_program.same_runs(here, other, within)
     assert (found == []) is is_same
     assert is_same or "step" in found[0] and "most at 4" in found[0]
 
@@ -58,14 +56,14 @@ def test_a_planted_loss_is_found_unless_it_is_within_what_is_allowed(
 def test_the_last_bit_of_a_norm_may_differ_and_no_more(tmp_path: Path) -> None:
     other = made_run(tmp_path / "b", LOSSES)
     last_bit = LOSSES | {4: (LOSSES[4][0], float(np.nextafter(np.float32(1.5), np.float32(2))))}
-    assert same_program.same_runs(made_run(tmp_path / "a", last_bit), other, 0.0, 6)[0] == []
+    assert same_program.same_runs(made_run(tmp_path / "a", last_bit), other, 0.0)[0] == []
     more = LOSSES | {4: (LOSSES[4][0], 1.501)}
-    assert "grad_norm of step" in same_program.same_runs(made_run(tmp_path / "c", more), other, 0.0, 6)[0][0]
+    assert "grad_norm of step" in same_program.same_runs(made_run(tmp_path / "c", more), other, 0.0)[0][0]
 
 
 def test_a_planted_weight_is_found_by_its_name(tmp_path: Path) -> None:
     here = made_run(tmp_path / "a", LOSSES, weight=np.nextafter(0.25, 1))
-    found, _ = same_program.same_runs(here, made_run(tmp_path / "b", LOSSES), 0.0, 6)
+    found, _ = same_program.same_runs(here, made_run(tmp_path / "b", LOSSES), 0.0)
     assert len(found) == 1 and "most at rank-00000.safetensors weight" in found[0]
 
 
@@ -85,8 +83,8 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path) -> Non
 def test_a_run_that_ends_early_is_not_the_same(tmp_path: Path) -> None:
     short = {step: loss for step, loss in LOSSES.items() if step < 6}
     runs = [made_run(tmp_path / name, short) for name in "ab"]
-    assert "must reach step 6" in same_program.same_runs(*runs, 0.0, 6)[0][0]
-    found, _ = same_program.same_runs(runs[0], made_run(tmp_path / "c", LOSSES), 0.0, 6)
+    assert "must reach step 6" in same_program.same_runs(*runs, 0.0)[0][0]
+    found, _ = same_program.same_runs(runs[0], made_run(tmp_path / "c", LOSSES), 0.0)
     assert any("lost 6" in each for each in found)
 
 
@@ -120,9 +118,14 @@ def test_a_planted_word_is_listed_and_the_wrong_error_is_no_comparison(tmp_path:
 
 
 def test_a_file_with_another_byte_and_a_key_that_is_lost_are_found(tmp_path: Path) -> None:
-    assert compare.differing_bytes({"a.bin": b"1"}, {"a.bin": b"1"}) == []
-    assert compare.differing_bytes({"a.bin": b"1"}, {"a.bin": b"2"}) == ["a.bin: other bytes"]
-    assert compare.differing_bytes({}, {"a.bin": b"2"})[0] == "files: lost a.bin"
+    sums = []
+    for name, content in (("a.bin", b"1"), ("a.bin", b"2"), ("b.bin", b"2")):
+        (tmp_path / name).write_bytes(content)
+        sums.append(same_program.checksums(tmp_path.glob(name)))
+    assert compare.differing_names("files", sums[0], sums[0]) == []
+    assert len(compare.differing_names("files", sums[0], sums[1])) == 2, "other bytes"
+    assert "lost ('b.bin'" in compare.differing_names("files", sums[1], sums[2])[0]
+    assert compare.differing_names("files", set(), set()) == ["files: there are none to compare"]
     (tmp_path / "m.jsonl").write_text('{"kind": "train", "a": [{"b": 1}]}\n\n{"kind": "save", "c": 2}\n')
     keys = same_program.keys_in(tmp_path / "m.jsonl")
     assert {"train/a", "train/a[]/b", "save/c"} < keys
@@ -168,7 +171,7 @@ def test_a_slower_checkout_is_found_in_interleaved_pairs(tmp_path: Path, slower:
         noise = 1 + len(order) % 5 / 1000
         return {"step": noise * (slower if where is job.here else 1.0)}
 
-    found, told = speed.same_speed(job, measure)
+    found, told = same_program.same_speed(job, measure)
     assert (found == []) is is_same, told
     assert len(order) == 30 and order[:4] == [job.other, job.here, job.here, job.other]
 
@@ -179,40 +182,36 @@ def test_cuts_that_both_have_count_as_one_and_others_not_at_all(tmp_path: Path) 
         job.here: {"ours 1f1b 4+4": 1.2, "ours 1f1b 3+5": 1.0, "ours 1f1b 2+6": 9.0},
         job.other: {"ours 1f1b 4+4": 1.0, "ours 1f1b 3+5": 1.0, "ours 1f1b 5+3": 1.0},
     }
-    found, told = speed.same_speed(job, lambda job, where: took[where])
+    found, told = same_program.same_speed(job, lambda job, where: took[where])
     assert told.startswith("ours 1f1b: 1.100 times") and "3 pairs" in told and len(found) == 1
     del took[job.here]["ours 1f1b 4+4"], took[job.here]["ours 1f1b 3+5"]
-    assert "3 pairs must be comparable" in speed.same_speed(job, lambda job, where: took[where])[0][0]
+    assert "3 pairs must be comparable" in same_program.same_speed(job, lambda job, where: took[where])[0][0]
 
 
 def test_a_slow_help_and_too_few_pairs_are_found() -> None:
     ratios = {"--help": [1.0] * 15}
-    assert speed.judge_speed(ratios, {"--help": [0.3] * 15}, 15)[0] == []
-    assert speed.judge_speed(ratios, {"--help": [0.4] * 15}, 15)[0] == ["--help takes 0.40 s, allowed 0.35"]
-    assert speed.judge_speed(ratios, {"--help": [0.3] * 15}, 16)[0] != []
-    assert speed.judge_speed({}, {}, 15)[0] != []
+    assert same_program.judge_speed(ratios, {"--help": [0.3] * 15}, 15)[0] == []
+    assert same_program.judge_speed(ratios, {"--help": [0.4] * 15}, 15)[0] == ["--help takes 0.40 s, allowed 0.35"]
+    assert same_program.judge_speed(ratios, {"--help": [0.3] * 15}, 16)[0] != []
+    assert same_program.judge_speed({}, {}, 15)[0] != []
 
 
 def test_one_failure_does_not_end_the_others_and_a_reason_lets_words_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails() -> Found:
+    job = made_job(tmp_path, {"words: c": "the field's word", "losses: a": "none may be given"})
+    with job.comparison("losses: a") as results:
+        results.append((["-old"], "told"))
         raise RuntimeError("ended with code 3")
-
-    def broken(job: Job) -> Iterator[Check]:
-        raise OSError("no room")
-
-    parts = {
-        "losses": lambda job: iter([("a", fails), ("b", lambda: ([], "6 steps"))]),
-        "words": lambda job: iter([("c", lambda: (["-old"], "")), ("d", lambda: (["-old"], ""))]),
-        "files": broken,
-    }
-    monkeypatch.setattr(same_program, "PARTS", parts)
-    failed = same_program.judge(made_job(tmp_path, {"words: c": "the field's word"}), list(parts))
-    assert failed == ["losses: a", "words: d", "files: preparation"]
+    with job.comparison("losses: b") as results:
+        results += [([], "6 steps"), ([], "")]
+    for line in ("words: c", "words: d"):
+        with job.comparison(line) as results:
+            results.append((["-old"], ""))
+    assert job.failed == ["losses: a", "words: d"]
     printed = capsys.readouterr().out
-    assert "DIFFERS losses: a" in printed and "ended with code 3" in printed and "no room" in printed
-    assert "same    losses: b (0 s) 6 steps" in printed and "reason  words: c (0 s) the field's word" in printed
+    assert "DIFFERS losses: a" in printed and "    -old\n    could not be compared: RuntimeError: ended" in printed
+    assert "same    losses: b (0 s) 6 steps\n" in printed and "reason  words: c (0 s) the field's word" in printed
 
 
 def test_a_program_that_ends_otherwise_than_it_must_is_named(tmp_path: Path) -> None:

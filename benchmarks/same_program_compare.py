@@ -19,8 +19,6 @@ BOOTSTRAP_DRAWS = 10_000
 def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, Any], within: float = 0.0) -> list[str]:
     """Compare numbers or arrays by name; ``within`` 0: to the bit, else the largest absolute difference allowed."""
     found = differing_names(f"names of {what}", here, other)
-    if not other:
-        found.append(f"{what}: there are none to compare")
     for name in here.keys() & other.keys():
         one, two = np.asarray(here[name]), np.asarray(other[name])
         if (one.shape, one.dtype) != (two.shape, two.dtype):
@@ -44,30 +42,21 @@ def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, 
 
 
 def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:
-    """Compare two sets of names."""
+    """Compare two sets of names, keys, or (file, checksum)."""
     only_here, only_other = set(here) - set(other), set(other) - set(here)
-    found = [f"{what}: lost {shown(only_other)}"] if only_other else []
+    found = [] if set(other) else [f"{what}: there are none to compare"]
+    found += [f"{what}: lost {shown(only_other)}"] if only_other else []
     return found + ([f"{what}: new {shown(only_here)}"] if only_here else [])
 
 
 def differing_texts(what: str, here: str, other: str) -> list[str]:
     """Compare texts byte for byte; return the lines that were (-) and are (+)."""
-    lines = [
-        line
-        for line in difflib.unified_diff(other.splitlines(), here.splitlines(), lineterm="", n=0)
-        if not line.startswith(("---", "+++", "@@"))
-    ]
+    difference = difflib.unified_diff(other.splitlines(), here.splitlines(), lineterm="", n=0)
+    lines = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
     if not lines:
         return [] if here == other else [f"{what}: ends of lines differ"]
     more = [f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else []
     return [f"{what}:", *(f"    {line}" for line in lines[:SHOWN] + more)]
-
-
-def differing_bytes(here: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
-    """Compare files by name."""
-    both = sorted(here.keys() & other.keys())
-    differing = [f"{name}: other bytes" for name in both if here[name] != other[name]]
-    return differing_names("files", here, other) + differing + ([] if both else ["files: there are none to compare"])
 
 
 def keys_of(value: Any, place: str = "") -> Iterator[str]:
@@ -83,24 +72,22 @@ def keys_of(value: Any, place: str = "") -> Iterator[str]:
 
 def collected_tests(output: str) -> Counter[str]:
     """Return the tests that ``pytest --collect-only -q`` lists: file and test without the folder."""
-    files = (line.partition("::") for line in output.splitlines() if "::" in line and ".py::" in line)
+    files = (line.partition("::") for line in output.splitlines() if ".py::" in line)
     return Counter(f"{path.rpartition('/')[2]}::{test}" for path, _, test in files)
 
 
 def lost_tests(here: Counter[str], other: Counter[str], reasons: Mapping[str, str]) -> tuple[list[str], str]:
     """Return tests of ``other`` that are neither here nor given a reason, and what else is to be told."""
     lost, new = sorted((other - here).elements()), sorted((here - other).elements())
-    without = [name for name in lost if reason_of(name, reasons) is None]
-    now_in = {name.partition("::")[2]: name.partition("::")[0] for name in new}
-    found = []
-    for name in without:
+    gone = {name: reason for name in lost if (reason := reason_of(name, reasons)) is not None}
+    now_in = {test: file for file, _, test in (name.partition("::") for name in new)}
+    found = [] if other else ["the other checkout has no tests to compare"]
+    for name in (name for name in lost if name not in gone):
         elsewhere = now_in.get(name.partition("::")[2])
-        found.append(f"lost {name}{f' (new in {elsewhere})' if elsewhere else ''}")
-    if not other:
-        found.append("the other checkout has no tests to compare")
-    told = [f"{other.total()} there, {here.total()} here, {len(lost) - len(without)} gone with a reason"]
-    told += [f"    gone {name} -- {why}" for name in lost if (why := reason_of(name, reasons)) is not None]
-    return found, "\n".join(told + [f"    new {name}" for name in new])
+        found.append(f"lost {name}" + (f" (new in {elsewhere})" if elsewhere else ""))
+    counts = f"{other.total()} there, {here.total()} here, {sum(name in gone for name in lost)} gone with a reason"
+    listed = [f"    gone {name} -- {reason}" for name, reason in gone.items()] + [f"    new {name}" for name in new]
+    return found, "\n".join([counts, *listed])
 
 
 def read_reasons(text: str) -> dict[str, str]:
@@ -112,19 +99,17 @@ def read_reasons(text: str) -> dict[str, str]:
     reasons = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
-            name, dashes, reason = line.partition(" -- ")
-            if not dashes or not name.strip() or not reason.strip():
+            name, _, reason = (part.strip() for part in line.partition(" -- "))
+            if not name or not reason:
                 raise ValueError(f"a reason must be written as NAME -- reason, got {line!r}")
-            reasons[name.strip()] = reason.strip()
+            reasons[name] = reason
     return reasons
 
 
 def reason_of(name: str, reasons: Mapping[str, str]) -> str | None:
     """Return why ``name`` may differ, or None."""
-    for given, reason in reasons.items():
-        if name == given or (given.endswith("*") and name.startswith(given[:-1])):
-            return reason
-    return None
+    fitting = (given for given in reasons if name == given or given.endswith("*") and name.startswith(given[:-1]))
+    return next((reasons[given] for given in fitting), None)
 
 
 def median_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:

@@ -1,1 +1,0 @@
-"""What ``benchmarks/same_program.py`` is made of."""
