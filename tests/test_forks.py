@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 
 def compile_in_child(rank: int) -> tuple[str, int]:

@@ -18,7 +18,28 @@ LONGEST = 600
 
 
 def test_a_file_has_at_most_600_lines() -> None:
-    assert not [str(p.relative_to(ROOT)) for p in FILES if len(p.read_text(encoding="utf-8").splitlines()) > LONGEST]
+    programs = [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    long = [p for p in [*FILES, *programs] if len(p.read_text(encoding="utf-8").splitlines()) > LONGEST]
+    assert not [str(p.relative_to(ROOT)) for p in long]
+
+
+def test_what_tests_of_several_folders_use_lies_in_helpers() -> None:
+    """A module of tests that is no test, and not in tests/helpers, is imported from its own folder and those below."""
+    tests = ROOT / "tests"
+    texts = {path: path.read_text(encoding="utf-8") for path in tests.rglob("*.py")}
+    elsewhere = ("helpers", "mutants", "golden")
+    misplaced = []
+    for path in texts:
+        folder = path.parent.relative_to(tests)
+        if path.name.startswith(("test_", "__init__", "conftest")) or folder.parts[:1] in [
+            (each,) for each in elsewhere
+        ]:
+            continue
+        package, name = ".".join(("tests", *folder.parts)), path.stem
+        used = re.compile(rf"^\s*from {package}(?:\.{name} import|\simport (?:\w+, )*{name}\b)", re.MULTILINE)
+        users = [user for user, text in texts.items() if path.parent not in user.parents and used.search(text)]
+        misplaced += [f"{path.relative_to(ROOT)}: {user.relative_to(ROOT)}" for user in users]
+    assert misplaced == []
 
 
 def test_the_files_that_are_tested_first_are_there() -> None:

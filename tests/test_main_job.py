@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import ROOT, TOKENIZER, write_corpus
+from tests.helpers.runs import ROOT, TOKENIZER, write_corpus
 
 OF_EXAMPLES = {"llama": {"NGROUPS": "2", "NFF": "48"}, "mpt": {}, "bert": {}}
 """Example -> variables of its own."""

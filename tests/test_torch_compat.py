@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.torch_compat import all_gather_single, load_cpp, reduce_scatter_single
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 NAMES = ("all_gather_single", "reduce_scatter_single")
 

@@ -11,7 +11,7 @@ from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import ParallelContext
 from megatron.mpu.groups import Group
 from megatron.training.setup import check_sequence_is_cut
-from tests.models.common.samples import small_sizes
+from tests.helpers.model_samples import small_sizes
 
 TWO = "--sequence-parallel --model-parallel-size 2 --num-attention-heads 4 --hidden-size 16"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.memory import bytes_alive, measure, most_at_once
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 NUMEL = 1 << 20
 

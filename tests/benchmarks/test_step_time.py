@@ -10,7 +10,7 @@ from benchmarks import contenders, machine, step_time, turns
 from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
 from benchmarks.step_time import bars
 from benchmarks.turns import PRODUCT, PRODUCTS, Record, Work
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 SIZES = GPTSizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
 T5_SIZES = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, enc_seq_length=16)

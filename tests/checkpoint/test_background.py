@@ -9,8 +9,8 @@ import pytest
 from megatron.checkpoint import AsyncSaver, open_latest, save
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import FailAt, assert_holds, records_for, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 
 def _content(path: Path) -> dict[str, bytes]:

@@ -9,8 +9,8 @@ from megatron.checkpoint import TensorRecord, open_checkpoint, open_latest, save
 from megatron.checkpoint.rank_errors import gather_verdict, in_words, summary
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
-from tests.checkpoint.samples import FailAt, records_for, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import FailAt, records_for, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 _FULL = OSError(errno.ENOSPC, "No space left on device")
 

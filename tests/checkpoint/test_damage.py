@@ -8,8 +8,8 @@ import torch
 from megatron.checkpoint import open_checkpoint, open_latest, save
 from megatron.errors import CheckpointError, exit_code
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, records_for, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 
 @pytest.fixture

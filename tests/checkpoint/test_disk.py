@@ -11,8 +11,8 @@ from megatron import files
 from megatron.checkpoint import check_writable, open_latest, save
 from megatron.errors import CheckpointError, ConfigError, exit_code
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import FailAt, assert_holds, records_for, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 
 def _disk_full():

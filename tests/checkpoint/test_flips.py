@@ -12,8 +12,8 @@ import pytest
 from megatron.checkpoint import loading, open_checkpoint, open_latest, save
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, records_for, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 NUM_FLIPS = 1000
 FLIPS_OF_EACH_REGION = 30

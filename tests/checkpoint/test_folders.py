@@ -9,7 +9,7 @@ from megatron.checkpoint import open_latest, save
 from megatron.checkpoint.folders import UNASKED
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, records_for, save_alone
+from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone
 
 
 def _names(root):

@@ -8,8 +8,8 @@ import torch
 from megatron.checkpoint import open_checkpoint, save
 from megatron.checkpoint.loading import read_whole
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import records_for, whole_tensors, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import records_for, whole_tensors, world_of
+from tests.helpers.harness import run_ranks
 
 FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000020"
 

@@ -11,8 +11,8 @@ from megatron.checkpoint import TensorRecord, open_latest, save
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from tests.checkpoint.samples import assert_holds, records_for, save_alone, shard_for, whole_tensors, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone, shard_for, whole_tensors, world_of
+from tests.helpers.harness import run_ranks
 
 
 def _save(rank, root, size):

@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint import TensorRecord, open_latest, save
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 _ROWS, _TENSORS = 1 << 22, 12  # of fp32: 16 MiB each
 _SPARE = (16 + 40) << 20  # one tensor, and 8 MiB for the stack of each thread

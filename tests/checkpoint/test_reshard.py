@@ -19,7 +19,7 @@ from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.train_state import make_moments, optimizer_records, weight_records
-from tests.optim.zero.weights import WHOLE, Weights, optimizer_of
+from tests.helpers.zero_weights import WHOLE, Weights, optimizer_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = [f"weights/{name}" for name in WHOLE] + [f"optimizer/{key}/{name}" for key in MOMENTS for name in WHOLE]

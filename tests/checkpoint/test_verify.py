@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron import files
 from megatron.checkpoint import loading, open_checkpoint
 from megatron.errors import CheckpointError
-from tests.checkpoint.samples import assert_holds, save_alone, world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import assert_holds, save_alone, world_of
+from tests.helpers.harness import run_ranks
 
 
 @given(size=st.integers(0, 40), chunk=st.integers(1, 9), cut=st.integers(0, 40))

@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint import open_checkpoint, shard_file
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, save_alone
+from tests.helpers.checkpoint_samples import assert_holds, save_alone
 
 _MOUNTS = """\
 22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -58,7 +58,7 @@ from megatron.training.initialize import World
 from megatron.training.parity import random_data
 from megatron.training.train_state import RestoreOptions, kept_by
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {

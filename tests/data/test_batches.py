@@ -15,7 +15,7 @@ from megatron.config.batch import BatchSizes
 from megatron.data import DataLoader, GPTDataset
 from megatron.data.data_loader import PrefetchWorkers
 from megatron.errors import DataError, SampleError
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 
 class Numbered:

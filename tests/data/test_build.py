@@ -9,7 +9,7 @@ import pytest
 from megatron import log
 from megatron.data import BlendPaths, build_train_valid_test, dataset_builder
 from megatron.errors import DataError
-from tests.data.token_data import write, write_megatron
+from tests.helpers.token_data import write, write_megatron
 
 
 def build(prefix: Path, **changed: Any) -> tuple:

@@ -10,7 +10,7 @@ import pytest
 from megatron import files
 from megatron.data import IndexedDataset
 from megatron.errors import DataError
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 
 def _die_before(kth: int) -> None:

@@ -13,7 +13,7 @@ from megatron.data import GPTDataset
 from megatron.data.gpt_dataset import Fim
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError
-from tests.data.token_data import write, write_megatron
+from tests.helpers.token_data import write, write_megatron
 
 
 def reference(documents: list[list[int]], seq_length: int, seed: int, index: int) -> list[int]:

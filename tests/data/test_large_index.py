@@ -14,7 +14,7 @@ from megatron.data import IndexedDataset, IndexedDatasetBuilder, index_format, i
 from megatron.data.cache import IndexCache
 from megatron.errors import DataError
 from tests.data.megatron_writers import write_2020, write_now
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6], []], [], [[7, 8, 9, 10]], [[11]]]
 JOINED = [[1, 2, 3], [4, 5, 6], [], [7, 8, 9, 10], [11]]

@@ -14,7 +14,7 @@ from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
 from megatron.tokenizer import cpm, train
-from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
+from tests.helpers.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 from tests.tokenizer.conftest import LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 
 

@@ -17,8 +17,8 @@ from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import encode, job, plan
 from megatron.data.preprocess.job_types import Counts
 from megatron.errors import DataError
-from tests.data.preprocess_job import GOOD, Corpus, lines
-from tests.data.token_data import write
+from tests.helpers.preprocess_job import GOOD, Corpus, lines
+from tests.helpers.token_data import write
 
 CONTENT = lines(*GOOD[:20])
 UNIT_BYTES = len(CONTENT) // 3 + 1

@@ -14,8 +14,8 @@ from megatron import files
 from megatron.data import IndexedDataset
 from megatron.data.preprocess import shards
 from megatron.errors import DataError, StopRequest
-from tests.data.preprocess_job import GOOD, Corpus, lines
-from tests.data.token_data import write
+from tests.helpers.preprocess_job import GOOD, Corpus, lines
+from tests.helpers.token_data import write
 
 CONTENT = lines(*GOOD[:20])
 UNIT_BYTES = len(CONTENT) // 3 + 1

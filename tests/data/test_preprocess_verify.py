@@ -8,8 +8,8 @@ import pytest
 
 from megatron.data import index_format, preprocess
 from megatron.errors import DataError
-from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
-from tests.data.token_data import write, write_megatron
+from tests.helpers.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
+from tests.helpers.token_data import write, write_megatron
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron.data import IndexedDataset, file_io
 from megatron.data.file_io import READERS, FileBinReader
 from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

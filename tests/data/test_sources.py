@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.data.preprocess import Unit, plan_units, read_unit, readers
 from megatron.data.preprocess.corpus import unit_documents
 from megatron.errors import DataError
-from tests.data.preprocess_job import texts
+from tests.helpers.preprocess_job import texts
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 PIECES = [b"a", b"\n", b"\n", b"\r\n", b" ", b"\n\n", b"\r", "窗".encode(), b"\xff", b"\xe2\x80\xa8", b"\x00"]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data.preprocess import BadRecord, plan_units, readers
 from megatron.errors import DataError
-from tests.data.preprocess_job import texts
+from tests.helpers.preprocess_job import texts
 
 
 def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from megatron.data.preprocess import BadRecord, encode, parse, plan_units, read_
 from megatron.data.preprocess.corpus import unit_documents
 from megatron.data.preprocess.readers import _PIECE_BYTES
 from megatron.errors import DataError
-from tests.data.preprocess_job import Corpus, texts
+from tests.helpers.preprocess_job import Corpus, texts
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 

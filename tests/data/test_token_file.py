@@ -9,7 +9,7 @@ import pytest
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.index_format import decode_index, index_chunks
 from megatron.errors import DataError
-from tests.data.token_data import write, write_megatron
+from tests.helpers.token_data import write, write_megatron
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_499, np.uint16), (65_500, np.int32)])

@@ -12,7 +12,7 @@ import pytest
 from megatron.data import IndexedDataset, IndexedDatasetBuilder, file_io, index_format
 from megatron.data.index_format import index_chunks
 from megatron.errors import DataError
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [1, 2, 3, 4, 5, 6, 7]])

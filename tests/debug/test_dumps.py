@@ -20,7 +20,7 @@ from megatron.debug.compare import compare, grouped, paired
 from megatron.debug.dump_files import Samples, Writer, read, write_manifest
 from megatron.debug.statistics import Cut
 from megatron.models.common.parameters import named_modules
-from tests.debug import dumps
+from tests.helpers import dumps
 from tools import compare_dumps
 
 RECOMPUTED = "--fp64 --pipeline-schedule zb-h1 --checkpoint-activations"

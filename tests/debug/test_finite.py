@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.debug.hooks import FiniteCheck, Watch
 from megatron.models.common.parameters import named_modules
 from megatron.models.llama.model import LlamaModel
-from tests.models.common.samples import batch_of, filled
-from tests.models.llama.samples import llama_sizes
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import batch_of, filled
 
 NAN = float("nan")
 

@@ -9,8 +9,8 @@ from megatron.debug.dump_files import read
 from megatron.errors import ConfigError
 from megatron.training import parity
 from megatron.training.callbacks import debugger
-from tests.debug import dumps
-from tests.harness import run_ranks
+from tests.helpers import dumps
+from tests.helpers.harness import run_ranks
 
 
 def _told(rank: int, extra: str, folder: Path, first_step: int) -> tuple[str, list[str]]:

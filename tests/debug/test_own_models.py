@@ -11,8 +11,8 @@ import torch
 from examples.bert import pretrain_bert
 from megatron.debug.dump_files import Writer, read, write_manifest
 from megatron.debug.hooks import GRAD_INPUT, OUTPUT
-from tests.debug import dumps
 from tests.debug.agreement import assert_agree
+from tests.helpers import dumps
 
 FACTS = {"layout": {"data": 2}, "family": "gpt2", "micro_batch_size": 1, "world_size": 2, "ranks": [], "dtype": "fp32"}
 

@@ -14,7 +14,7 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.optim.optimizer import MixedPrecisionOptimizer
-from tests.training.runs import flags, train_ranks, write_corpus
+from tests.helpers.runs import flags, train_ranks, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/reading_order.md", "docs/zh/reading_order.md")

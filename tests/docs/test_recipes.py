@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.toy import FILES
-from tests.training.runs import TOKENIZER, write_corpus
+from tests.helpers.runs import TOKENIZER, write_corpus
+from tests.helpers.toy_family import FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 5

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from tests.training.runs import ROOT, flags, start_script, write_corpus
+from tests.helpers.runs import ROOT, flags, start_script, write_corpus
 
 PLUGIN = ROOT / "examples" / "accelerator_sim"
 

@@ -23,7 +23,7 @@ from megatron.config import parse
 from megatron.training import initialize, rendezvous
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "own_model.py"

@@ -10,11 +10,11 @@ from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
-from tests.checkpoint.huggingface.models import build, state_of
-from tests.checkpoint.samples import world_of
-from tests.harness import run_ranks
-from tests.models.common.samples import whole_weight
-from tests.tools.small_corpora import make_tokenizer
+from tests.helpers.checkpoint_samples import world_of
+from tests.helpers.harness import run_ranks
+from tests.helpers.huggingface_models import build, state_of
+from tests.helpers.model_samples import whole_weight
+from tests.helpers.small_corpora import make_tokenizer
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
 LAYERS = {

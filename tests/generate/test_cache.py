@@ -13,8 +13,8 @@ from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
-from tests.models.common.samples import SMALL, VOCAB, filled, small_sizes
-from tests.models.llama.samples import llama_sizes
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import SMALL, VOCAB, filled, small_sizes
 
 ROUNDING = 1e-13
 LENGTHS, STEPS = [4, 1, 6], 5

@@ -27,7 +27,7 @@ from megatron.generate.options import parse_args
 from megatron.generate.text import ROUND_S, Prompts
 from megatron.mpu.groups import Group
 from tests.generate.models import save_model
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 from tools import generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from megatron.mpu.random import DropoutStreams
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
 from megatron.training.setup import build_engine
-from tests.harness import run_ranks
-from tests.parity.layouts import LAYOUTS, SEQ, VOCAB, flags
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import LAYOUTS, SEQ, VOCAB, flags
 
 MODEL = (
     "--untie-embeddings-and-output-weights --init-method-std 0.5 --hidden-dropout 0.5 --make-vocab-size-divisible-by 16"

@@ -9,7 +9,7 @@ from megatron.generate.sampling import NONE, vocab_parallel_argmax
 from megatron.mpu.groups import build_grid
 from megatron.mpu.layers import vocab_range
 from megatron.mpu.topology import Topology
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VOCAB = 9  # on 4 ranks: 3, 3, 3 and 0 real columns
 NAN, INF = float("nan"), float("inf")

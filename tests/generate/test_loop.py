@@ -15,7 +15,7 @@ from megatron.models.common.generation import ModelStage
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
-from tests.models.common.samples import SEQ, SMALL, VOCAB, filled, small_sizes
+from tests.helpers.model_samples import SEQ, SMALL, VOCAB, filled, small_sizes
 
 EOS = 50
 

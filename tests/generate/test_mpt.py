@@ -16,12 +16,12 @@ from megatron.models.mpt import model as mpt_model
 from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.checkpoint.huggingface.models import build
 from tests.generate.models import save_model
 from tests.generate.test_cache import LENGTHS, ROUNDING, STEPS, differ, rows_of
-from tests.harness import run_ranks
-from tests.models.common.samples import filled
-from tests.models.mpt.samples import mpt_sizes
+from tests.helpers.harness import run_ranks
+from tests.helpers.huggingface_models import build
+from tests.helpers.model_samples import filled
+from tests.helpers.mpt_samples import mpt_sizes
 
 PROMPTS = [[5, 17, 3, 60, 2], [42, 1, 3, 8, 9, 77, 5, 6, 2, 20, 21, 22], [7]]
 NEW = 8

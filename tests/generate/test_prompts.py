@@ -9,7 +9,7 @@ from megatron.generate.text import UNKNOWN, Prompts, streaming
 from megatron.models.t5.data import T5Tokens, t5_tokens
 from megatron.models.t5.spans import Denoiser
 from megatron.tokenizer import Tokenizer
-from tests.tools.small_corpora import make_tokenizer
+from tests.helpers.small_corpora import make_tokenizer
 
 TEXT = "the lamp stood in the window"
 

@@ -13,8 +13,8 @@ from megatron.generate.sampling import NONE, drawn, probabilities, uniform
 from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from tests.harness import run_ranks
-from tests.models.common.samples import filled, place_of, small_sizes
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import filled, place_of, small_sizes
 
 PROMPTS = [[5, 17, 3], [42], [9, 8, 7, 6, 5], [42]]
 DRAWING = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=3)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pretrain_gpt2
 import pretrain_t5
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import flags, train_ranks, write_corpus
+from tests.helpers.runs import flags, train_ranks, write_corpus
 
 FILES = {pretrain_gpt2: Path(__file__).with_name("losses.txt"), pretrain_t5: Path(__file__).with_name("losses_t5.txt")}
 EXTRA = "--fp64 --hidden-dropout 0 --attention-dropout 0 --seed 42 --eval-iters 0"
@@ -37,7 +37,7 @@ def main() -> None:
     for script, file in FILES.items():
         with tempfile.TemporaryDirectory() as folder:
             losses = golden_losses(script, 1, "", Path(folder))
-        head = f"# {script.__name__}.py on the repository's own texts; {EXTRA}; sizes: tests/training/runs.py\n"
+        head = f"# {script.__name__}.py on the repository's own texts; {EXTRA}; sizes: tests/helpers/runs.py\n"
         file.write_text(head + "".join(f"{loss:.12f}\n" for loss in losses))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch import attempt
-from tests.launch.jobs import Job
+from tests.helpers.launch_jobs import Job
 
 
 def test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at(tmp_path):

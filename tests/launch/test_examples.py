@@ -20,7 +20,7 @@ from megatron.config import Config, parse
 from megatron.launch.machine import NAMES
 from megatron.launch.options import parse as parse_launch
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import TOKENIZER, flags, start_script, write_corpus
+from tests.helpers.runs import TOKENIZER, flags, start_script, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "examples" / "launch"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.launch.jobs import Job, is_alive
+from tests.helpers.launch_jobs import Job, is_alive
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.launch.jobs import Job, free_port
+from tests.helpers.launch_jobs import Job, free_port
 
 
 def two_nodes(tmp_path: Path, plans: list[list[str]]) -> tuple[Job, Job]:

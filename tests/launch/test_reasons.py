@@ -14,9 +14,9 @@ from megatron.errors import exit_code
 from megatron.launch import machine
 from megatron.launch.outcome import RESTARTED, End, Exit, settle
 from megatron.training import failure
-from tests.harness import fork_ranks
-from tests.launch.jobs import Job
-from tests.training.runs import flags, write_corpus
+from tests.helpers.harness import fork_ranks
+from tests.helpers.launch_jobs import Job
+from tests.helpers.runs import flags, write_corpus
 
 RANKS = """\
 import os, sys, time

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.launch import machine
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.launch.jobs import Job
-from tests.training.runs import ROOT, TOKENIZER, flags, write_corpus
+from tests.helpers.launch_jobs import Job
+from tests.helpers.runs import ROOT, TOKENIZER, flags, write_corpus
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 DYING = """\

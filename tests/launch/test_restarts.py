@@ -10,7 +10,7 @@ import pytest
 from megatron.launch import agent, attempt
 from megatron.launch.outcome import FRUITLESS, Restarts
 from megatron.training import failure
-from tests.launch.jobs import Job, free_port
+from tests.helpers.launch_jobs import Job, free_port
 
 REDUCE = """\
 import os, signal, sys

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
-from tests.launch.jobs import free_port
+from tests.helpers.launch_jobs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gpt2", "t5")

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron.training import exit_signals
-from tests.launch.jobs import Job, free_port, is_alive
+from tests.helpers.launch_jobs import Job, free_port, is_alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config import parse
 from megatron.launch.options import parse as parse_launch
-from tests.training.runs import SIZES, write_corpus
+from tests.helpers.runs import SIZES, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))

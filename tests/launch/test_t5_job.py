@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import ROOT, TOKENIZER, write_corpus
+from tests.helpers.runs import ROOT, TOKENIZER, write_corpus
 
 TINY = {"NLAYERS": "1", "NHIDDEN": "32", "NHEADS": "4", "ENC_SEQLEN": "32", "BATCHSIZE": "2", "GAS": "2"}
 SPLIT = ("--split", "800,100,100")

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
 from megatron.mpu.topology import Topology
-from tests.models.toy import FILES, toy_family
+from tests.helpers.toy_family import FILES, toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {

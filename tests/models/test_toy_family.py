@@ -23,9 +23,9 @@ from megatron.generate.load_model import load
 from megatron.models import registry
 from megatron.training import get_config, get_streams, initialize
 from megatron.training.parity import Trace, compare, trace_steps
-from tests.harness import run_ranks
-from tests.models.toy import toy_family
-from tests.parity.layouts import VOCAB, check_fp64
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import VOCAB, check_fp64
+from tests.helpers.toy_family import toy_family
 
 SEQ, STEPS = 16, 3
 SIZES = f"--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB} --toy-size 5"

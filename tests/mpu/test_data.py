@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron.mpu.data import broadcast_data
 from megatron.mpu.groups import SINGLE, Group
-from tests.harness import run_ranks
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import whole_world
 
 CPU = torch.device("cpu")
 BATCH = {

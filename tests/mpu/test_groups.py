@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 
 def test_a_group_of_one_sends_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron import mpu
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VIEWS = [name for name in dir(mpu) if name.startswith(("get_", "is_pipeline"))]
 

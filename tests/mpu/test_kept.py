@@ -10,8 +10,8 @@ import torch
 from megatron import device
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.random import DropoutStreams, checkpoint
-from tests.harness import run_ranks
-from tests.mpu.whole import random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import random, whole_world
 
 
 def leaf(seed: int, *shape: int) -> torch.Tensor:

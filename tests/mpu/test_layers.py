@@ -9,8 +9,8 @@ import torch
 
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from tests.harness import run_ranks
-from tests.mpu.whole import fill, random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import fill, random, whole_world
 
 S, B, H, F = 5, 2, 6, 8
 A, BIAS_A, C, BIAS_C = random(1, F, H), random(2, F), random(3, H, F), random(4, H)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megatron.mpu import layers
 from megatron.mpu.layers import linear, plus_bias
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 
 def compiled(function: Any, seen: list[str]) -> Any:

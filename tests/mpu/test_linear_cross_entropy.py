@@ -15,9 +15,9 @@ from megatron.models.common.language_model import LazyLogits, language_model_los
 from megatron.mpu import Group, copy_to_tensor_region, vocab_range
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
-from tests.alive import Alive
-from tests.harness import run_ranks
-from tests.mpu.whole import random, whole_world
+from tests.helpers.alive import Alive
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import random, whole_world
 
 H, SHAPE, N = 4, (7, 2), 14
 UPSTREAM = 3.0

@@ -9,8 +9,8 @@ import torch
 
 from megatron.mpu import mappings
 from megatron.mpu.groups import SINGLE
-from tests.harness import run_ranks
-from tests.mpu.whole import random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import random, whole_world
 
 FUNCTIONS = {
     "copy": mappings.copy_to_tensor_region,

@@ -16,8 +16,8 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.shard import is_partial
 from megatron.torch_compat import name_of
 from tds.engine.weight_grad_store import WeightGradStore
-from tests.harness import run_ranks
-from tests.mpu.whole import fill, random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import fill, random, whole_world
 
 S, B, H, COLUMNS = 6, 3, 8, 10
 

@@ -7,7 +7,7 @@ import torch
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.shard import Shard, set_shard, shard_of
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 WHOLE = random(1, 6, 4)
 

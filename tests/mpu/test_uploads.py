@@ -9,7 +9,7 @@ import torch
 
 from megatron.mpu.data import Upload, broadcast_data
 from megatron.mpu.groups import SINGLE
-from tests.lazy_streams import NOT_YET, lazy
+from tests.helpers.lazy_streams import NOT_YET, lazy
 
 CPU = torch.device("cpu")
 

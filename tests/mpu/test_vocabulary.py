@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from tests.harness import run_ranks
-from tests.mpu.whole import fill, random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import fill, random, whole_world
 
 H, SHAPE = 4, (2, 7)
 CASES = [(101, 1), (101, 8), (5, 1), (3, 1), (64, 1)]  # (vocabulary, divisible by); of 5 and 3, rank 3 of 4 holds none

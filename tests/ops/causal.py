@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.ops.causal_attention import heads_of
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 
 def packed_of(s: int, b: int, a: int, d: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megatron.ops import biased_attention
 from megatron.ops.attention import additive, attention, document_mask, lowest, segment_mask
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 B, A, S, D = 2, 3, 6, 4
 Q, K, V = (random(seed, B, A, S, D) for seed in (1, 2, 3))

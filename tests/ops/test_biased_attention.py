@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.ops import biased_attention as ops_biased_attention
 from megatron.ops.attention import additive, segment_mask
 from megatron.ops.biased_attention import biased_attention, spread, without_future
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 B, A, S, D = 3, 4, 7, 5
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0] * S, [0, 1, 2, 3, 4, 5, -1]])

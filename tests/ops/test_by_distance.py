@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.ops.biased_attention import diagonal_sums, spread, sums_of_some
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 HEADS, SIZE = 6, 5
 

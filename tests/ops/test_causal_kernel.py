@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.ops import causal_attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 from tests.ops.causal import formula, outcome, packed_of
 
 pytestmark = pytest.mark.skipif(

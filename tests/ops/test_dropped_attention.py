@@ -7,7 +7,7 @@ import torch
 
 from megatron.ops.attention import attention, document_mask, segment_mask
 from megatron.ops.biased_attention import biased_attention, without_future
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 B, A, S, D = 2, 3, 7, 4
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 1, 1, 1, 1, -1, -1]])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megatron.ops import activations
 from megatron.ops.activations import gelu
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 
 def outcome(function: Any, approximate: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron.ops import activations
 from megatron.ops.activations import relu
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 
 def outcome(function: Any) -> list[torch.Tensor]:

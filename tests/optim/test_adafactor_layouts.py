@@ -21,8 +21,8 @@ from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
 from megatron.training.train_state import CHECKPOINTS, TrainState, make_moments, open_for, restore, save_state
-from tests.harness import run_ranks
-from tests.parity.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 
 ADAFACTOR = "--optimizer adafactor --weight-decay 0.01"
 FP64, FP32 = f"--fp64 {ADAFACTOR}", f"--fp32 {ADAFACTOR} --hidden-dropout 0.1"

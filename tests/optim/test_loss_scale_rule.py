@@ -16,8 +16,8 @@ import torch
 from megatron.errors import NumericsError
 from megatron.models.common.decoder import GPT2Model
 from megatron.optim import GradScaler, MixedPrecisionOptimizer
-from tests.models.common.samples import batch_of, filled, place_of, small_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
+from tests.helpers.whole import whole_world
 
 TABLE = [
     # power, window, hysteresis, floor, steps (. good, x overflow), log2 of the scale that each step ran with, ends

@@ -17,8 +17,8 @@ from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.param_groups import decay_groups
 from tds.engine.optimizers import Gradients, gradients_of
 from tds.gradients import GradientSource
-from tests.harness import run_ranks
-from tests.mpu.whole import random
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import random
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95)}
 

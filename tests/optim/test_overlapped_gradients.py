@@ -13,8 +13,8 @@ from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from tds import gradients
-from tests.harness import RankFailure, run_ranks
-from tests.optim.zero.parts import H, Model, loss_of, make, take_step, tokens_of
+from tests.helpers.harness import RankFailure, run_ranks
+from tests.helpers.zero_parts import H, Model, loss_of, make, take_step, tokens_of
 
 STEPS = 4
 KINDS: dict[str, dict[str, Any]] = {

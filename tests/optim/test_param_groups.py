@@ -9,7 +9,7 @@ from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.optim import build_optimizer
 from megatron.optim.param_groups import decay_groups
-from tests.models.common.samples import filled, place_of, small_sizes
+from tests.helpers.model_samples import filled, place_of, small_sizes
 
 
 def decayed_names(model):

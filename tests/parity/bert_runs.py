@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from examples.bert import pretrain_bert
-from tests.parity.runs import Runs
+from tests.helpers.parity_runs import Runs
 
 VOCAB = 109
 SIZES = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.parity.decoder_tests", "tests.parity.runs")
+pytest.register_assert_rewrite("tests.parity.decoder_tests", "tests.helpers.parity_runs")
 
-from tests.parity.runs import Runs  # noqa: E402
+from tests.helpers.parity_runs import Runs  # noqa: E402
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from itertools import product
 
 import pytest
 
-from tests.parity.layouts import LAYOUTS, check_fp64
-from tests.parity.runs import Runs
+from tests.helpers.layouts import LAYOUTS, check_fp64
+from tests.helpers.parity_runs import Runs
 from tests.parity.test_layouts import assert_same_gradients
 from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, check_same_bits
 from tests.parity.test_zero import assert_same_bits

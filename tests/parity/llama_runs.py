@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from examples.llama import pretrain_llama
-from tests.parity import layouts
-from tests.parity.runs import Runs
+from tests.helpers import layouts
+from tests.helpers.parity_runs import Runs
 
 RUNS = Runs(
     family="llama",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.parity.bert_runs import RUNS, VARIANTS
-from tests.parity.layouts import LAYOUTS, check_fp64
 from tests.parity.test_layouts import assert_same_gradients
 from tests.parity.test_zero import assert_same_bits
 

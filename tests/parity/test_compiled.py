@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from megatron.training import setup
 from megatron.training.compile import compile_layers
 from megatron.training.parity import Trace, compare
-from tests import harness
-from tests.harness import run_ranks
-from tests.parity.layouts import batches, flags, serial, trace_rank
+from tests.helpers import harness
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import batches, flags, serial, trace_rank
 
 STEPS = 5
 WAITING = "--checkpoint-activations --checkpoint-in-cpu --contigious-checkpointing"

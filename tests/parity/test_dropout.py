@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.parity import compare
-from tests.parity import t5_runs
-from tests.parity.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
+from tests.helpers import t5_runs
+from tests.helpers.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
 
 RATES = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.training.parity import Difference, Trace, compare
-from tests.parity.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
+from tests.helpers.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
 
 
 def check_fp32(found: Difference) -> None:

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
+from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.parity.decoder_tests import *  # noqa: F403 - tests of every decoder
-from tests.parity.layouts import LAYOUTS, check_fp64
 from tests.parity.llama_runs import RUNS, VARIANTS
 
 SHORT = [((2, 2, 1), "positions"), ((1, 2, 2), "tied"), ((4, 1, 1), "documents")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.parity import compare
-from tests.parity.layouts import batches, check_fp64, difference, serial, traces
+from tests.helpers.layouts import batches, check_fp64, difference, serial, traces
 from tests.parity.test_schedules import check_same_bits
 
 CHUNKS = "--loss-chunk-tokens 5"

@@ -10,9 +10,9 @@ import pytest
 from megatron.training.parity import Trace
 from tds import gradients
 from tds.engine import weight_grad_store
-from tests.harness import run_ranks
-from tests.parity import t5_runs
-from tests.parity.layouts import batches, flags, trace_rank
+from tests.helpers import t5_runs
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import batches, flags, trace_rank
 from tests.parity.test_zero_parts import assert_same_bits
 
 STEPS = 3

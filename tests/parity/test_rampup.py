@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.layouts import batches, check_fp64, difference, serial, traces
+from tests.helpers.layouts import batches, check_fp64, difference, serial, traces
 
 GAS, STEPS = 4, {"steps": 5, "eval_every": 2}
 RAMP = "--fp64 --rampup-batch-size 8 4 28"  # steps of 8, 8, 12, 16 and 16 samples

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.training.parity import Trace
-from tests.parity.layouts import batches, check_fp64, difference, serial, traces
+from tests.helpers.layouts import batches, check_fp64, difference, serial, traces
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -9,9 +9,10 @@ import pytest
 
 from megatron.training.parity import Trace, compare
 from tds.p2p.communicator import PackedLayout
-from tests.harness import run_ranks
-from tests.parity import bert_runs, llama_runs, mpt_runs, t5_runs
-from tests.parity.layouts import SEQ, batches, check_fp64, difference, flags, serial, trace_rank, traces
+from tests.helpers import t5_runs
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import SEQ, batches, check_fp64, difference, flags, serial, trace_rank, traces
+from tests.parity import bert_runs, llama_runs, mpt_runs
 from tests.parity.test_schedules import INTERLEAVED, OTHERS, UNTIED, ZERO_BUBBLE
 from tests.parity.test_zero import assert_same_bits
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.t5_layouts import Case, check_exact, cuts, run
+from tests.helpers.t5_layouts import Case, check_exact, cuts, run
 
 MODELS = [Case(micro_batches=2), Case(enc_layers=2, dec_layers=4, has_segments=True, micro_batches=2)]
 SWITCHES = [

@@ -18,8 +18,10 @@ from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
-from tests.harness import run_ranks
-from tests.models.common.samples import worst_relative
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import worst_relative
+from tests.helpers.t5_layouts import Parts, Result, build, train_on
+from tests.helpers.whole import fill
 from tests.models.t5.test_against_huggingface import (
     ALLOWED,
     DTYPES,
@@ -29,8 +31,6 @@ from tests.models.t5.test_against_huggingface import (
     make_reference,
     reference_loss,
 )
-from tests.mpu.whole import fill
-from tests.parity.t5_layouts import Parts, Result, build, train_on
 
 KINDS = [(dtype, variant) for dtype in ("fp64", "fp32") for variant in ("T5", "T5 v1.1", "mT5")]
 SHORT = [(2, 2)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parity.layouts import LAYOUTS
-from tests.parity.t5_layouts import GATED, LEARNED, UNTIED, Case, check_bf16, check_fp64, difference, run
+from tests.helpers.layouts import LAYOUTS
+from tests.helpers.t5_layouts import GATED, LEARNED, UNTIED, Case, check_bf16, check_fp64, difference, run
 
 VARIANTS = [
     Case(),

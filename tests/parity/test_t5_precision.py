@@ -7,9 +7,9 @@ import math
 import pytest
 
 from megatron.training.parity import compare
-from tests.parity.layouts import LAYOUTS
-from tests.parity.t5_layouts import SHARED
-from tests.parity.t5_runs import RUNS, VARIANTS, VOCAB
+from tests.helpers.layouts import LAYOUTS
+from tests.helpers.t5_layouts import SHARED
+from tests.helpers.t5_runs import RUNS, VARIANTS, VOCAB
 from tests.parity.test_schedules import bits
 
 SHORT = [("v1.1", (2, 2, 1))]

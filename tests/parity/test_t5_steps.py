@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.layouts import LAYOUTS, check_fp64
-from tests.parity.t5_runs import RUNS, VARIANTS
+from tests.helpers.layouts import LAYOUTS, check_fp64
+from tests.helpers.t5_runs import RUNS, VARIANTS
 
 
 @pytest.mark.parametrize(

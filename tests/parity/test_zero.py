@@ -7,7 +7,7 @@ import torch
 
 from megatron.mpu.shard import Shard
 from megatron.training.parity import Trace
-from tests.parity.layouts import batches, traces
+from tests.helpers.layouts import batches, traces
 
 STEPS = 20
 

@@ -8,8 +8,9 @@ import pytest
 
 from megatron.mpu.shard import Shard
 from megatron.training.parity import Trace
-from tests.parity import bert_runs, llama_runs, mpt_runs, t5_runs
-from tests.parity.layouts import batches, check_fp64, difference, traces
+from tests.helpers import t5_runs
+from tests.helpers.layouts import batches, check_fp64, difference, traces
+from tests.parity import bert_runs, llama_runs, mpt_runs
 from tests.parity.test_zero import within
 
 AWAY = "--zero-stage 3 --offload-optimizer --offload-parameters"

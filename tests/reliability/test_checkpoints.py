@@ -11,8 +11,8 @@ from megatron.checkpoint import open_latest
 from megatron.errors import CheckpointError, exit_code
 from megatron.mpu.groups import SINGLE
 from megatron.training.callbacks import metrics_writer, speed_monitor
-from tests.checkpoint.samples import save_alone
-from tests.training.runs import flags, start_script
+from tests.helpers.checkpoint_samples import save_alone
+from tests.helpers.runs import flags, start_script
 
 
 def test_a_field_of_a_later_version_is_named_and_nothing_older_is_taken(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from megatron.config import parse
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.dry_run import dry_run
+from tests.helpers.runs import ROOT, flags, start_script, train_ranks
 from tests.reliability.cases import CASES, GPT2, T5, Case, told
-from tests.training.runs import ROOT, flags, start_script, train_ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row} {case.line or case.json!r}")

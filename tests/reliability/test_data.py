@@ -11,9 +11,9 @@ import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import DataError
-from tests.data.preprocess_job import END, Corpus, lines
 from tests.data.test_build import build, only
-from tests.data.token_data import write, write_megatron
+from tests.helpers.preprocess_job import END, Corpus, lines
+from tests.helpers.token_data import write, write_megatron
 from tests.training.test_data_order import SEQ, config_of, data_of, steps_of
 
 

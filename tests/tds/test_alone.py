@@ -15,7 +15,7 @@ from pathlib import Path
 import deepspeed  # noqa: F401 - here rather than in each forked rank, seconds
 import pytest
 
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TDS = ROOT / "tds"

@@ -16,8 +16,8 @@ from tds.pipe import PipelineModule
 from tds.schedule import Costs, schedule_named, simulate
 from tds.timers import BubbleTimer, HostClock
 from tds.trace import read_traces
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 UNIT_S = 0.03
 STEPS = 4

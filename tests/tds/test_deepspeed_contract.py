@@ -38,8 +38,8 @@ from torch.distributed import distributed_c10d
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
 from tds.engine.build import KEYS
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 
 def _source(thing: Any) -> str:

@@ -19,8 +19,8 @@ import torch
 import tds
 import tds.pipe
 from tds.deepspeed_alias import check_torch, check_versions
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, check_equal, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, check_equal, make_engine, train
 
 initialize_module: Any = importlib.import_module("tds.engine")
 OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import tds
 from tds.gradients import GradientBucket, buckets, clip, global_norm, multiply, reduce_gradients, sum_tied
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, preload_zero
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, preload_zero
 
 
 def _reduce(rank: int, bucket_bytes: int) -> bool:

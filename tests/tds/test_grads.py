@@ -12,8 +12,8 @@ from megatron.mpu.shard import Shard, global_norm, set_shard, shard_of
 from megatron.mpu.topology import Topology
 from tds import gradients
 from tds.gradients import clip_coefficient, is_counted_in_norm, square_of_norm
-from tests.harness import run_ranks
-from tests.mpu.whole import random
+from tests.helpers.harness import run_ranks
+from tests.helpers.whole import random
 
 # A replica of two stages with two tensor ranks each. Every number below is one whole gradient.
 TIED, CUT, BIAS = (

@@ -14,8 +14,8 @@ import pytest
 from megatron import device
 from tds import device as tds_device
 from tds.engine import engine
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 PROGRAM = """
 import os

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tds.loss import MAX_BYTES, MAX_LOSSES, LossMeter, MeanLosses, Weighted, all_reduce_loss, named_losses
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, worst
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, worst
 
 CPU = torch.device("cpu")
 Named = namedtuple("Named", ["aux", "loss"])

@@ -12,8 +12,8 @@ from torch import nn
 import tds
 from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, train
 
 VOCAB, WIDE, HEADS, LENGTH = 13, 8, 2, 5
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, ScheduleError
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, check_equal, make_engine, run_toys, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, check_equal, make_engine, run_toys, train
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 OF_CHUNKS = ("interleaved", "zb-h1")

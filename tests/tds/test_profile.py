@@ -16,8 +16,8 @@ import tds
 from tds.engine.monitor import Piece, format_layers, table
 from tds.layer_profiler import LayerCost, even_out, profile_layers, profiled_cut
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 CPU = torch.device("cpu")
 NAP_S = 0.03

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import tds
-from tests.harness import run_ranks
-from tests.tds.toys import _share_groups
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import _share_groups
 
 WIDE, ROWS = 6, 2
 CONFIG = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0}

@@ -10,9 +10,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds.engine.recompute import keeping_structure
 from tds.pipe import PipelineModule
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import make_engine, train
 from tests.tds.test_structures import Fork, Join, Structures, Use, _check
-from tests.tds.toys import make_engine, train
 
 CHECKPOINTS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 

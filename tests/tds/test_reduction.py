@@ -16,8 +16,8 @@ from tds.engine.optimizers import Gradients
 from tds.gradient_reducer import ChunkOrder, GradientReducer
 from tds.gradients import GradientBucket, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Toy, make_engine, preload_zero, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Toy, make_engine, preload_zero, train
 
 
 def _model() -> nn.Sequential:

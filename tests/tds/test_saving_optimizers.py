@@ -15,8 +15,8 @@ from deepspeed.runtime import engine as deepspeed_engine
 
 import tds
 from tds.engine.checkpointing import CheckpointError
-from tests.harness import GROUP_TIMEOUT_S, run_ranks
-from tests.tds.toys import Toy, _share_groups, preload_zero
+from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
+from tests.helpers.toys import Toy, _share_groups, preload_zero
 
 ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}

@@ -16,8 +16,8 @@ from tds.engine.checkpointing import CheckpointError
 from tds.module import layer_parameters
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
 from tds.shared_layers import held_in, sharing_layers
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
 
 NO_REENTRY = {"use_reentrant": False}
 OF_CHUNKS = ("interleaved", "zb-h1")

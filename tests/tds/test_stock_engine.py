@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tds
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, preload_zero, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, preload_zero, train
 
 
 def _both(rank: int, toys: list[Toy], num_stages: int, method: str = "uniform") -> list[Any]:

@@ -12,8 +12,8 @@ from torch import nn
 import tds
 from tds.p2p.boundary import Boundary, entered
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Toy, make_engine, reference, train, worst
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Toy, make_engine, reference, train, worst
 
 
 class Fork(nn.Module):

@@ -16,8 +16,8 @@ from tds.engine import monitor
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, schedule_named
 from tds.timers import HostClock, Recorder, Work
 from tds.trace import TraceFile, events, name_of, read_traces
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 ALLOWED_S = 20e-6
 ABOUT = {"stage": 0, "num_stages": 1, "num_chunks": 1, "replica": 0, "tensor_rank": 0, "run": 1}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.layouts import serial
+from tests.helpers.layouts import serial
 from tools import check_layout
 
 TOOL = Path(check_layout.__file__)

@@ -20,8 +20,8 @@ from megatron import tokenizer
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.config import parse
 from megatron.tokenizer import train
-from tests.checkpoint.huggingface.models import config_of, save_model, values_of
-from tests.tools.small_corpora import TEXTS, make_tokenizer, write
+from tests.helpers.huggingface_models import config_of, save_model, values_of
+from tests.helpers.small_corpora import TEXTS, make_tokenizer, write
 from tools import convert_hf
 
 ROOT = Path(__file__).resolve().parents[2]

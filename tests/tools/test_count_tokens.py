@@ -9,7 +9,7 @@ import pytest
 
 from megatron.data import IndexedDataset
 from megatron.data.split import split_by_hash
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 from tools import count_tokens
 
 

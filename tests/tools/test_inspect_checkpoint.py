@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint import TensorRecord, save
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from tests.checkpoint.huggingface.models import config_of, save_model, values_of
+from tests.helpers.huggingface_models import config_of, save_model, values_of
 from tools import inspect_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]

@@ -15,8 +15,8 @@ import torch
 
 from megatron.data import BlendPaths, DataLoader, build_train_valid_test, gpt2_fields
 from megatron.data.inspect import statistics
-from tests.harness import run_ranks
-from tests.tools import small_corpora
+from tests.helpers import small_corpora
+from tests.helpers.harness import run_ranks
 from tools import inspect_data
 
 TOOLS = Path(inspect_data.__file__).parent

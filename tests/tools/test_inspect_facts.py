@@ -14,8 +14,8 @@ from megatron.data import IndexedDataset
 from megatron.data.inspect import Lengths, facts_of, statistics
 from megatron.data.inspect.view import Words
 from megatron.errors import DataError
-from tests.data.token_data import write, write_megatron
-from tests.tools import small_corpora
+from tests.helpers import small_corpora
+from tests.helpers.token_data import write, write_megatron
 
 
 @settings(max_examples=30)

@@ -11,8 +11,8 @@ import pytest
 
 from megatron import tokenizer
 from megatron.data import IndexedDataset, preprocess
-from tests.data.token_data import write, write_megatron
-from tests.tools import small_corpora
+from tests.helpers import small_corpora
+from tests.helpers.token_data import write, write_megatron
 from tools import merge_data
 
 SUFFIXES = (".bin", ".idx", ".meta.json")

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data import IndexedDataset
 from megatron.tokenizer import train
-from tests.data.preprocess_job import GOOD, lines
+from tests.helpers.preprocess_job import GOOD, lines
 from tools import preprocess_data
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"

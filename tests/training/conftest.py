@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.runs import write_corpus
+from tests.helpers.runs import write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from megatron.training.train import run
 from megatron.training.train_step import StepResult, StepSamples
 from megatron.training.trainer import Trainer
 from tds.loss import Weighted
-from tests.harness import run_ranks
-from tests.training import runs
+from tests.helpers import runs
+from tests.helpers.harness import run_ranks
 
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
 SHORT = "--train-iters 12 --eval-iters 0 --stability-window 4 --stability-sigma 20 --step-timeout 25"

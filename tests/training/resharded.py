@@ -36,7 +36,7 @@ from megatron.training.train_state import (
     set_optimizer_steps,
     weight_records,
 )
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
 COMMON = (

@@ -27,8 +27,8 @@ from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
 from tds.loss import LossReduction
-from tests.parity import layouts, t5_runs
-from tests.training.host_reads import place, synchronize_is
+from tests.helpers import layouts, t5_runs
+from tests.helpers.host_reads import place, synchronize_is
 
 WARM, STEPS = 2, 3
 FAMILIES = {

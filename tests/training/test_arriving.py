@@ -19,8 +19,8 @@ from megatron.training import global_vars, initialize, setup
 from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_engine, build_weights, make_streams
 from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore, save_state
-from tests.alive import Alive
-from tests.harness import run_ranks
+from tests.helpers.alive import Alive
+from tests.helpers.harness import run_ranks
 
 VOCAB, H = 2048, 64
 LINE = (

@@ -8,7 +8,7 @@ import pytest
 
 from examples.bert import pretrain_bert
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import flags, train_ranks
+from tests.helpers.runs import flags, train_ranks
 
 
 def records(folder: Path) -> list[dict[str, float]]:

@@ -20,8 +20,8 @@ from megatron.training.callbacks.compile_meter import (
 )
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.compile import compile_layers
-from tests.models.common.recomputed import RATES, bits, make
-from tests.training.runs import flags, train_ranks
+from tests.helpers.recomputed import RATES, bits, make
+from tests.helpers.runs import flags, train_ranks
 
 NAMES = ("compile_s", "graphs_compiled", "graphs_cached")
 

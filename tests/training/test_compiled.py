@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from megatron.errors import ConfigError
 from megatron.training import compile
 from megatron.training.compile import check_compiler, compile_layers
-from tests.models.common.recomputed import FAMILIES, RATES, bits, make
+from tests.helpers.recomputed import FAMILIES, RATES, bits, make
 
 CPU = torch.device("cpu")
 NO_RATES = dict.fromkeys(RATES, 0.0)

@@ -31,7 +31,7 @@ from megatron.training.data import (
     to_save,
 )
 from megatron.training.initialize import World
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 SEQ, STEPS = 8, 9
 MIXTURE = "0.7 {a} 0.3 {b}"

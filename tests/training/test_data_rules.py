@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.training.data import TimedBatches
-from tests.training.runs import flags, train_ranks
+from tests.helpers.runs import flags, train_ranks
 
 SHORT = "--num-layers 4 --train-iters 2 --eval-iters 1 --eval-interval 1 --gas 4"
 

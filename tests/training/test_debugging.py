@@ -14,8 +14,8 @@ from megatron.errors import NumericsError, exit_code
 from megatron.models.common.parameters import named_modules
 from megatron.training import parity, setup, train_step
 from megatron.training.train_step import ModuleError
-from tests.debug import dumps
-from tests.harness import run_ranks
+from tests.helpers import dumps
+from tests.helpers.harness import run_ranks
 from tests.training import guarded
 
 HIT = "layers.1.mlp.up"

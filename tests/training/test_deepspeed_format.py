@@ -13,7 +13,7 @@ import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from tds.engine.checkpointing import load_safely
-from tests.training.runs import flags, start_script, together, train_ranks
+from tests.helpers.runs import flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 6 --hidden-dropout 0.1 --eval-iters 0 --device cpu"

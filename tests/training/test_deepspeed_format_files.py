@@ -25,9 +25,9 @@ from megatron.training import deepspeed_checkpoint, run_folder
 from megatron.training.deepspeed_checkpoint import open_newest, tags_in
 from megatron.training.initialize import World
 from megatron.training.train_state import EVERYTHING
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import TOKENIZER
 from tests.tds.engine.test_safe_loading import Bomb
-from tests.training.runs import TOKENIZER
 
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 STATE = {

@@ -11,7 +11,7 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.training import device_setup
 from megatron.training.device_setup import WORKSPACE
-from tests.training.runs import flags, train_ranks
+from tests.helpers.runs import flags, train_ranks
 
 FLAGS = "--data-path none --vocab-size 100".split()
 

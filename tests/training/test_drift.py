@@ -17,8 +17,8 @@ from megatron.training import train_step
 from megatron.training.callbacks.replica_check import checksum
 from megatron.training.callbacks.straggler import Straggler, StragglerDetector, slowest
 from megatron.training.trainer import Trainer
+from tests.helpers.runs import after_update
 from tests.training.guarded import GRID, train
-from tests.training.runs import after_update
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

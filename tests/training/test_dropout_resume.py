@@ -10,7 +10,7 @@ import pytest
 import pretrain_gpt2
 import pretrain_t5
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.training.runs import flags, train_ranks
+from tests.helpers.runs import flags, train_ranks
 
 DROPPED = "--fp64 --hidden-dropout 0.1 --attention-dropout 0.1 --layout-independent-dropout"
 GLOBAL_BATCH = 8

@@ -15,7 +15,7 @@ import pytest
 from megatron.data import IndexedDataset
 from megatron.training import failure
 from megatron.training.trainer import Trainer
-from tests.training.runs import after_update, flags, start_script
+from tests.helpers.runs import after_update, flags, start_script
 
 PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
 

@@ -29,8 +29,8 @@ from megatron.models import registry
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.parity import random_data, trace_steps
-from tests.harness import run_ranks
-from tests.training.runs import family_of, parse_as
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import family_of, parse_as
 
 SAMPLES, LENGTH, VOCAB = 2, 24, 109
 COMMON = (

@@ -19,7 +19,7 @@ from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_engine, make_learning_rate, make_streams
 from megatron.training.train_state import TrainState, open_for, restore, save_state
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 VOCAB, SEQ, ROWS, STEPS = 101, 16, 8, 3

@@ -34,7 +34,7 @@ from megatron.training.callbacks.stability_guard import (
 from megatron.training.initialize import World
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepSamples
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
 from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_ranks
-from tests.training.host_reads import counted
+from tests.helpers.harness import run_ranks
+from tests.helpers.host_reads import counted
 from tests.training.steady import STEPS, WARM, engine_of, take, watched_by_cuda
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from benchmarks.kill_records import Case, broken, losses, newest_step, write_cor
 from megatron import files
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.train_state import CHECKPOINTS
-from tests.training.runs import train_ranks
+from tests.helpers.runs import train_ranks
 
 
 @pytest.fixture(scope="module")

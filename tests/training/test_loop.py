@@ -27,9 +27,9 @@ from megatron.training.run_folder import Place
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
-from tests.harness import run_ranks
-from tests.parity.layouts import traces
-from tests.training import runs
+from tests.helpers import runs
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import traces
 
 CPU = torch.device("cpu")
 SIZES = "--data-path none --device cpu --vocab-size 9 --batch-size 2 --gas 3 --lr 0.1 --lr-decay-style linear"

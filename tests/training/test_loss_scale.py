@@ -16,10 +16,9 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
-from tests.harness import run_ranks
-from tests.parity import t5_runs
-from tests.parity.layouts import flags, serial, trace_rank
-from tests.training import runs
+from tests.helpers import runs, t5_runs
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import flags, serial, trace_rank
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
 FP16 = "--fp16 --device auto"  # DS_ACCELERATOR makes it the CPU, after the check of flags that refuses fp16 there

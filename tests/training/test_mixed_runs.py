@@ -13,7 +13,7 @@ from megatron.mpu.groups import SINGLE
 from megatron.tokenizer import build
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
-from tests.training.runs import TOKENIZER, flags, start_script, train_ranks
+from tests.helpers.runs import TOKENIZER, flags, start_script, train_ranks
 
 SHORT = "--train-iters 4 --gas 4 --rampup-batch-size 4 4 8 --eval-interval 4 --eval-iters 1 --split 600,200,200"
 

@@ -27,8 +27,8 @@ from megatron.training import failure, timeouts
 from megatron.training.initialize import World
 from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Sections
 from tds.watchdog import watchdog
-from tests.harness import fork_ranks, run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import fork_ranks, run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 CPU = torch.device("cpu")
 RANKS, ABSENT = 4, 1

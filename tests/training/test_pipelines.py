@@ -18,7 +18,7 @@ from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.setup import check_chunks
 from megatron.training.train_state import CHECKPOINTS
 from tds import plot
-from tests.training.runs import flags, train_ranks
+from tests.helpers.runs import flags, train_ranks
 
 STEPS = 3
 SHORT = f"--num-layers 4 --train-iters {STEPS} --eval-iters 0"

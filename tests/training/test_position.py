@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megatron.training import failure
-from tests.harness import fork_ranks
+from tests.helpers.harness import fork_ranks
 
 
 def test_a_page_holds_what_a_killed_rank_noted_last(tmp_path):

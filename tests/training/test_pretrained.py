@@ -16,7 +16,7 @@ from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import JSON, config_to_huggingface, tokenizer_difference
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
-from tests.training.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
+from tests.helpers.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
 FEW = "--train-iters 3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
 LAYOUTS = {1: "", 2: "--model-parallel-size 2", 4: "--model-parallel-size 2 --pipe-parallel-size 2"}

@@ -17,8 +17,8 @@ from megatron.mpu.topology import Topology
 from megatron.training.callbacks import profiler as callbacks_profiler
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.profiler import Operator, joined, operators_of, table
-from tests.harness import run_ranks
-from tests.training.runs import flags, train_ranks
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import flags, train_ranks
 
 PIPELINE = "--pipe-parallel-size 2 --train-iters 4 --eval-iters 0"
 

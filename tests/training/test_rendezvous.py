@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.errors import JobError, StopRequest, exit_code
 from megatron.training import rendezvous
 from megatron.training.exit_signals import StopRequests
-from tests.harness import run_ranks
-from tests.launch.jobs import free_port
+from tests.helpers.harness import run_ranks
+from tests.helpers.launch_jobs import free_port
 
 Plan = tuple[int, int, float]
 """RANK, WORLD_SIZE, and after how many seconds the process starts."""

@@ -21,8 +21,8 @@ from megatron.mpu.shard import Shard
 from megatron.training import Callback
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
+from tests.helpers.runs import PLANTED, after_update, flags, together, train_ranks
 from tests.training.resharded import keep_parts, kept
-from tests.training.runs import PLANTED, after_update, flags, together, train_ranks
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 

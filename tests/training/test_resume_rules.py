@@ -25,7 +25,7 @@ from megatron.training.compatibility import RULES, check_tokenizer, layout_text,
 from megatron.training.initialize import World
 from megatron.training.run_folder import Place, _chosen
 from megatron.training.train_state import CHECKPOINTS, EVERYTHING, RestoreOptions
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 
 def config(**flags: Any) -> Config:

@@ -15,7 +15,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.training import run_lock
 from megatron.training.run_lock import NAME, RunLock
-from tests.training.runs import flags, start_script
+from tests.helpers.runs import flags, start_script
 
 
 def in_child(act: Any, *, stays: bool = False) -> int:

@@ -17,8 +17,8 @@ from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.training import initialize
 from megatron.training.failure import is_same_everywhere
-from tests.harness import run_ranks
-from tests.training.runs import flags, parse_as, start_script
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import flags, parse_as, start_script
 
 
 def on_rank_1(act: Callable[[], None]) -> Callable[[int], None]:

@@ -25,7 +25,7 @@ from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.run_lock import NAME
 from megatron.training.train_state import CHECKPOINTS
-from tests.training.runs import PLANTED, TOKENIZER, after_update, flags, start_script, together, train_ranks
+from tests.helpers.runs import PLANTED, TOKENIZER, after_update, flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"

@@ -30,8 +30,8 @@ from megatron.training.data import RunData
 from megatron.training.initialize import World
 from megatron.training.train_state import Saves
 from megatron.training.trainer import Callback, Trainer
-from tests.harness import run_ranks
-from tests.training.runs import ROOT, flags, train_ranks
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import ROOT, flags, train_ranks
 from tools.report_parts.facts import state
 from tools.report_parts.folder import read_run
 

@@ -31,8 +31,8 @@ from megatron.training.train import run
 from megatron.training.train_state import CHECKPOINTS
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
-from tests.harness import run_ranks
-from tests.training import runs
+from tests.helpers import runs
+from tests.helpers.harness import run_ranks
 from tests.training.test_seeing import StandIn
 
 STEPS = 6

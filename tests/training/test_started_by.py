@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.entrypoint import STARTERS, pretrain, set_rank_environment
-from tests.harness import fork_ranks
+from tests.helpers.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

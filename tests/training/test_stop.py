@@ -16,8 +16,8 @@ from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
 from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
 from megatron.training.train_state import EVERYTHING, RestoreOptions
-from tests.harness import fork_ranks
-from tests.training.runs import flags, start_script
+from tests.helpers.harness import fork_ranks
+from tests.helpers.runs import flags, start_script
 
 RUN = Path("runs/gpt2-1")
 SCRIPT = {"MEGATRON_VARIABLES": "--save=CHECKPOINT_PATH"}

@@ -18,10 +18,10 @@ from megatron.training.data import RunData, TimedBatches, UploadedBatches
 from megatron.training.failure import is_same_everywhere
 from megatron.training.initialize import World
 from megatron.training.parity import Trace
-from tests.harness import run_ranks
-from tests.lazy_streams import CPU, uploading
-from tests.parity.layouts import VOCAB, flags, trace_rank
-from tests.parity.t5_runs import RUNS
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import VOCAB, flags, trace_rank
+from tests.helpers.lazy_streams import CPU, uploading
+from tests.helpers.t5_runs import RUNS
 
 COPY, TAKE, WAIT = "copy", ["wait", "keep for computing"], "host waits"
 

@@ -19,8 +19,8 @@ from megatron.mpu.topology import Topology
 from megatron.training import initialize
 from megatron.training.failure import as_peer_error
 from megatron.training.timeouts import AXES
-from tests.harness import run_ranks
-from tests.training.runs import flags, parse_as
+from tests.helpers.harness import run_ranks
+from tests.helpers.runs import flags, parse_as
 
 
 def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron.training import global_vars, initialize
 from megatron.training.dry_run import zero_of
 from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VOCAB = 128
 LINE = (

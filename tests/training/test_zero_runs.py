@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training import initialize
-from tests.training.runs import flags, start_script, train_ranks
+from tests.helpers.runs import flags, start_script, train_ranks
 from tests.training.test_resume import DROPOUT, assert_same_checkpoint, losses
 
 

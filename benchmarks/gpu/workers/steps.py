@@ -102,7 +102,7 @@ def warned() -> Iterator[list[str]]:
 @contextmanager
 def counted() -> Iterator[list[str]]:
     """The same on a CPU, where the calls that would wait are counted."""
-    from tests.training import host_reads
+    from tests.helpers import host_reads
 
     with host_reads.counted() as found:
         yield found

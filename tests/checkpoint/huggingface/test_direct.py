@@ -21,8 +21,8 @@ from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import Shard, shard_of
-from tests.checkpoint.huggingface.models import build, config_of, values_of
-from tests.harness import fork_ranks
+from tests.helpers.harness import fork_ranks
+from tests.helpers.huggingface_models import build, config_of, values_of
 
 MODELS = {
     "gpt2": {"hidden_bias": True},

@@ -16,8 +16,8 @@ from megatron.checkpoint.huggingface.convert import export, import_folder
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_from_huggingface, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
-from tests.checkpoint.huggingface.models import config_of, save_model
-from tests.checkpoint.samples import FailAt
+from tests.helpers.checkpoint_samples import FailAt
+from tests.helpers.huggingface_models import config_of, save_model
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),

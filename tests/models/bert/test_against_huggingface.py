@@ -15,10 +15,10 @@ from megatron.models.bert.model import BertModel
 from megatron.models.common import huggingface
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
-from tests.harness import run_ranks
-from tests.models.bert.samples import SMALL, VOCAB, bert_batch, bert_sizes
-from tests.models.common.samples import gradients_of, joined, place_of, worst_relative
-from tests.mpu.whole import fill, whole_world
+from tests.helpers.bert_samples import SMALL, VOCAB, bert_batch, bert_sizes
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
+from tests.helpers.whole import fill, whole_world
 
 STEPS, LR, HEADS = 20, 0.02, 4
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)

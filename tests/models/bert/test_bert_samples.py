@@ -14,7 +14,7 @@ from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
 from megatron.models.bert.data import NAMES, BertDataset, BertTokens, bert_tokens, build_bert_train_valid_test
 from megatron.models.bert.model import bert_fields
-from tests.data.token_data import write
+from tests.helpers.token_data import write
 
 EOD, TEXT = 0, 50_000
 TOKENS = BertTokens(TEXT, TEXT + 1, TEXT + 2, TEXT + 3, TEXT, control_ids=(EOD,))

@@ -12,7 +12,7 @@ from megatron.checkpoint.huggingface.config import config_from_huggingface, conf
 from megatron.config import parse
 from megatron.errors import CheckpointError
 from megatron.models.bert.huggingface import FORMAT
-from tests.checkpoint.huggingface.models import config_of
+from tests.helpers.huggingface_models import config_of
 
 BASE_UNCASED = {
     "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False,

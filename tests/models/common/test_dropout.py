@@ -8,9 +8,9 @@ import torch
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.random import DropoutKey
-from tests.harness import run_ranks
-from tests.models.common.samples import batch_of, filled, place_of, small_sizes
-from tests.mpu.whole import random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
+from tests.helpers.whole import random, whole_world
 
 RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 

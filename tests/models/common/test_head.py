@@ -11,10 +11,10 @@ import torch
 from megatron.config import ModelConfig
 from megatron.models.common.language_model import LazyLogits, head_output
 from megatron.models.common.model_args import ParallelContext, model_args_from
-from tests.harness import run_ranks
-from tests.models.common.recomputed import FAMILIES, bits, make
-from tests.models.common.samples import small_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import small_sizes
+from tests.helpers.recomputed import FAMILIES, bits, make
+from tests.helpers.whole import whole_world
 
 CHUNK = 5
 KINDS = [(family, untied) for family in FAMILIES for untied in (False, True) if not (family == "bert" and untied)]

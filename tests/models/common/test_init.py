@@ -15,7 +15,7 @@ from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.shard import Shard, empty_weight, shard_of
-from tests.models.common.samples import place_of, small_sizes
+from tests.helpers.model_samples import place_of, small_sizes
 
 
 def parts_of(shape, dim, size):

@@ -14,7 +14,7 @@ from megatron.config.model import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
 from megatron.models.common.decoder_cost import loss_bytes
 from megatron.models.common.language_model import head_output, model_loss
 from megatron.models.common.model_args import ParallelContext, model_args_from
-from tests.alive import Alive
+from tests.helpers.alive import Alive
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=4096, max_position_embeddings=64)
 TOKENS = 512

@@ -14,10 +14,10 @@ from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import random_batch
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from tests.harness import run_ranks
-from tests.models.bert.samples import bert_sizes
-from tests.models.common.samples import VOCAB, small_sizes
-from tests.parity.t5_layouts import Case, build, fill, make_pipe
+from tests.helpers.bert_samples import bert_sizes
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import VOCAB, small_sizes
+from tests.helpers.t5_layouts import Case, build, fill, make_pipe
 
 SHAPE = (2, 12)
 

@@ -13,9 +13,9 @@ from megatron.models.bert import pipeline as bert_pipeline
 from megatron.models.common import pipeline as common_pipeline
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.llama import pipeline as llama_pipeline
-from tests.models.bert.samples import bert_sizes
-from tests.models.common.samples import batch_of, filled, small_sizes
-from tests.models.llama.samples import llama_sizes
+from tests.helpers.bert_samples import bert_sizes
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import batch_of, filled, small_sizes
 
 CASES: dict[str, tuple[ModuleType, ModelArgs, str, tuple[Any, ...]]] = {
     "gpt2": (common_pipeline, small_sizes(), "document_mask", ()),

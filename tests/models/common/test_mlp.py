@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.transformer import MLP
-from tests.harness import run_ranks
-from tests.models.common.samples import batch_of, filled, gradients_of, joined, place_of, small_sizes, worst_relative
-from tests.mpu.whole import random, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import batch_of, filled, gradients_of, joined, place_of, small_sizes, worst_relative
+from tests.helpers.whole import random, whole_world
 
 CHANGES = {"ff_hidden_size": 12, "hidden_bias": True}
 FUNCTIONS = {"gated-gelu": lambda x: F.gelu(x, approximate="tanh"), "gated-silu": F.silu}

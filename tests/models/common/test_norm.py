@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.transformer import rms_norm
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 H = 12
 

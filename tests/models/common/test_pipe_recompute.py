@@ -7,8 +7,8 @@ import torch
 
 from megatron.models.common.transformer import MLP
 from megatron.mpu.activation_storage import ActivationStorage, _Buffer
-from tests.harness import run_ranks
-from tests.parity.layouts import flags, trace_rank
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import flags, trace_rank
 
 STEPS, GAS = 2, 2
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron import device
-from tests.harness import run_ranks
-from tests.models.common.recomputed import FAMILIES, LAYERS, bits, kept_bytes, make
-from tests.models.common.samples import BATCH, SEQ, SMALL
-from tests.models.t5.samples import S_D, S_E
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import BATCH, SEQ, SMALL
+from tests.helpers.recomputed import FAMILIES, LAYERS, bits, kept_bytes, make
+from tests.helpers.t5_samples import S_D, S_E
+from tests.helpers.whole import whole_world
 
 PLACES = ("partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
 SWITCHES: list[dict[str, Any]] = [

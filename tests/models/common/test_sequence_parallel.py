@@ -21,13 +21,13 @@ from megatron.mpu.shard import is_partial, shard_of
 from megatron.optim.main_params import SequenceParallelGradients
 from megatron.training.compile import compile_layers
 from tds.engine.weight_grad_store import WeightGradStore
-from tests.harness import run_ranks
-from tests.models.bert.samples import bert_batch, bert_sizes
-from tests.models.common.samples import BATCH, SEQ, batch_of, filled, gradients_of, joined, small_sizes, worst_relative
-from tests.models.llama.samples import llama_sizes
-from tests.models.mpt.samples import mpt_sizes
-from tests.models.t5.samples import KINDS, t5_batch, t5_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.bert_samples import bert_batch, bert_sizes
+from tests.helpers.harness import run_ranks
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import BATCH, SEQ, batch_of, filled, gradients_of, joined, small_sizes, worst_relative
+from tests.helpers.mpt_samples import mpt_sizes
+from tests.helpers.t5_samples import KINDS, t5_batch, t5_sizes
+from tests.helpers.whole import whole_world
 
 RATES = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 RECOMPUTED = {**RATES, "checkpoint_activations": True}

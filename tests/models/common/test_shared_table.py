@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.language_model import shared_table
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 V, H = 9, 4
 TOKENS = [torch.tensor([[1, 1, 3], [8, 0, 1]]), torch.tensor([3, 3])]

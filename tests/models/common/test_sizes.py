@@ -11,7 +11,7 @@ from megatron.models.common.language_model import head_output
 from megatron.models.common.model_args import ModelArgs, model_args_from
 from megatron.models.common.transformer import Recompute, recompute_switches
 from megatron.mpu.groups import Group
-from tests.models.common.samples import SEQ, batch_of, filled, place_of
+from tests.helpers.model_samples import SEQ, batch_of, filled, place_of
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 12 --vocab-size 101 "

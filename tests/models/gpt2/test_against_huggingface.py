@@ -18,9 +18,9 @@ from megatron.models.common.model_args import model_args_from
 from megatron.models.gpt2.huggingface import from_ours, model_fields, to_ours
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
-from tests.harness import run_ranks
-from tests.models.common.samples import BATCH, SEQ, VOCAB, gradients_of, joined, place_of, worst_relative
-from tests.mpu.whole import fill, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import BATCH, SEQ, VOCAB, gradients_of, joined, place_of, worst_relative
+from tests.helpers.whole import fill, whole_world
 
 HEADS, STEPS, LR = 4, 20, 0.1
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)

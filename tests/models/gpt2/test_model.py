@@ -9,8 +9,8 @@ import torch
 
 from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import Group
-from tests.harness import run_ranks
-from tests.models.common.samples import (
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import (
     SEQ,
     VOCAB,
     batch_of,
@@ -21,7 +21,7 @@ from tests.models.common.samples import (
     small_sizes,
     worst_relative,
 )
-from tests.mpu.whole import whole_world
+from tests.helpers.whole import whole_world
 
 VARIANTS = {
     "plain": {},

@@ -21,7 +21,7 @@ from megatron.models.common.model_args import ParallelContext
 from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary
-from tests.models.common.decoder_against_huggingface import Against
+from tests.helpers.decoder_against_huggingface import Against
 from tests.models.gpt2.test_against_huggingface import DTYPES, VOCAB
 
 LLAMA3 = {

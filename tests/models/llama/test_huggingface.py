@@ -14,7 +14,7 @@ from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.config import parse
 from megatron.errors import CheckpointError
 from megatron.models.llama.huggingface import FORMAT
-from tests.checkpoint.huggingface.models import config_of, save_model
+from tests.helpers.huggingface_models import config_of, save_model
 from tests.tools.test_convert_hf import Run, convert, same, tensors_in
 
 __all__ = ["convert"]  # the fixture

@@ -10,10 +10,10 @@ import torch
 
 from megatron.models.llama.model import LlamaModel
 from megatron.mpu.groups import Group
-from tests.harness import run_ranks
-from tests.models.common.samples import SEQ, VOCAB, batch_of, filled, gradients_of, joined, place_of, worst_relative
-from tests.models.llama.samples import llama_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import SEQ, VOCAB, batch_of, filled, gradients_of, joined, place_of, worst_relative
+from tests.helpers.whole import whole_world
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "2 groups": {},

@@ -19,7 +19,7 @@ from megatron.config import Config
 from megatron.models.common.model_args import ParallelContext
 from megatron.models.mpt.huggingface import FORMAT, prepare
 from megatron.models.registry import build_model
-from tests.models.common.decoder_against_huggingface import Against
+from tests.helpers.decoder_against_huggingface import Against
 from tests.models.gpt2.test_against_huggingface import DTYPES, SEQ, VOCAB, text
 
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -13,10 +13,10 @@ from megatron.models.mpt import model as mpt_model
 from megatron.models.mpt.model import AlibiBias, MptModel
 from megatron.mpu.groups import Group
 from megatron.ops.positions import alibi_slopes
-from tests.harness import run_ranks
-from tests.models.common.samples import SEQ, VOCAB, batch_of, filled, gradients_of, joined, place_of, worst_relative
-from tests.models.mpt.samples import mpt_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import SEQ, VOCAB, batch_of, filled, gradients_of, joined, place_of, worst_relative
+from tests.helpers.mpt_samples import mpt_sizes
+from tests.helpers.whole import whole_world
 
 VARIANTS = {
     "plain": {},

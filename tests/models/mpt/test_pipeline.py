@@ -10,8 +10,8 @@ from megatron.models.common.pipeline import random_batch
 from megatron.models.mpt.model import AlibiBias
 from megatron.models.mpt.pipeline import MptLayerPipe, layer_specs
 from megatron.training.compile import compile_layers
-from tests.models.common.samples import batch_of, filled
-from tests.models.mpt.samples import mpt_sizes
+from tests.helpers.model_samples import batch_of, filled
+from tests.helpers.mpt_samples import mpt_sizes
 
 
 def test_all_layers_of_a_stage_share_one_bias_and_pass_documents_on() -> None:

@@ -19,9 +19,9 @@ from megatron.models.t5.model import T5Model
 from megatron.mpu.shard import shard_of
 from megatron.ops.positions import relative_buckets
 from megatron.optim import build_optimizer
-from tests.harness import run_ranks
-from tests.models.common.samples import gradients_of, joined, place_of, worst_relative
-from tests.mpu.whole import fill, whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
+from tests.helpers.whole import fill, whole_world
 
 VOCAB, S_E, S_D, BATCH, HEADS, STEPS, LR = 101, 19, 9, 3, 4, 20, 0.02
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)

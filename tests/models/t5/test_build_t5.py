@@ -12,7 +12,7 @@ from megatron.models.t5.data import T5Dataset, T5Tokens
 from megatron.models.t5.span_files import SpanFilesDataset, build_t5_train_valid_test
 from megatron.models.t5.spans import parse_denoisers
 from tests.data.test_build import only
-from tests.data.token_data import write, write_megatron
+from tests.helpers.token_data import write, write_megatron
 from tests.models.t5.span_set import VOCAB_SIZE, counting, write_set
 
 TOKENS = T5Tokens.appended(200, 12, 0)

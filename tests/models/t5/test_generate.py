@@ -21,9 +21,9 @@ from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
 from megatron.training import global_vars, initialize
 from megatron.training.setup import build_engine
-from tests.harness import run_ranks
-from tests.models.common.samples import whole_weight
-from tests.parity.layouts import LAYOUTS, VOCAB
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import LAYOUTS, VOCAB
+from tests.helpers.model_samples import whole_weight
 
 SIZES = (
     "--num-layers 2 --dec-layers 3 --hidden-size 32 --num-attention-heads 4 --enc-seq-length 16 --batch-size 2 --gas 2 "

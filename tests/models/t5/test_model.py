@@ -12,10 +12,10 @@ from megatron.models.common.model_args import ParallelContext
 from megatron.models.t5.model import RelativeBias, T5Model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
-from tests.harness import run_ranks
-from tests.models.common.samples import filled, gradients_of, joined, place_of, worst_relative
-from tests.models.t5.samples import KINDS, LEARNED, S_D, S_E, VOCAB, T5Batch, plain_logits, t5_batch, t5_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import filled, gradients_of, joined, place_of, worst_relative
+from tests.helpers.t5_samples import KINDS, LEARNED, S_D, S_E, VOCAB, T5Batch, plain_logits, t5_batch, t5_sizes
+from tests.helpers.whole import whole_world
 
 VARIANTS = {
     **KINDS,

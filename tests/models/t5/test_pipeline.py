@@ -20,8 +20,8 @@ from megatron.mpu.random import DropoutStreams
 from megatron.mpu.topology import Topology
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import Kind
-from tests.harness import run_ranks
-from tests.parity.t5_layouts import (
+from tests.helpers.harness import run_ranks
+from tests.helpers.t5_layouts import (
     GATED,
     LEARNED,
     ROWS,
@@ -34,7 +34,7 @@ from tests.parity.t5_layouts import (
     run,
     run_case,
 )
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.toys import Toy, make_engine
 
 LONG = Case(enc_layers=2, dec_layers=2, lengths=(40, 24), micro_batches=2)
 HIDDEN, TOKEN, SEGMENT = 16 * 8, 8, 4  # bytes of a token's hidden states in fp64, of its id, of its document's

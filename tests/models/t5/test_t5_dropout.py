@@ -7,10 +7,10 @@ import torch
 
 from megatron.models.t5.model import T5Model
 from megatron.mpu.random import DropoutKey, DropoutStreams
-from tests.harness import run_ranks
-from tests.models.common.samples import filled, place_of
-from tests.models.t5.samples import KINDS, LEARNED, t5_batch, t5_sizes
-from tests.mpu.whole import whole_world
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import filled, place_of
+from tests.helpers.t5_samples import KINDS, LEARNED, t5_batch, t5_sizes
+from tests.helpers.whole import whole_world
 
 RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 

@@ -11,8 +11,8 @@ from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model, t5_rule
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
-from tests.models.common.samples import place_of
-from tests.models.t5.samples import KINDS, LEARNED, t5_sizes
+from tests.helpers.model_samples import place_of
+from tests.helpers.t5_samples import KINDS, LEARNED, t5_sizes
 
 LARGE = {"hidden_size": 64, "kv_hidden_size": 24, "ff_hidden_size": 160, "vocab_size": 500}
 

@@ -12,7 +12,7 @@ from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
 from megatron.models.t5.data import T5Dataset, T5Tokens
 from megatron.models.t5.spans import longest_target, parse_denoisers, raw_length
-from tests.data.token_data import write, write_megatron
+from tests.helpers.token_data import write, write_megatron
 
 TOKENS = T5Tokens.appended(50_000, 60, 0, 3)
 ONE, SEVERAL = parse_denoisers("R", 0.15, 3), parse_denoisers("R:2,X:1,S:1", 0.15, 3)

@@ -10,8 +10,8 @@ import torch
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer, ParamInit, build_optimizer
-from tests.alive import Alive
-from tests.optim.zero.parts import Model
+from tests.helpers.alive import Alive
+from tests.helpers.zero_parts import Model
 
 DEVICE = torch.device("meta")
 """It counts as another device: what is put there has a shape and bytes, and no values."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.metadata import tiling_problem
 from megatron.mpu.shard import Shard, set_shard
 from megatron.optim.zero.partition import VECTOR, partition_of
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

@@ -16,8 +16,8 @@ from megatron.optim import GradScaler, build_optimizer
 from megatron.torch_compat import name_of
 from megatron.training.train_state import make_moments
 from tds import gradients
-from tests.harness import run_ranks
-from tests.optim.zero.weights import Weights, bits, optimizer_of, take_step
+from tests.helpers.harness import run_ranks
+from tests.helpers.zero_weights import Weights, bits, optimizer_of, take_step
 
 STEPS = 20
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimiz
 from megatron.optim.zero.stage3 import GatherOrder, layers_of
 from megatron.training.train_step import FiniteLossCheck, LossError
 from tds import gradients
-from tests.harness import fork_ranks, run_ranks
+from tests.helpers.harness import fork_ranks, run_ranks
 
 H, LAYERS = 64, 8
 AWAY = OffloadConfig(parameters=True)

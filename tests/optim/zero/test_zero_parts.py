@@ -20,8 +20,8 @@ from megatron.optim.zero.partition import partition_of
 from megatron.optim.zero.stage3 import layers_of
 from megatron.training import setup
 from tds import gradient_reducer, gradients
-from tests.harness import RankFailure, run_ranks
-from tests.optim.zero.parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
+from tests.helpers.harness import RankFailure, run_ranks
+from tests.helpers.zero_parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
 
 STEPS = 6
 EVERYWHERE = OffloadConfig(optimizer=True, parameters=True)

@@ -11,8 +11,8 @@ import torch
 
 from tds.engine.auto_schedule import NUM_TRIALS, Auto, best, first_name, trials
 from tds.schedule import Costs, schedule_named, simulate
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, train
 
 
 def test_zero_bubble_is_chosen_where_it_is_faster() -> None:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 import tds
 from tds.device import to_device
 from tds.engine.micro_batches import stage_inputs
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, check_equal, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, check_equal, make_engine, train
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ import tds
 from tds.engine.build import compares_data
 from tds.engine.micro_batches import DataEnded, checksum
 from tds.pipe import PipelineModule
-from tests.harness import fork_ranks, run_ranks
-from tests.tds.toys import Toy, make_engine, reference, train
+from tests.helpers.harness import fork_ranks, run_ranks
+from tests.helpers.toys import Toy, make_engine, reference, train
 
 
 def _ends(rank: int) -> list[Any]:

@@ -17,8 +17,8 @@ from tds.gradients import GradientBucket
 from tds.module import PartitionError
 from tds.p2p.boundary import BoundaryError
 from tds.pipe import PipelineModule
-from tests.harness import fork_ranks, run_ranks
-from tests.tds.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train
+from tests.helpers.harness import fork_ranks, run_ranks
+from tests.helpers.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train
 
 
 def _change_shapes(rank: int, toy: Toy) -> list[Any]:

@@ -13,8 +13,8 @@ from torch import nn
 import tds
 from tds.engine.engine import PipelineEngine
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, reference, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, reference, train
 
 
 def _dropping(toy: Toy, num_stages: int) -> PipelineModule:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tds.engine.micro_batches import BatchSource, as_pair, describe_structure, stage_inputs
-from tests.harness import fork_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import fork_ranks
+from tests.helpers.toys import Toy, make_engine
 
 X, Y = torch.zeros(4, 128), torch.zeros(4)
 

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 import tds
 from tds.engine.optimizers import gradients_of
 from tds.loss import Weighted
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, preload_zero
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, preload_zero
 
 FP32, BF16 = (
     {"communication_data_type": "fp32"},

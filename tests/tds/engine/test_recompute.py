@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import tds
 from tds.engine.recompute import Recompute, _Kept, recomputes_reentrantly
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Tensors, Toy, check_equal, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Tensors, Toy, check_equal, make_engine, train
 
 
 class Masks:

@@ -16,8 +16,8 @@ import torch
 from deepspeed.utils import logger
 
 import tds
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 LINE = re.compile(r"steps: (\d+) loss: ([\d.]+) ((?:\w+: [\d.]+ )*)iter time \(s\): [\d.]+ samples/sec: [\d.]+")
 TIMES = re.compile(r"time \(ms\)((?: \| \w+: [\d.]+)+)")

@@ -17,8 +17,8 @@ import tds
 from tds.engine.checkpointing import CheckpointError
 from tds.module import layer_numbers
 from tds.pipe import LayerSpec, TiedLayerSpec
-from tests.harness import GROUP_TIMEOUT_S, run_ranks
-from tests.tds.toys import Toy, _share_groups, preload_zero
+from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
+from tests.helpers.toys import Toy, _share_groups, preload_zero
 
 ENGINES = {"stock": deepspeed.initialize, "ours": tds.initialize}
 TOY = Toy("tied", layers=6, dtype=torch.float32)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tds
 from tds.engine.weight_grad_store import WeightGradStore
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Toy, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Toy, make_engine, train
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

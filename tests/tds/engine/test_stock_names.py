@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 
 def _resized(rank: int) -> tuple[int, ...]:

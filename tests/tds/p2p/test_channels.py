@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from tds.p2p import process_groups
 from tds.schedule import Kind
-from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
-from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
-from tests.tds.toys import Toy, check_equal, make_engine, train
+from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
+from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
+from tests.helpers.toys import Toy, check_equal, make_engine, train
 
 ALONE_S = 1.5
 

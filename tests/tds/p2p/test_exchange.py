@@ -12,8 +12,8 @@ import tds.p2p.communicator
 from tds.p2p.boundary import Boundary, BoundaryError, set_list
 from tds.p2p.communicator import P2PCommunicator, Slice, Transport
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
-from tests.harness import fork_ranks, run_ranks
-from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
+from tests.helpers.harness import fork_ranks, run_ranks
+from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 
 BY_HAND: list[list[Action]] = [
     [

@@ -24,7 +24,7 @@ from tds import torch_api
 from tds.p2p import communicator, host_copies, process_groups
 from tds.p2p.communicator import PeerLost, Slice, StageLinks, Transport
 from tds.schedule import Kind, Message
-from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
+from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -14,8 +14,8 @@ import tds
 from tds.p2p.boundary import DTYPES, TensorMeta
 from tds.p2p.communicator import PackedLayout, Slice
 from tds.pipe import LayerSpec, PipelineModule
-from tests.harness import run_ranks
-from tests.tds.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst
 
 
 def _cross(rank: int) -> None:

@@ -17,8 +17,8 @@ import tds
 from tds.deepspeed_api import GRID_GROUPS, groups_of
 from tds.pipe import PipelineModule
 from tds.torch_api import default_timeout
-from tests.harness import GROUP_TIMEOUT_S, run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 TIMEOUT_S = 2.0
 SLEEPER = 1

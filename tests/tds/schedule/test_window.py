@@ -16,8 +16,8 @@ from tds.schedule import (
     validate,
 )
 from tds.schedule.simulate import send_window
-from tests.harness import run_ranks
-from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 
 
 def _mixed(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:

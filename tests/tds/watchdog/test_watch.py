@@ -18,7 +18,7 @@ from megatron.training import failure, timeouts
 from tds.p2p import communicator
 from tds.watchdog import diagnosis, watchdog
 from tds.watchdog.alarm import Alarms
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 from tests.training.test_phases import SLACK_S, make_world
 
 

@@ -29,8 +29,8 @@ from tds.watchdog import diagnosis
 from tds.watchdog.alarm import POLL_S
 from tds.watchdog.diagnosis import Report, format_history, report, verdict
 from tds.watchdog.watchdog import STORE_LOST, EngineWatchdog, is_timeout, peer_lost
-from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
+from tests.helpers.toys import Toy, make_engine
 
 RANKS = 4
 ABSENT = 1

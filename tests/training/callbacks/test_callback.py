@@ -27,8 +27,8 @@ from megatron.training.initialize import World
 from megatron.training.timeouts import AXES
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import HOOKS, STEP_HOOKS, Trainer
-from tests.harness import run_ranks
-from tests.training import runs
+from tests.helpers import runs
+from tests.helpers.harness import run_ranks
 
 CPU = torch.device("cpu")
 SIZES = "--data-path none --device cpu --vocab-size 9 --batch-size 2 --gas 3 --lr 0.1 --eval-iters 0"

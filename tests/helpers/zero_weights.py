@@ -9,7 +9,7 @@ import torch
 from megatron.mpu.groups import Grid
 from megatron.mpu.shard import Shard, set_shard
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from tests.mpu.whole import random
+from tests.helpers.whole import random
 
 WHOLE = {
     "table": (37, 16),  # 19 or 38 rows are held, of which one is padding

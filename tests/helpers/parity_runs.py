@@ -11,8 +11,8 @@ from typing import Any
 from megatron.config import parse
 from megatron.training import initialize
 from megatron.training.parity import Difference, Trace, compare, random_data, trace_steps
-from tests.harness import run_ranks
-from tests.parity.layouts import batches
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import batches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

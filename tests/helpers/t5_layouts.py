@@ -22,8 +22,8 @@ from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 from megatron.mpu.topology import Topology
 from tds.loss import LossMeter, Weighted, all_reduce_loss
-from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, make_engine, train
 
 VOCAB, ROWS = 101, 2  # a prime: padded for every tensor size
 SMALL = {

@@ -22,7 +22,7 @@ from megatron.training.exit_signals import StopRequests
 from megatron.training.train import run
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
-from tests.harness import fork_ranks
+from tests.helpers.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"

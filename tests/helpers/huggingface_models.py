@@ -15,8 +15,8 @@ from megatron.models import ParallelContext, registry
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
-from tests.checkpoint.samples import world_of
-from tests.harness import run_ranks
+from tests.helpers.checkpoint_samples import world_of
+from tests.helpers.harness import run_ranks
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 29, "max_position_embeddings": 12}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.models.mpt.model import MptModelArgs
-from tests.models.common.samples import SMALL
+from tests.helpers.model_samples import SMALL
 
 
 def mpt_sizes(**changes: Any) -> MptModelArgs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.models.llama.model import LlamaModelArgs
-from tests.models.common.samples import SMALL
+from tests.helpers.model_samples import SMALL
 
 
 def llama_sizes(**changes: Any) -> LlamaModelArgs:

@@ -18,7 +18,7 @@ from examples.mpt import pretrain_mpt
 from megatron.config import parse
 from megatron.training import initialize
 from megatron.training.parity import Trace, random_data, trace_steps
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VOCAB = 251
 SIZES = {

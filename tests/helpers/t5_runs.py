@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pretrain_t5
-from tests.parity.runs import Runs
+from tests.helpers.parity_runs import Runs
 
 VOCAB = 109
 SIZES = (

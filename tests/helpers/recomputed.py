@@ -18,10 +18,10 @@ from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutKey
-from tests.models.bert.samples import bert_batch, bert_sizes
-from tests.models.common.samples import SMALL, batch_of, filled, place_of, small_sizes
-from tests.models.mpt.samples import mpt_sizes
-from tests.models.t5.samples import t5_batch, t5_sizes
+from tests.helpers.bert_samples import bert_batch, bert_sizes
+from tests.helpers.model_samples import SMALL, batch_of, filled, place_of, small_sizes
+from tests.helpers.mpt_samples import mpt_sizes
+from tests.helpers.t5_samples import t5_batch, t5_sizes
 
 LAYERS = 3
 FAMILIES = ("gpt2", "t5", "llama", "mpt", "bert")

@@ -21,10 +21,10 @@ from megatron.models.registry import build_model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
-from tests.harness import run_ranks
-from tests.models.common.samples import gradients_of, joined, place_of, worst_relative
+from tests.helpers.harness import run_ranks
+from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
+from tests.helpers.whole import fill, whole_world
 from tests.models.gpt2.test_against_huggingface import ALLOWED, BATCH, DTYPES, LR, SEQ, STEPS, VOCAB, text
-from tests.mpu.whole import fill, whole_world
 
 TRAINED = "fp64"
 """The kind that is compared after the steps as well."""

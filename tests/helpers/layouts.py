@@ -10,7 +10,7 @@ from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.training import initialize
 from megatron.training.parity import Difference, Trace, compare, trace_steps
-from tests.harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
 SEQ = 16
