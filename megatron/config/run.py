@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,6 +176,13 @@ class LoggingConfig:
 
     log_layer_norms: bool = option(
         False, "record the norm of the gradients of each layer, too, at the steps of --log-interval"
+    )
+    sample_prompts: str | None = option(
+        None,
+        "texts from which the model goes on when the training is done, each in quotes, to be read on the screen; T5 "
+        "fills the gaps <extra_id_0>, <extra_id_1> ... of each",
+        join=shlex.join,
+        short="texts to go on from at the end",
     )
     wandb_project: str | None = option(
         None,

@@ -128,6 +128,17 @@ class Prompts:
                 yield self.tokenizer.decode(same) if is_known else UNKNOWN * len(same)
 
 
+def with_gaps_filled(text: str, spans: str) -> str:
+    """Return ``text`` with what T5 said for each sentinel in its place, in brackets; [...] where it said nothing.
+
+    Args:
+        spans: what it said: each sentinel with its span behind it.
+    """
+    said = _SENTINEL.split(spans)
+    found = dict(zip(said[1::2], (span.strip() for span in said[2::2]), strict=True))
+    return re.sub(r"<extra_id_(\d+)>", lambda gap: f"[{found.get(gap[1]) or '...'}]", text)
+
+
 # Texts in, texts out: a model and its tokenizer, over the replicas of a job.
 
 OnText = Callable[[str], Any]

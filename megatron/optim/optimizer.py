@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -222,6 +223,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed."""
         if self._masters.homes and self._units is None:
             self._units = ParamUnits(module, self._masters.send_away(), self._masters.data_group)
+
+    def weights_gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which every replica has all weights of its part, under ZeRO 3 too. Collective."""
+        return nullcontext() if self._units is None else self._units.gathered()
 
     def begin_last_backward(self) -> None:
         """Take note that the next backward is the last of the step: sums over the replicas may start in it.

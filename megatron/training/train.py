@@ -146,6 +146,10 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
 def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Callback]:
     """Yield what shows a run and writes its numbers down."""
     yield Heartbeat()
+    if config.seeing.sample_prompts:
+        from megatron.training.callbacks.text_samples import TextSamples
+
+        yield TextSamples(config)
     yield Console(config.run.progress, config.batch.train_iters, counted)
     if config.parallel.compile:
         yield CompileMeter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import DataError
-from megatron.generate.text import UNKNOWN, Prompts, streaming
+from megatron.generate.text import UNKNOWN, Prompts, streaming, with_gaps_filled
 from megatron.models.t5.data import T5Tokens, t5_tokens
 from megatron.models.t5.spans import Denoiser
 from megatron.tokenizer import Tokenizer
@@ -71,3 +71,11 @@ def test_text_is_shown_as_soon_as_it_is_whole_characters(vocabulary: Tokenizer) 
     for token in [*said, vocabulary.eod_id]:
         on_token(0, token)
     assert "".join(pieces) == "a é灯b" and UNKNOWN not in "".join(pieces) and len(pieces) > 3
+
+
+def test_what_t5_says_stands_in_the_gaps_of_its_text() -> None:
+    text = "<extra_id_0> tide comes <extra_id_1>，每天<extra_id_2>次"
+    assert with_gaps_filled(text, "<extra_id_1> in twice <extra_id_0> The <extra_id_2>") == (
+        "[The] tide comes [in twice]，每天[...]次"
+    )
+    assert with_gaps_filled("no gap", "anything") == "no gap"

@@ -28,6 +28,7 @@ class BertConfig(FamilyConfig):
         "untie_embeddings": "BERT's head is the word embedding, with a bias for each word; leave it out",
         "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "
         "it out",
+        "sample_prompts": "BERT fills single tokens and writes no text; leave it out",
         "packing": "BERT's samples are pairs of texts; leave it out",
         "fim_rate": "BERT fills gaps anyway; leave it out",
         "fim_spm_rate": "BERT fills gaps anyway; leave it out",

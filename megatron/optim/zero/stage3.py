@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -271,6 +272,19 @@ class ParamUnits:
         self._order = GatherOrder(group, [unit.name for unit in self.units], place_of(cut))
         self._hook(module)
         self._log_largest()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all weights of the model here, for who calls its layers by another way. Collective over the replicas."""
+        for unit in self.units:
+            unit.calls += 1  # so that no call within frees it
+            unit.gather()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.calls -= 1
+            self.free()
 
     def free(self) -> None:
         """Free all that is gathered."""

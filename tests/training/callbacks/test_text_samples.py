@@ -1,0 +1,56 @@
+"""What the model writes at the end of a training: after each prompt, the same in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pretrain_gpt2
+import pretrain_t5
+from megatron.config import parse
+from megatron.errors import ConfigError
+from tests.training.runs import flags, train_ranks, write_corpus
+
+PROMPTS = {"gpt2": ["The tide", "海"], "t5": ["The <extra_id_0> comes <extra_id_1> a day."]}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def samples(script: ModuleType, ranks: int, extra: str, corpus: Path, folder: Path, told: pytest.CaptureFixture) -> str:
+    """Train in a layout; return what stands on the screen from the first sample on."""
+    prompts = PROMPTS[script.__name__.removeprefix("pretrain_")]
+    argv = flags(corpus, folder, f"--fp64 --train-iters 3 --hidden-dropout 0 --attention-dropout 0 {extra}", script)
+    codes, _ = train_ranks(ranks, [*argv, "--sample-prompts", *prompts], script=script)
+    assert codes == [0] * ranks
+    out = told.readouterr().out
+    return out[out.index("sample | ") :].partition("Done")[0].rstrip()
+
+
+@pytest.mark.parametrize(
+    ("script", "layouts"),
+    [
+        (pretrain_gpt2, [(4, "--model-parallel-size 2 --pipe-parallel-size 2"), (2, "--gas 1 --zero-stage 3")]),
+        (pretrain_t5, [(2, "--pipe-parallel-size 2")]),
+    ],
+    ids=["gpt2", "t5"],
+)
+def test_each_prompt_gets_the_same_text_in_every_layout(
+    script: ModuleType, layouts: list[tuple[int, str]], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = samples(script, 1, "", corpus, tmp_path / "alone", capfd)
+    lines = alone.split("sample | ")[1:]
+    for line, prompt in zip(lines, PROMPTS[script.__name__.removeprefix("pretrain_")], strict=True):
+        assert line.startswith(prompt.partition("<")[0]) and len(line) > len(prompt)
+        assert "<extra_id" not in line
+    for number, (ranks, extra) in enumerate(layouts):
+        assert samples(script, ranks, extra, corpus, tmp_path / str(number), capfd) == alone, extra
+
+
+def test_a_model_that_writes_no_text_takes_no_prompts() -> None:
+    with pytest.raises(ConfigError, match="--sample-prompts is refused: BERT .* writes no text"):
+        parse(["--sample-prompts", "The"], world_size=1, env={}, family="bert")
