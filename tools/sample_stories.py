@@ -1,14 +1,17 @@
-"""Write small stories in English and Chinese: the sample data of a first run, seeded and without a network.
+"""Write small stories in English and Chinese, from a seed and without a network, that a small model learns to write.
 
-    python tools/sample_stories.py --number 4            # a look at some of them
+    python tools/sample_stories.py --number 4
+    python tools/sample_stories.py --number 10000 --json > stories.jsonl
 
-A story is one of a dozen plots. Its people, things and places are drawn once and persist; each beat of the plot is drawn
-from a few sentences that mean the same. So a small model can learn in a minute who is who and what comes next.
+A story is one of ten plots. Its people, things and places are drawn once and persist; each beat of the plot is drawn
+from a few sentences that mean the same. So a model of a million parameters learns within minutes on a CPU who is who
+and what comes next. --json writes what tools/preprocess_data.py reads: 10,000 stories are 4.6 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,13 +21,23 @@ Beats = Sequence[Sequence[str]]
 # English. A name always belongs to the same animal, and an animal of a name is always he or she.
 
 PEOPLE = {
-    "Mia": "cat she", "Tom": "fox he", "Lily": "rabbit she", "Ben": "bear he", "Ella": "mouse she", "Max": "dog he",
-    "Nora": "duck she", "Sam": "frog he", "Rosa": "hen she", "Leo": "lion he", "Ivy": "owl she", "Otto": "turtle he",
-}  # fmt: skip
+    "Mia": "cat she",
+    "Tom": "fox he",
+    "Lily": "rabbit she",
+    "Ben": "bear he",
+    "Ella": "mouse she",
+    "Max": "dog he",
+    "Nora": "duck she",
+    "Sam": "frog he",
+    "Rosa": "hen she",
+    "Leo": "lion he",
+    "Ivy": "owl she",
+    "Otto": "turtle he",
+}
 FORMS = {"she": ("she", "her", "her"), "he": ("he", "him", "his")}
 
 WORDS: Mapping[str, Sequence[str]] = {
-    "toy": ("red ball", "blue kite", "little boat", "yellow hat", "wooden horse", "silver bell", "green cup", "soft doll"),
+    "toy": ("red ball", "blue kite", "little boat", "yellow hat", "wooden horse", "silver bell", "green cup", "doll"),
     "food": ("bread", "apples", "soup", "cake", "cheese", "nuts", "honey", "berries"),
     "near": ("in the garden", "by the river", "in the forest", "on the hill", "near the old tree", "in the village"),
     "under": ("under the bed", "behind the door", "in the box", "under the table", "behind the house", "in the basket"),
@@ -35,7 +48,7 @@ WORDS: Mapping[str, Sequence[str]] = {
     "skill": ("swim", "sing", "dance", "count", "read", "climb"),
     "plant": ("flower", "apple tree", "pumpkin", "rose"),
     "number": ("two", "three", "four", "five"),
-}  # fmt: skip
+}
 
 OPENINGS: Beats = (
     (
@@ -43,9 +56,13 @@ OPENINGS: Beats = (
         "There was once a little {kind}. {His} name was {a}.",
         "{a} was a little {kind} who lived {near}.",
     ),
-    ("{a} lived {near} with {his} family.", "{He} had a good friend, {b} the {bkind}.", "{His} best friend was {b} the {bkind}."),
+    (
+        "{a} lived {near} with {his} family.",
+        "{He} had a good friend, {b} the {bkind}.",
+        "{His} best friend was {b} the {bkind}.",
+    ),
     ("It was {season}, and the day was {weather}.", "One {time} it was {weather}.", "The {time} was {weather}."),
-)  # fmt: skip
+)
 
 PLOTS: Mapping[str, Beats] = {
     "lost": (
@@ -162,9 +179,19 @@ CLOSINGS: Beats = (
 # Chinese: the same plots, told anew.
 
 ZH_PEOPLE = {
-    "咪咪": "小猫 她", "阿福": "小狐狸 他", "白白": "小兔子 她", "大力": "小熊 他", "米粒": "小老鼠 她", "旺旺": "小狗 他",
-    "丫丫": "小鸭子 她", "呱呱": "小青蛙 他", "花花": "小母鸡 她", "金金": "小狮子 他", "思思": "小猫头鹰 她", "慢慢": "小乌龟 他",
-}  # fmt: skip
+    "咪咪": "小猫 她",
+    "阿福": "小狐狸 他",
+    "白白": "小兔子 她",
+    "大力": "小熊 他",
+    "米粒": "小老鼠 她",
+    "旺旺": "小狗 他",
+    "丫丫": "小鸭子 她",
+    "呱呱": "小青蛙 他",
+    "花花": "小母鸡 她",
+    "金金": "小狮子 他",
+    "思思": "小猫头鹰 她",
+    "稳稳": "小乌龟 他",
+}
 ZH_WORDS: Mapping[str, Sequence[str]] = {
     "toy": ("红色的球", "蓝色的风筝", "小木船", "黄帽子", "木马", "银铃铛", "绿杯子", "布娃娃"),
     "food": ("面包", "苹果", "热汤", "蛋糕", "奶酪", "坚果", "蜂蜜", "草莓"),
@@ -300,7 +327,8 @@ def english(draw: random.Random) -> str:
     (hero, kind), (friend, other) = ((name, PEOPLE[name].split()) for name in draw.sample(list(PEOPLE), 2))
     he, him, his = FORMS[kind[1]]
     words = {"a": hero, "kind": kind[0], "b": friend, "bkind": other[0], "he": he, "him": him, "his": his}
-    words |= {"He": he.title(), "His": his.title(), "akind": f"{'an' if kind[0][0] in 'aeiou' else 'a'} {kind[0]}"}
+    article = "an" if kind[0][0] in "aeiou" else "a"
+    words |= {"He": he.title(), "His": his.title(), "akind": f"{article} {kind[0]}"}
     return " ".join(_told(draw, words, WORDS, OPENINGS, PLOTS, CLOSINGS))
 
 
@@ -326,13 +354,18 @@ def _told(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Write stories to standard output."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--number", type=int, default=4, help="stories (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help='write lines of {"text": ...}')
     args = parser.parse_args(argv)
-    print("\n\n".join(stories(args.number, args.seed)))
+    told = stories(args.number, args.seed)
+    if args.json:
+        told = (json.dumps({"text": story}, ensure_ascii=False) for story in told)
+    print(("\n" if args.json else "\n\n").join(told))
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ READ_IN = {
     "debug_nan": "training/callbacks/debugger.py",
     "log_layer_norms": "training/train.py",
     "profile": "training/train.py:profiled()",
+    "sample_prompts": "training/train.py",
     "wandb_project": "training/callbacks/wandb.py",
     "wandb_exp_name": "training/callbacks/wandb.py",
     "wandb_save_dir": "training/callbacks/wandb.py",

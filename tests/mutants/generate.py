@@ -19,6 +19,21 @@ ENDS = f"{LOOP}::test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_mor
 
 GENERATE = (
     Mutant(
+        "weights that ZeRO 3 has freed write the text at the end of a training",
+        "megatron/optim/zero/stage3.py",
+        "            unit.calls += 1  # so that no call within frees it\n",
+        "",
+        ("tests/training/callbacks/test_text_samples.py::test_each_prompt_gets_the_same_text_in_every_layout[gpt2]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a gap gets the words of the next one",
+        "megatron/generate/text.py",
+        "zip(said[1::2], (span.strip() for span in said[2::2])",
+        "zip(said[1::2], (span.strip() for span in said[2::2][::-1])",
+        ("tests/generate/test_prompts.py::test_what_t5_says_stands_in_the_gaps_of_its_text",),
+    ),
+    Mutant(
         "a query does not see its own position",
         "megatron/models/common/attention.py",
         "(slots <= positions.unsqueeze(2))",

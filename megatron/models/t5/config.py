@@ -77,7 +77,6 @@ class T5Config(FamilyConfig):
         minimum=1,
         shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
-        short="tokens of decoder targets",
     )
     enc_layers: int = _layers(
         0, "encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)

@@ -11,7 +11,7 @@ import pretrain_gpt2
 import pretrain_t5
 from megatron.config import parse
 from megatron.errors import ConfigError
-from tests.training.runs import flags, train_ranks, write_corpus
+from tests.helpers.runs import flags, train_ranks, write_corpus
 
 PROMPTS = {"gpt2": ["The tide", "海"], "t5": ["The <extra_id_0> comes <extra_id_1> a day."]}
 

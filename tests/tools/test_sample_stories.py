@@ -1,0 +1,57 @@
+"""The stories of tools/sample_stories.py: the same for a seed, in two languages, of few words, hanging together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from tools import sample_stories
+from tools.sample_stories import PEOPLE, ZH_PEOPLE, stories
+
+STORIES = list(stories(2000))
+SHA256 = "b19cc29fab736b0a"
+"""Of the first hundred, its beginning."""
+KINDS = {told.split()[0] for told in PEOPLE.values()}
+
+
+def test_a_seed_gives_the_same_stories_on_every_machine() -> None:
+    digest = hashlib.sha256("\n".join(STORIES[:100]).encode()).hexdigest()
+    assert digest.startswith(SHA256)
+    assert list(stories(3, seed=1)) == list(stories(3, seed=1)) != list(stories(3, seed=2))
+
+
+def test_languages_take_turns_and_no_story_comes_twice() -> None:
+    is_chinese = [bool(re.search("[一-鿿]", story)) for story in STORIES]
+    assert is_chinese == [False, True] * 1000
+    assert not any(re.search("[A-Za-z]", story) for story in STORIES[1::2])
+    assert max(Counter(STORIES).values()) == 1
+
+
+def test_every_slot_is_filled_and_a_story_has_two_people_at_most() -> None:
+    for story, names in zip(STORIES, (PEOPLE, ZH_PEOPLE) * 1000, strict=True):
+        assert not re.search(r"[{}]", story)
+        assert 1 <= len({name for name in names if re.search(rf"{name}(?![a-z])", story)}) <= 2, story
+
+
+def test_a_small_vocabulary_tells_them_all() -> None:
+    words = Counter(word for story in STORIES[::2] for word in re.findall(r"[A-Za-z]+", story))
+    characters = Counter(character for story in STORIES[1::2] for character in story)
+    assert 300 < len(words) < 700 and 300 < len(characters) < 700
+
+
+def test_a_named_animal_is_always_of_one_kind_and_one_pronoun() -> None:
+    for story in STORIES[::2]:
+        pairs = re.findall(r"(\w+) (?:was a little|the) (\w+)", story)
+        assert all(PEOPLE[name].split()[0] == kind for name, kind in pairs if name in PEOPLE and kind in KINDS), story
+        hero = next(name for name in re.findall(r"[A-Z]\w+", story) if name in PEOPLE)
+        other = {"she": "he", "he": "she"}[PEOPLE[hero].split()[1]]
+        assert not re.search(rf"\b{other}\b", story, re.IGNORECASE), story
+
+
+def test_lines_of_json_are_what_preprocessing_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    sample_stories.main(["--number", "3", "--json"])
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == STORIES[:3]
