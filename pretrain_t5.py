@@ -44,11 +44,11 @@ def t5_tokens() -> T5Tokens:
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
-    from megatron.models.t5.model import t5_fields
+    from megatron.models.t5 import data
 
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
     fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
-    return t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
+    return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

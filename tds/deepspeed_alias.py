@@ -12,7 +12,6 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -81,6 +80,8 @@ def check_torch(installed: str | None = None) -> None:
 def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
     wanted = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
     if installed is None:
+        from importlib import metadata  # not at the top: every --help would wait for the mail parser that it brings
+
         try:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError as missing:

@@ -56,7 +56,7 @@ _FORMER: dict[str, str] = {
     "bert_tokens": "megatron.models.bert.data.bert_tokens",
     "build_bert_train_valid_test": "megatron.models.bert.data.build_bert_train_valid_test",
     "build_t5_train_valid_test": "megatron.models.t5.span_files.build_t5_train_valid_test",
-    "t5_fields": "megatron.models.t5.model.t5_fields",
+    "t5_fields": "megatron.models.t5.data.t5_fields",
     "t5_tokens": "megatron.models.t5.data.t5_tokens",
 }
 """Names that were here -> what they are now, for one release."""

@@ -23,7 +23,7 @@ from megatron.data.packing import PackedSampleIndex
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, read_pieces, runs
 from megatron.errors import ConfigError, DataError
-from megatron.ops.positions import positions_in_segments
+from megatron.ops.attention import positions_in_segments
 
 # Fill-in-the-middle: documents of a GPT-2 sample cut in three and put together with the middle last.
 #

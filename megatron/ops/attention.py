@@ -130,6 +130,19 @@ def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> to
     return same.unsqueeze(1)
 
 
+def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token within its document.
+
+    Shapes:
+        segment_ids [b, s] integers, equal and adjacent within a document
+        output      int64 [b, s], from 0 in each
+    """
+    positions = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return positions - positions.masked_fill(~starts, 0).cummax(dim=1).values
+
+
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return 0 where ``mask`` is True and the lowest number elsewhere.
 

@@ -1,4 +1,4 @@
-"""RoPE, ALiBi, relative buckets, positions within documents."""
+"""RoPE, ALiBi, relative buckets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,7 @@ import torch
 
 from megatron.ops.attention import document_mask, lowest
 
-# Positions of tokens: within their documents, and relative to each other.
-
-
-def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token within its document.
-
-    Shapes:
-        segment_ids [b, s] integers, equal and adjacent within a document
-        output      int64 [b, s], from 0 in each
-    """
-    positions = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return positions - positions.masked_fill(~starts, 0).cummax(dim=1).values
+# Positions of tokens relative to each other.
 
 
 def relative_buckets(

@@ -14,7 +14,6 @@ from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.models.common.transformer import LayerNorm, RMSNorm
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -66,15 +65,16 @@ def use_norms(config: Config, module: torch.nn.Module) -> int:
     """Let the norms of ``module`` use apex's kernels, if that is chosen; return how many do."""
     if config.parallel.fused_kernels != "apex":
         return 0
-    norms = [each for each in module.modules() if _has_apex(each)]
-    for norm in norms:
-        norm.kernel = apex_layer_norm if isinstance(norm, LayerNorm) else apex_rms_norm  # type: ignore[assignment]
-    return len(norms)
+    # Not at the top: with the compiler that models bring it costs a second, which a tool without a model is spared.
+    from megatron.models.common.transformer import LayerNorm, RMSNorm
 
-
-def _has_apex(module: torch.nn.Module) -> bool:
-    """Return whether apex has a kernel for this module: a norm with all of its parameters."""
-    return isinstance(module, RMSNorm) or (isinstance(module, LayerNorm) and module.bias is not None)
+    num_norms = 0
+    for norm in module.modules():
+        if isinstance(norm, RMSNorm):
+            norm.kernel, num_norms = apex_rms_norm, num_norms + 1
+        elif isinstance(norm, LayerNorm) and norm.bias is not None:  # apex has none without a shift
+            norm.kernel, num_norms = apex_layer_norm, num_norms + 1
+    return num_norms
 
 
 def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import gpt2_fields
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.t5.data import T5Tokens
-from megatron.models.t5.model import t5_fields
+from megatron.models.t5.data import T5Tokens, t5_fields
 from tests.helpers.model_samples import VOCAB, filled, small_sizes
 
 ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}

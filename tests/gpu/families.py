@@ -17,7 +17,7 @@ from megatron.models.llama.model import LlamaModel, LlamaModelArgs
 from megatron.models.mpt.model import MptModel, MptModelArgs
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
-from megatron.ops.positions import positions_in_segments
+from megatron.ops.attention import positions_in_segments
 from tests.gpu.near import moved
 
 VOCAB, SEQ, S_D, BATCH = 211, 61, 37, 3

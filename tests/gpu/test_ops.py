@@ -13,11 +13,11 @@ from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entrop
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.mpu.shard import global_norm
 from megatron.ops.activations import ACTIVATIONS
+from megatron.ops.attention import positions_in_segments
 from megatron.ops.positions import (
     Rotary,
     alibi_bias,
     alibi_slopes,
-    positions_in_segments,
     relative_buckets,
     rotated,
     turns,

@@ -120,8 +120,8 @@ DEVICE = (
     Mutant(
         "layer norms without a shift get apex's kernel",
         "megatron/training/device_setup.py",
-        "(isinstance(module, LayerNorm) and module.bias is not None)",
-        "isinstance(module, LayerNorm)",
+        "isinstance(norm, LayerNorm) and norm.bias is not None:",
+        "isinstance(norm, LayerNorm):",
         (f"{FUSED}::test_norms_use_apex_where_it_is_chosen_and_has_a_kernel",),
     ),
     Mutant(

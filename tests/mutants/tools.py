@@ -28,6 +28,13 @@ TOOLS = (
         (f"{INSPECT}::test_what_is_shown_is_what_the_training_reads",),
     ),
     Mutant(
+        "facts of token files wait for torch",
+        "megatron/data/inspect/view.py",
+        "if TYPE_CHECKING:\n    from torch import Tensor\n",
+        "from torch import Tensor\n",
+        (f"{INSPECT}::test_facts_load_no_torch_and_samples_no_compiler",),
+    ),
+    Mutant(
         "a sample of a mixture names the next sample's corpus",
         "tools/inspect_data.py",
         "corpus, place = samples.order.locate(index)",

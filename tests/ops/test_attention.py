@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.ops import biased_attention
-from megatron.ops.attention import additive, attention, document_mask, lowest, segment_mask
+from megatron.ops.attention import additive, attention, document_mask, lowest, positions_in_segments, segment_mask
 from tests.helpers.whole import random
 
 B, A, S, D = 2, 3, 6, 4
@@ -128,3 +130,16 @@ def test_what_hides_stays_finite_with_a_score_and_in_powers_of_two(dtype):
     mask = torch.zeros(B, 1, S, S, dtype=torch.bool)
     y = attention(10 * Q.to(dtype), -10 * Q.to(dtype), V.to(dtype), mask=mask, drop=lambda p: p)
     assert y.isfinite().all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_positions_start_anew_in_each_document(lengths):
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    expected = [place for length in lengths for place in range(length)]
+    segments = torch.tensor([numbers, [0] * len(numbers)])
+    assert positions_in_segments(segments).tolist() == [expected, list(range(len(numbers)))]
+
+
+def test_padding_is_a_segment_too():
+    assert positions_in_segments(torch.tensor([[3, 3, 3, -1, -1]])).tolist() == [[0, 1, 2, 0, 1]]

@@ -1,4 +1,4 @@
-"""Positions within documents, and buckets of distances."""
+"""Buckets of distances."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron.ops.positions import positions_in_segments, relative_buckets
+from megatron.ops.positions import relative_buckets
 
 
 def bucket(distance, num_buckets, max_distance, is_bidirectional):
@@ -36,16 +34,3 @@ def test_buckets_hold_one_distance_each_and_then_grow(num_buckets, max_distance,
     expected = [bucket(d, **how) for d in distances.tolist()]
     assert relative_buckets(distances, **how).tolist() == expected
     assert set(expected) <= set(range(num_buckets))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_positions_start_anew_in_each_document(lengths):
-    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
-    expected = [place for length in lengths for place in range(length)]
-    segments = torch.tensor([numbers, [0] * len(numbers)])
-    assert positions_in_segments(segments).tolist() == [expected, list(range(len(numbers)))]
-
-
-def test_padding_is_a_segment_too():
-    assert positions_in_segments(torch.tensor([[3, 3, 3, -1, -1]])).tolist() == [[0, 1, 2, 0, 1]]

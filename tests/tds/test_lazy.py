@@ -55,6 +55,12 @@ for names, absent in (({WITHOUT_TORCH!r}, ("torch", "deepspeed")), ({WITHOUT_DEE
     assert found == ""
 
 
+def test_the_import_alone_reads_no_versions() -> None:
+    """``importlib.metadata`` with its mail parser would take longer than the rest of a tool's ``--help``."""
+    found = _printed("import sys; before = {*sys.modules}; import tds; print({*sys.modules} - before)")
+    assert "tds.deepspeed_alias" in found and "importlib.metadata" not in found
+
+
 def test_names_that_need_them_are_there_all_the_same_whatever_comes_first() -> None:
     """In the order in which a file by the name of a function, and a module of DeepSpeed's, could take their places."""
     printed = _printed(

@@ -127,3 +127,17 @@ def test_help_of_the_three_tools_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.count("usage:") == 3, done.stderr
+
+
+def test_facts_load_no_torch_and_samples_no_compiler(folder: Path) -> None:
+    program = f"""
+import sys
+from tools import inspect_data
+assert inspect_data.main(["{folder}/a", "--tokenizer-path", "{folder}/t.json", "--top", "2"]) == 0
+from megatron.models.t5.data import t5_fields
+assert "torch" not in sys.modules, "a second"
+assert inspect_data.main("{folder}/a --tokenizer-path {folder}/t.json --samples 1 --seq-length 7".split()) == 0
+assert "torch" in sys.modules and not {{"torch._dynamo", "deepspeed"}} & set(sys.modules), "a second more"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "sample 0 of train" in done.stdout, done.stderr

@@ -12,8 +12,7 @@ from rich.console import Console
 from megatron.data import gpt2_fields
 from megatron.data.inspect import view
 from megatron.data.inspect.view import Section, Stream, Words, gpt2_streams, sections, t5_streams
-from megatron.models.t5.data import T5Tokens
-from megatron.models.t5.model import t5_fields
+from megatron.models.t5.data import T5Tokens, t5_fields
 
 EOD = 0
 

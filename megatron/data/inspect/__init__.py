@@ -1,7 +1,4 @@
-"""Looking at token files: what is in them, and what a model sees of them.
-
-``sample`` and ``view`` need torch, so they are imported where samples are shown, not here.
-"""
+"""Looking at token files: what is in them, and what a model sees of them. Nothing here imports torch."""
 
 from megatron.data.inspect.statistics import Facts, Lengths, facts_of
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # One row of tokens as a model gets it, with what training does with each, and where documents begin in it.
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, runs
 from megatron.errors import DataError
 from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target, most_spans, noise_and_spans, raw_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The ids beyond those of text that T5 needs: ends, starts, padding, one sentinel per span, one mode per denoiser.
 
@@ -451,3 +454,38 @@ def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
     )
+
+
+# What the model takes of a sample.
+
+
+def t5_fields(
+    inputs: Tensor,
+    targets: Tensor,
+    enc_segments: Tensor,
+    dec_segments: Tensor,
+    *,
+    tokens: T5Tokens,
+    has_segments: bool,
+) -> dict[str, Tensor | None]:
+    """Return enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments of a micro-batch.
+
+    Shapes:
+        inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
+        results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
+
+    The decoder reads its targets one place late, behind ``start_id`` at the start of each document. Padding, whose
+    segment is -1, has no loss; behind the last target it needs no segments, for nothing before it sees it.
+    """
+    is_start = dec_segments != dec_segments.roll(1, dims=1)
+    is_start[:, 0] = True
+    late = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
+    is_padding = dec_segments < 0
+    return {
+        "enc_tokens": inputs,
+        "dec_tokens": late.masked_fill(is_padding, tokens.pad_id),
+        "labels": targets,
+        "loss_mask": (~is_padding).float(),
+        "enc_segments": enc_segments if has_segments else None,
+        "dec_segments": dec_segments if has_segments else None,
+    }

@@ -1,13 +1,13 @@
-"""T5Model: embeddings, encoder, decoder, head; T5ModelArgs, initial values, batch fields."""
+"""T5Model: embeddings, encoder, decoder, head; T5ModelArgs, initial values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config import Config
 from megatron.models.common.language_model import (
@@ -26,10 +26,7 @@ from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_sequence_region
-from megatron.ops.positions import positions_in_segments
-
-if TYPE_CHECKING:
-    from megatron.models.t5.data import T5Tokens
+from megatron.ops.attention import positions_in_segments
 
 # What enters and leaves the two sides of T5: embedding, norms, head.
 
@@ -334,35 +331,3 @@ def weight_init(config: Config) -> Rule:
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
     return {"enc_tokens": words(config.own.enc_seq_length), "dec_tokens": words(config.own.dec_seq_length)}
-
-
-def t5_fields(
-    inputs: Tensor,
-    targets: Tensor,
-    enc_segments: Tensor,
-    dec_segments: Tensor,
-    *,
-    tokens: T5Tokens,
-    has_segments: bool,
-) -> dict[str, Tensor | None]:
-    """Return enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments of a micro-batch.
-
-    Shapes:
-        inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
-        results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
-
-    The decoder reads its targets one place late, behind ``start_id`` at the start of each document. Padding, whose
-    segment is -1, has no loss; behind the last target it needs no segments, for nothing before it sees it.
-    """
-    is_start = torch.ones_like(targets, dtype=torch.bool)
-    is_start[:, 1:] = dec_segments[:, 1:] != dec_segments[:, :-1]
-    late = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
-    is_padding = dec_segments < 0
-    return {
-        "enc_tokens": inputs,
-        "dec_tokens": late.masked_fill(is_padding, tokens.pad_id),
-        "labels": targets,
-        "loss_mask": (~is_padding).float(),
-        "enc_segments": enc_segments if has_segments else None,
-        "dec_segments": dec_segments if has_segments else None,
-    }
