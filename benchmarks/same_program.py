@@ -17,7 +17,8 @@
 
 Both checkouts run as subprocesses of this Python with PYTHONPATH of their own. Each comparison prints a line, same or
 DIFFERS; after a failure the next one goes on. --reasons names a file of lines ``NAME -- reason``: a lost test
-(``test_x.py::test_y``), or a line of words or speed (``words: docs/flags.md``), that may differ; NAME* is a beginning.
+(``test_x.py::test_y``), or a line of files, words or speed (``words: docs/flags.md``), that may differ; NAME* is a
+beginning.
 Ends with code 1 if anything differs. All parts but speed take about 15 minutes on 2 cores, speed about 40; speed wants
 a machine that does nothing else, and leaves sample data in both checkouts (data/sample, which git ignores).
 """
@@ -161,7 +162,7 @@ class Job:
         except Exception as error:
             results.append(([f"could not be compared: {type(error).__name__}: {error}"], ""))
         found = [each for differences, _ in results for each in differences]
-        may_differ = line.startswith(("words: ", "speed: "))
+        may_differ = line.startswith(("files: ", "words: ", "speed: "))
         reason = compare.reason_of(line, self.reasons) if found and may_differ else None
         self.failed.extend([line] if found and not reason else [])
         verdict = "same    " if not found else "reason  " if reason else "DIFFERS "
@@ -324,7 +325,8 @@ def files(job: Job) -> None:
 def same_keys(job: Job, name: str) -> Found:
     """Compare the keys of a file; the braces of its name stand for the checkout."""
     here, other = (keys_in(job.folder / name.format(at)) for at, _ in job.both())
-    return compare.differing_names(Path(name).name, here, other), f"{Path(name).name} {len(other)}"
+    shown = Path(name).name.replace("-{}", "")
+    return compare.differing_names(shown, here, other), f"{shown} {len(other)} keys"
 
 
 def keys_in(path: Path) -> set[str]:
@@ -369,11 +371,11 @@ def programs_of(root: Path) -> Iterator[str]:
 
 
 def help_of(where: Checkout, program: str) -> str:
-    """Return the whole help, of a training program without what it says of ``--help`` and ``--help-all``."""
-    whole = where.run(f"{program} --help-all", code=None)
-    if whole.rstrip().endswith("exit code 0"):
-        return re.sub(r"^  (-h, --help|--help-all)  .*\n", "", whole, flags=re.M)
-    return re.sub(r"^  -h, --help  .*\n", "", where.run(f"{program} --help", code=None), flags=re.M)
+    """Return the whole help: of ``--help-all`` where ``--help`` names it. The lines of these two flags are left out."""
+    text = where.run(f"{program} --help", code=None)
+    if "--help-all" in text:
+        text = where.run(f"{program} --help-all", code=None)
+    return re.sub(r"^  (-h, --help|--help-all)  .*\n", "", text, flags=re.M)
 
 
 def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") -> Found:

@@ -199,19 +199,28 @@ def test_a_slow_help_and_too_few_pairs_are_found() -> None:
 def test_one_failure_does_not_end_the_others_and_a_reason_lets_words_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = made_job(tmp_path, {"words: c": "the field's word", "losses: a": "none may be given"})
+    job = made_job(tmp_path, {"words: c": "the field's word", "losses: a": "none may be given", "files: *": "a key"})
     with job.comparison("losses: a") as results:
         results.append((["-old"], "told"))
         raise RuntimeError("ended with code 3")
     with job.comparison("losses: b") as results:
         results += [([], "6 steps"), ([], "")]
-    for line in ("words: c", "words: d"):
+    for line in ("words: c", "words: d", "files: e"):
         with job.comparison(line) as results:
             results.append((["-old"], ""))
     assert job.failed == ["losses: a", "words: d"]
     printed = capsys.readouterr().out
     assert "DIFFERS losses: a" in printed and "    -old\n    could not be compared: RuntimeError: ended" in printed
     assert "same    losses: b (0 s) 6 steps\n" in printed and "reason  words: c (0 s) the field's word" in printed
+
+
+def test_the_whole_help_is_compared_where_it_is_named_and_the_programs_own_elsewhere(tmp_path: Path) -> None:
+    own = "import sys; print('  -h, --help  this\\n  --a', *sys.argv[1:])"
+    (tmp_path / "own.py").write_text(own)
+    (tmp_path / "both.py").write_text(own.replace("'  -h", "'  --help-all  more\\n  -h"))
+    checkout = Checkout(tmp_path)
+    assert same_program.help_of(checkout, "own.py").splitlines() == ["  --a --help", "", "exit code 0"]
+    assert same_program.help_of(checkout, "both.py").splitlines() == ["  --a --help-all", "", "exit code 0"]
 
 
 def test_a_program_that_ends_otherwise_than_it_must_is_named(tmp_path: Path) -> None:
