@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 
 Beats = Sequence[Sequence[str]]
@@ -362,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1234, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help='write lines of {"text": ...}')
     args = parser.parse_args(argv)
+    if args.number < 1:
+        parser.error(f"--number must be at least 1, got {args.number}")
     told = stories(args.number, args.seed)
     if args.json:
         told = (json.dumps({"text": story}, ensure_ascii=False) for story in told)
@@ -369,4 +372,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may stop early, as head does
     main()

@@ -192,8 +192,7 @@ class TextGenerator:
         Raises:
             DataError: a text that the model cannot take.
         """
-        rows = [self.prompts.encode(text) for text in texts]
-        self._check(rows)
+        rows = self.encoded(texts)
         keys = keys_of(rows)
         by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
         own = by_length[self.data.rank :: self.data.size]
@@ -209,13 +208,18 @@ class TextGenerator:
             self._answer(text, row, found[place]) for place, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]
 
-    def _check(self, rows: list[list[int]]) -> None:
-        """Check all rows at once: their numbers are then those of the user's prompts."""
-        sizes = self.part.sizes
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of all texts; checked at once, so that their numbers are those of the user's prompts.
+
+        Raises:
+            DataError: a text that the model cannot take.
+        """
+        rows, sizes = [self.prompts.encode(text) for text in texts], self.part.sizes
         if isinstance(sizes, T5ModelArgs):
             t5_limits(sizes, rows, self.max_new_tokens)
         else:
             gpt2_limits(sizes, rows, self.max_new_tokens)
+        return rows
 
     def _generate(self, rows: list[list[int]], **others: Any) -> list[list[int]]:
         prompts = self.prompts

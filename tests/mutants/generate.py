@@ -19,6 +19,16 @@ ENDS = f"{LOOP}::test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_mor
 
 GENERATE = (
     Mutant(
+        "a prompt that is too long is found behind the training",
+        "megatron/training/callbacks/text_samples.py",
+        "        self._writer.encoded(self.prompts)\n",
+        "",
+        (
+            "tests/training/callbacks/test_text_samples.py::"
+            "test_a_prompt_that_the_model_cannot_take_is_an_error_ahead_of_the_first_step",
+        ),
+    ),
+    Mutant(
         "weights that ZeRO 3 has freed write the text at the end of a training",
         "megatron/optim/zero/stage3.py",
         "            unit.calls += 1  # so that no call within frees it\n",

@@ -6,6 +6,7 @@ import shlex
 
 from megatron.checkpoint.huggingface.config import vocabulary_of
 from megatron.config import Config
+from megatron.errors import ConfigError
 from megatron.generate.sampling import Sampling
 from megatron.generate.text import Prompts, TextGenerator, with_gaps_filled
 from megatron.models.common.generation import stage_of
@@ -22,19 +23,29 @@ class TextSamples(Callback):
         self.prompts = shlex.split(config.seeing.sample_prompts or "")
         self._sampling = Sampling(temperature=TEMPERATURE, seed=config.run.seed)
 
-    def on_train_end(self) -> None:
+    def on_train_start(self) -> None:
+        """Check the prompts: what the model cannot take is an error ahead of the training, not behind it."""
         trainer = self.trainer
         vocabulary = vocabulary_of(trainer.config, None)
-        if trainer.stop_text or vocabulary is None:
-            return
-        writer = TextGenerator(
+        if vocabulary is None:
+            raise ConfigError(
+                "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
+            )
+        self._writer = TextGenerator(
             stage_of(trainer.engine),
             Prompts(vocabulary.tokenizer, vocabulary.t5),
             trainer.world.grid.data,
             sampling=self._sampling,
         )
+        self._writer.encoded(self.prompts)
+
+    def on_train_end(self) -> None:
+        trainer, writer = self.trainer, self._writer
+        if trainer.stop_text:
+            return
         with trainer.engine.optimizer.weights_gathered():
             answers = writer.answer(self.prompts)
         for answer in answers:
             prompt, text = answer.prompt, answer.text
-            trainer.print_line(f"sample | {prompt + text if vocabulary.t5 is None else with_gaps_filled(prompt, text)}")
+            filled = prompt + text if writer.prompts.tokens is None else with_gaps_filled(prompt, text)
+            trainer.print_line(f"sample | {filled}")

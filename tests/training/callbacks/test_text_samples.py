@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +12,8 @@ import pretrain_gpt2
 import pretrain_t5
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.training.callbacks.text_samples import TextSamples
+from megatron.training.trainer import Trainer
 from tests.helpers.runs import flags, train_ranks, write_corpus
 
 PROMPTS = {"gpt2": ["The tide", "海"], "t5": ["The <extra_id_0> comes <extra_id_1> a day."]}
@@ -54,3 +57,23 @@ def test_each_prompt_gets_the_same_text_in_every_layout(
 def test_a_model_that_writes_no_text_takes_no_prompts() -> None:
     with pytest.raises(ConfigError, match="--sample-prompts is refused: BERT .* writes no text"):
         parse(["--sample-prompts", "The"], world_size=1, env={}, family="bert")
+
+
+def test_what_cannot_be_is_refused_with_the_way_out() -> None:
+    extra = "--sequence-parallel --model-parallel-size 2".split()
+    with pytest.raises(ConfigError, match="--sequence-parallel cannot cut.*tools/generate.py"):
+        parse(["--sample-prompts", "The", *extra], world_size=2, env={})
+    config = parse(["--sample-prompts", "The", "--vocab-size", "64"], world_size=1, env={})
+    samples = TextSamples(config)
+    samples.trainer = cast(Trainer, SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match="--sample-prompts needs a tokenizer, got none"):
+        samples.on_train_start()
+
+
+def test_a_prompt_that_the_model_cannot_take_is_an_error_ahead_of_the_first_step(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*flags(corpus, tmp_path / "run", "--train-iters 2"), "--sample-prompts", "The tide " * 40]
+    with pytest.raises(AssertionError, match=r"prompt 1 has \d+ tokens; they must fit into the 32 positions"):
+        train_ranks(1, argv)
+    assert "step 1/2" not in capfd.readouterr().out
