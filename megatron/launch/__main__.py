@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -42,8 +43,11 @@ def _launch(options: Options) -> int:
     from megatron.launch.rendezvous import NodeRendezvous
 
     listener = _open_port(options) if options.node_rank == 0 else None
+    gc.disable()  # nothing of what is imported goes away
     for name in options.preload:
         importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # a collection in a forked rank would go over all of it, and copy its pages
     rendezvous = NodeRendezvous(
         host=options.master_addr,
         port=listener.getsockname()[1] if listener else options.master_port,

@@ -33,9 +33,13 @@ PRELOADED = (
     "deepspeed",
     "torch._inductor.codecache",
     "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
     "megatron.training.train",
+    "megatron.models.common.decoder",
+    "megatron.models.common.pipeline",
+    "megatron.data.gpt_dataset",
 )
-"""What ranks on a CPU are forked with. The compiler's part is for optimizers and ``megatron.ops.causal_attention``."""
+"""What ranks on a CPU are forked with. The compiler's parts are for optimizers and causal attention."""
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:

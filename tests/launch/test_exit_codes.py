@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.helpers.harness import free_port
 from tests.helpers.launch_jobs import Job, is_alive
 
 
@@ -111,3 +114,13 @@ def test_forked_ranks_form_a_process_group_over_the_launchers_store(tmp_path):
     job = Job(tmp_path, [[], []], "--preload", "torch", script=script)
     assert job.wait(30) == 0, job.output
     assert [(tmp_path / f"reduce.py.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]
+
+
+def test_a_forked_rank_collects_no_garbage_among_what_the_launcher_imported(tmp_path):
+    """In a Python of its own: what the test run forks has it frozen anyway."""
+    script = tmp_path / "frozen.py"
+    script.write_text("import gc\nprint(gc.get_freeze_count(), gc.isenabled())\n")
+    launch = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "1", "--master-port", str(free_port())]
+    done = subprocess.run([*launch, "--preload", "json.tool", str(script)], capture_output=True, text=True, timeout=60)
+    frozen, is_on = done.stdout.split()
+    assert int(frozen) > 10_000 and is_on == "True"

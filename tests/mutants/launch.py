@@ -11,6 +11,13 @@ STOP = "tests/training/test_stop.py"
 
 LAUNCH = (
     Mutant(
+        "ranks collect garbage among what the launcher has imported",
+        "megatron/launch/__main__.py",
+        "    gc.freeze()  # a collection in a forked rank would go over all of it, and copy its pages\n",
+        "",
+        ("tests/launch/test_exit_codes.py::test_a_forked_rank_collects_no_garbage_among_what_the_launcher_imported",),
+    ),
+    Mutant(
         "a restart meets what the dead ranks left in the store",
         "megatron/launch/rendezvous.py",
         "                if not key.startswith(OF_LAUNCHERS):\n",
