@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from tests.helpers.harness import free_port
-from tests.helpers.launch_jobs import Job, is_alive
+from tests.helpers.launch_jobs import Job, free_port, is_alive
 
 
 @pytest.mark.parametrize(
