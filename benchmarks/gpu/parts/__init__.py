@@ -1,1 +1,0 @@
-"""The parts, the most telling first."""
