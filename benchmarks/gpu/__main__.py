@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
 NAMES = ("tests", "train", "layouts", "faults", "speed", "pictures")
-MODULES = {"tests": "suite"}
+MODULES = {"tests": "suite", "pictures": "publish"}
 """Of parts whose module has another name."""
 UNKNOWN = "unknown"
 """What ``run_folder.commit`` says without git."""
@@ -68,7 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def part_of(name: str) -> Part:
     """Return the part of this name; its module is imported only now."""
-    return importlib.import_module(f"benchmarks.gpu.parts.{MODULES.get(name, name)}").PART
+    return importlib.import_module(f"benchmarks.gpu.{MODULES.get(name, name)}").PART
 
 
 def machine_of(kind: str, work: Path, out: Path) -> Machine:

@@ -42,7 +42,7 @@ from benchmarks.gpu.runs import (
 
 Shown = tuple[str, dict[str, Any]]
 
-WORKERS = ROOT / "benchmarks" / "gpu" / "workers"
+WORKERS = str(ROOT / "benchmarks" / "gpu" / "workers.py")
 ONCE = "tds/loss.py:read"
 """Where the host may wait for the device, once a step."""
 STEP_SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 "
@@ -59,9 +59,9 @@ SPOILED = 5
 
 
 def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, sizes: str) -> Any:
-    """Return what ``workers/steps.py`` has seen."""
+    """Return what ``workers.py`` has seen."""
     file = folder / f"{what}-{len(os.listdir(folder))}.json"
-    words = ["-m", "benchmarks.gpu.workers.steps", what, str(file), family, *sizes.split(), *extra.split()]
+    words = [WORKERS, what, str(file), family, *sizes.split(), *extra.split()]
     python(machine, *words, "--device", machine.kind).check()
     return json.loads(file.read_text())
 
@@ -76,7 +76,7 @@ def judge_reads(seen: Mapping[str, Any]) -> str:
     """Say where the host waits: once a step, and so never in a micro-batch.
 
     Args:
-        seen: what ``workers/steps.py`` has found.
+        seen: what ``workers.py`` has found.
 
     Raises:
         AssertionError: it waits elsewhere, or more than once a step, or a wait would not be noticed.
@@ -132,7 +132,7 @@ def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> Shown
 
     def losses(kind: str, env: Mapping[str, str]) -> list[str]:
         file = folder / f"{kind}-{len(env)}.json"
-        words = ["--standalone", "--nproc-per-node", "2", str(WORKERS / "pause.py"), str(file), backend, schedule, kind]
+        words = ["--standalone", "--nproc-per-node", "2", WORKERS, kind, str(file), backend, schedule]
         python(machine, "-m", "torch.distributed.run", *words, env=env).check()
         return json.loads(file.read_text())
 
@@ -215,7 +215,7 @@ def one_gpu_for_two(machine: Machine, folder: Path) -> Shown:
     """Show how two ranks that take the same GPU under NCCL are refused."""
     needs_gpu(machine, "NCCL needs GPUs")
     run = flags(machine, "gpt2", folder / "run", "--bf16")
-    done = launched(machine, 2, [str(WORKERS / "planted.py"), "one-gpu", *run])
+    done = launched(machine, 2, [WORKERS, "one-gpu", *run])
     return judge_shared(done), {"seconds": done.seconds}
 
 
@@ -261,7 +261,7 @@ def killed_rank(machine: Machine, folder: Path) -> Shown:
     run.mkdir()
     extra = f"--distributed-backend {backend} --train-iters 5000 {'--bf16' if machine.kind == 'cuda' else '--fp32'}"
     what = ["nan@0"] if backend == "nccl" or machine.kind == "cpu" else ["one-gpu"]
-    words = [str(WORKERS / "planted.py"), *what, *flags(machine, "gpt2", run, extra)]
+    words = [WORKERS, *what, *flags(machine, "gpt2", run, extra)]
     live = launched(machine, 2, words, log=folder / "log")
     try:
         live.wait_until(lambda: last_step(run) >= 3, "step 3")
@@ -301,7 +301,7 @@ def spoiled(machine: Machine, folder: Path, *, guard: str) -> Shown:
     """Show what becomes of a loss that is no number."""
     run = folder / "run"
     extra = f"{'--bf16' if machine.kind == 'cuda' else '--fp32'} --stability-guard {guard}"
-    words = [str(WORKERS / "planted.py"), f"nan@{SPOILED}", *flags(machine, "gpt2", run, extra)]
+    words = [WORKERS, f"nan@{SPOILED}", *flags(machine, "gpt2", run, extra)]
     done = python(machine, *words)
     return (judge_ended if guard == "off" else judge_skipped)(done, read_run(run)), {"seconds": done.seconds}
 

@@ -3,8 +3,7 @@
 Every case is one start of tools/check_layout.py: the same seed, tokens and global batch in one process and in the
 layout; losses, gradient norm and every gradient must agree within the tool's bounds. Ranks that share a GPU send
 through the host (tds/p2p/host_copies.py), which shows their numbers and no speed. What the one process shows is kept
-for
-all cases of one model and number format. NCCL has one rank here, and as many as there are GPUs.
+for all cases of one model and number format. NCCL has one rank here, and as many as there are GPUs.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _nccl_over_all(axis: str) -> Callable[[Machine, Path], tuple[str, dict[str, 
 
 def _nccl_alone(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     _needs_nccl(machine)
-    told = python(machine, "-m", "benchmarks.gpu.parts.layouts").check().text
+    told = python(machine, "-m", "benchmarks.gpu.layouts").check().text
     return told.splitlines()[-1], {}
 
 

@@ -1,10 +1,19 @@
-"""Steps of one engine, in a process of its own: where the host waits for the device, or how it does without memory.
+"""What cases of part ``faults`` start in processes of their own; the first word says what.
 
-    python -m benchmarks.gpu.workers.steps reads FILE gpt2 --device cuda --bf16 --gas 4
-    python -m benchmarks.gpu.workers.steps pressure FILE gpt2 --device cuda --bf16 --deterministic
-    python -m benchmarks.gpu.workers.steps ease FILE gpt2 --device cuda --bf16 --deterministic
+    python benchmarks/gpu/workers.py reads FILE gpt2 --device cuda --bf16 --gas 4           # where the host waits
+    python benchmarks/gpu/workers.py pressure FILE gpt2 --device cuda --bf16 --deterministic
+    python benchmarks/gpu/workers.py ease FILE gpt2 --device cuda --bf16 --deterministic
+    python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py pause FILE BACKEND SCHEDULE
+    python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py plain FILE BACKEND SCHEDULE
+    python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py: the losses of step 5 are no numbers
+    python benchmarks/gpu/workers.py one-gpu FLAGS...   # the same: every rank takes the first GPU that it sees
 
-writes what was seen to FILE as JSON. "pressure" limits torch's allocator from the third step on, "ease" does not.
+The first five write what was seen to FILE as JSON. "pressure" limits torch's allocator from the third step on, "ease"
+does not. In "pause" the layers of a pipeline of tds wait for the whole device and give cached memory back, in the midst
+of messages, in "plain" they do not; on a CPU neither does. BACKEND is nccl, gloo on a CPU, or host_copies, by which two
+ranks can share a GPU. "one-gpu" is for ranks that the launcher starts.
+
+The project and DeepSpeed are imported by what needs them: DeepSpeed reads LOCAL_RANK then.
 """
 
 from __future__ import annotations
@@ -17,18 +26,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # in place of this folder, whose files have names that others may have
 
-from megatron.arguments import parse
-from megatron.training import global_vars, initialize
-from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
-from megatron.training.setup import build_engine, make_streams
+import torch  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[3]
 OURS = (f"{ROOT}/megatron/", f"{ROOT}/tds/")
 VOCAB = 512
 WATCHED = range(1, 3)
@@ -42,6 +48,12 @@ SLACK = 64 * MIB
 
 def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
     """Return an engine on this process's device and an iterator over micro-batches of random tokens."""
+    from megatron.arguments import parse
+    from megatron.training import global_vars, initialize
+    from megatron.training.data import RunData
+    from megatron.training.parity import mock_tokenizer, random_data
+    from megatron.training.setup import build_engine, make_streams
+
     script = importlib.import_module(f"pretrain_{family}")
     argv = [
         *f"--data-path none --vocab-size {VOCAB} --train-iters 20 --hidden-dropout 0 --attention-dropout 0".split(),
@@ -152,16 +164,111 @@ def under_pressure(family: str, argv: list[str], *, is_pressed: bool) -> dict[st
     return {"losses": losses, "retries": retries, "peak": peak, "limit": limit}
 
 
+STEPS, MICRO_BATCHES, WIDTH, LAYERS = 6, 8, 256, 8
+"""Of the pipeline."""
+
+
+class Paused(torch.nn.Module):
+    """A layer that, if ``pauses``, waits for all that its device was given, and frees what is cached, on both ways."""
+
+    def __init__(self, width: int, *, pauses: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.pauses = pauses and torch.cuda.is_available()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.gelu(self.linear(x))
+        if self.pauses:
+            free_device()
+            if y.requires_grad:
+                y.register_hook(lambda gradient: free_device())
+        return y
+
+
+def free_device() -> None:
+    """Wait for the device, those kernels included that wait for a message, and free what torch caches."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
+    """Return the losses of a pipeline of two stages whose layers may pause. Collective."""
+    if torch.cuda.device_count() == 1:
+        os.environ["LOCAL_RANK"] = "0"  # both stages on the one GPU; ahead of DeepSpeed, which reads it
+    import tds as deepspeed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if backend == "host_copies":
+        from tds.p2p import host_copies
+
+        host_copies.register()
+    torch.distributed.init_process_group(backend)
+    deepspeed.init_distributed(dist_backend=backend)
+    torch.manual_seed(0)
+    layers = [Paused(WIDTH, pauses=pauses) for _ in range(LAYERS)]
+    module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "pipeline": {"schedule": schedule, "timeout_s": 40},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=torch.optim.SGD(module.parameters(), lr=5.0), config=config
+    )
+    data = deepspeed.utils.RepeatingLoader(
+        [(torch.randn(4, WIDTH), torch.randn(4, WIDTH)) for _ in range(MICRO_BATCHES)]
+    )
+    return [float(engine.train_batch(data)).hex() for _ in range(STEPS)]
+
+
+def spoiled_in(step: int) -> Any:
+    """Return GPT-2's forward step whose losses in this step, counted from 1, are NaN."""
+    import pretrain_gpt2
+    from megatron.training import get_config
+
+    calls = count()
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+        (total, number_of_tokens), _ = pretrain_gpt2.forward_step(data_iterator, model)
+        number = next(calls) // get_config().batch.gas + 1
+        loss = (total * float("nan") if number == step else total, number_of_tokens)
+        return loss, {"lm loss": loss}
+
+    return forward_step
+
+
+def train(what: str) -> None:
+    """Train ``pretrain_gpt2.py`` with the rest of the command line, and something wrong in it."""
+    import pretrain_gpt2
+    from megatron.training import pretrain
+
+    forward_step = pretrain_gpt2.forward_step
+    if what == "one-gpu":
+        os.environ["LOCAL_RANK"] = "0"
+    else:
+        forward_step = spoiled_in(int(what.removeprefix("nan@")))
+    pretrain(pretrain_gpt2.train_valid_test_datasets_provider, pretrain_gpt2.model_provider, forward_step)
+
+
 def main() -> None:
     """Do what the command line says."""
-    what, file, family, *argv = sys.argv[1:]
-    if what == "reads":
-        seen = reads(family, argv)
+    what = sys.argv.pop(1)
+    if what in ("pause", "plain"):
+        file, backend, schedule = sys.argv[1:]
+        losses = pipeline_losses(backend, schedule, pauses=what == "pause")
+        if torch.distributed.get_rank() == 0:
+            Path(file).write_text(json.dumps(losses))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    elif what in ("reads", "pressure", "ease"):
+        file, family, *argv = sys.argv[1:]
+        seen = reads(family, argv) if what == "reads" else under_pressure(family, argv, is_pressed=what == "pressure")
+        Path(file).write_text(json.dumps(seen))
+        sys.stdout.flush()
+        os._exit(0)  # no group of one rank to be left
     else:
-        seen = under_pressure(family, argv, is_pressed=what == "pressure")
-    Path(file).write_text(json.dumps(seen))
-    sys.stdout.flush()
-    os._exit(0)  # no group of one rank to be left
+        train(what)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ TRAIN = "tests/benchmarks/gpu/test_train.py"
 PROGRAM = "tests/benchmarks/gpu/test_program.py"
 FAULTS = "tests/benchmarks/gpu/test_faults.py"
 RUNS = "benchmarks/gpu/runs.py"
-PART = "benchmarks/gpu/parts/faults.py"
+PART = "benchmarks/gpu/faults.py"
 
 GPU_RUNS = (
     Mutant(
@@ -51,14 +51,14 @@ GPU_RUNS = (
     ),
     Mutant(
         "a stopped run may end with any code",
-        "benchmarks/gpu/parts/train.py",
+        "benchmarks/gpu/train.py",
         "        assert ended == code, f",
         "        assert ended is not None, f",
         (f"{TRAIN}::test_a_stop_with_another_code_or_too_late_fails",),
     ),
     Mutant(
         "bf16's tolerance is that of all formats",
-        "benchmarks/gpu/parts/train.py",
+        "benchmarks/gpu/train.py",
         "TOLERANCES[number_format], machine, fall)",
         'TOLERANCES["bf16"], machine, fall)',
         (f"{TRAIN}::test_each_format_has_its_own_tolerance",),
@@ -114,7 +114,7 @@ GPU_RUNS = (
     ),
     Mutant(
         "the ordinary suite sees the GPU",
-        "benchmarks/gpu/parts/suite.py",
+        "benchmarks/gpu/suite.py",
         "words, env=NO_GPU), limit_s=150.0",
         "words), limit_s=150.0",
         ("tests/benchmarks/gpu/test_suite.py::test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do",),

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import runs
+from benchmarks.gpu import faults, runs
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
-from benchmarks.gpu.parts import faults
 from tests.benchmarks.gpu.made import dry_machine, made_run
 
 READ = "wait in tds/loss.py:read"

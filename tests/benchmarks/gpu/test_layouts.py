@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import layouts
 from benchmarks.gpu.part import FAILED, PASSED, SKIPPED, Done, Machine, Results, Skip, run_part
-from benchmarks.gpu.parts import layouts
 from tds.schedule.simulate import AUTO, SCHEDULES, by_default
 
 SEEN = {"observed": 1e-15, "allowed": 1e-12}

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import publish, tables
+from benchmarks.gpu import publish
 from benchmarks.gpu.part import Machine, Results, run_part
-from benchmarks.gpu.parts import pictures
 from tests.benchmarks.gpu.samples import GIB, results
 
 SEEN = "gpu-nvidia-made-up-1-2026-12-01.json"
@@ -38,14 +37,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_table_of_devices_counts_the_cases_of_each_part() -> None:
-    head, _, row = cells(tables.seen_table([results()], "en"))
-    assert head[4:] == list(tables.PARTS)
+    head, _, row = cells(publish.seen_table([results()], "en"))
+    assert head[4:] == list(publish.PARTS)
     assert row[:4] == ["1 x NVIDIA Made-up 1, 139 GiB", "2026-12-01", "0123456", "2.11.0, 13.0"]
     assert row[4:] == ["2 passed, 1 failed, 1 skipped", "-", "-", "-", "5 passed, 1 failed"]
 
 
 def test_the_table_of_speeds_has_a_row_for_each_contender_of_what_was_timed() -> None:
-    rows = cells(tables.speeds_table(results(), "en"))[2:]
+    rows = cells(publish.speeds_table(results(), "en"))[2:]
     assert [(row[0], row[2]) for row in rows] == [
         ("GPT-2 1.3B", "ours"),
         ("GPT-2 1.3B", "ours, compiled"),
@@ -61,7 +60,7 @@ def test_the_table_of_speeds_has_a_row_for_each_contender_of_what_was_timed() ->
         *("1024 x 8", "300.0", "54,613", "0.510", "0.400", "48.0, 50.0", "0.97", "1.04"),
     ]
     assert rows[2][-2:] == ["-", "-"], "nothing is estimated of others"
-    short = cells(tables.short_table(results(), "en"))
+    short = cells(publish.short_table(results(), "en"))
     assert short[0][0] == "MFU on NVIDIA Made-up 1"
     assert short[2] == ["GPT-2 1.3B, 1024 x 8", "0.510", "0.560", "0.310", "0.410"]
     assert short[3] == ["T5-base, 1024 x 8", "0.260", "-", "0.160", "-"]
@@ -75,7 +74,7 @@ def test_bars_are_as_high_as_mfu_and_the_chart_says_where_it_was_measured(
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
-    path = pictures.draw(results(), tmp_path / "mfu.png")
+    path = publish.draw(results(), tmp_path / "mfu.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes
     bars = {(round(bar.get_x() + bar.get_width() / 2, 3), round(bar.get_height(), 3)) for bar in axes.patches}
@@ -83,7 +82,7 @@ def test_bars_are_as_high_as_mfu_and_the_chart_says_where_it_was_measured(
     assert bars == first | {(0.9, 0.26), (1.1, 0.16), (1.9, 0.61), (2.1, 0.36), (3.0, 0.46)}
     assert axes.get_title("right") == "NVIDIA Made-up 1, 2026-12-01, commit 0123456"
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == [pictures.LABELS[name] for name in ("ours", "ours-compiled", "hf", "plain")]
+    assert labels == [publish.LABELS[name] for name in ("ours", "ours-compiled", "hf", "plain")]
 
 
 def test_the_part_is_run_anew_at_each_start(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_the_part_is_run_anew_at_each_start(tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(2):
         assert machine.results is not None
-        run_part(pictures.PART, machine, machine.results, say=said.append)
+        run_part(publish.PART, machine, machine.results, say=said.append)
     assert sum("passed   pictures: chart of MFU" in line and "9 bars of 4 cases" in line for line in said) == 2
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_file()) == [
         f"{SEEN[:-5]}-mfu.png",
@@ -105,7 +104,7 @@ def test_without_times_there_is_no_chart(tmp_path: Path) -> None:
     machine = place(tmp_path, results(parts={}))
     assert machine.results is not None
     said: list[str] = []
-    run_part(pictures.PART, machine, machine.results, say=said.append)
+    run_part(publish.PART, machine, machine.results, say=said.append)
     assert [line.split()[0] for line in said[1:]] == ["skipped", "passed"]
 
 

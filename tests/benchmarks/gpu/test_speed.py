@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import step_time, turns
+from benchmarks.gpu import speed
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import PASSED, Done, Machine, Results, Skip, Verdict
-from benchmarks.gpu.parts import speed
-from benchmarks.gpu.speed_models import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
+from benchmarks.gpu.speed import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.turns import PRODUCT, Record, Work, kernels_of, look
 from megatron.log import human_bytes

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import part
+from benchmarks.gpu import part, suite
 from benchmarks.gpu.part import ROOT, TIMED_OUT, Done, Machine, Skip
-from benchmarks.gpu.parts import suite
 
 SOURCE = """
 import pytest

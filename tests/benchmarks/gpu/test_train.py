@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import runs
+from benchmarks.gpu import runs, train
 from benchmarks.gpu.part import Done, Machine, Skip
-from benchmarks.gpu.parts import train
 from tests.benchmarks.gpu.made import dry_machine, made_run, write_metrics
 
 FALLING = [7.0, 6.5, 6.0]

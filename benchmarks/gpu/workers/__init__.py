@@ -1,1 +1,0 @@
-"""Programs that cases start in processes of their own."""
