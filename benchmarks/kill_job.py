@@ -1,11 +1,23 @@
-"""One life of the launcher, and the moments at which it is killed.
+"""A run that is killed: its command line, one life of its launcher, the moments of kills, and what its ranks execute.
 
-The launcher is forked from this process, which has imported torch: a start takes about a second.
+The launcher is forked from this process, which has imported torch: a start takes about a second. This file is also the
+script of the ranks: ``pretrain_gpt2.py`` as it is, with a record of its starts and steps. Each rank appends lines of
+JSON to ``$KILL_RECORD/rank-R.jsonl``, one call a line, so that a kill cuts none off:
+
+| line | says |
+|---|---|
+| ``begins``, ``loaded`` | the step that the start goes on after, and the checkpoint it has taken up |
+| ``step``, ``loss``, ``tokens`` | a step that was done, its loss in hexadecimal, a checksum of each sample read |
+| ``durable`` | rank 0 has told the launcher of this checkpoint |
+
+Each line also holds ``start``, the number of the launcher's life and of its start, and ``at``, the time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import mmap
 import os
 import random
@@ -14,14 +26,98 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pretrain_gpt2
 from megatron.child_process import die_with_parent
-from megatron.launch.__main__ import main
-from megatron.training import failure
+from megatron.data import IndexedDatasetBuilder
+from megatron.launch.__main__ import main as launch
+from megatron.tokenizer import build
+from megatron.training import Callback, data, entrypoint, failure
+from megatron.training.callbacks import metrics_writer, speed_monitor
+from megatron.training.callbacks.checkpointer import Checkpointer
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tokenizer.json"
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --hidden-bias --batch-size 2 --gas 2 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 0 "
+    f"--split 900,50,50 --device cpu --progress plain --tokenizer-path {TOKENIZER}"
+).split()
+LAYOUTS = {
+    "t2p2": (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
+    "t2d2": (4, "--model-parallel-size 2 --zero-stage 1"),
+    "p2d2": (4, "--pipe-parallel-size 2 --zero-stage 1"),
+    "p2": (2, "--pipe-parallel-size 2"),
+    "d2": (2, ""),
+    "one": (1, ""),
+}
+"""name -> (ranks, flags)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of run.
+
+    Args:
+        layout: a name of ``LAYOUTS``.
+        interval: steps between saves.
+        keep_last: checkpoints to keep; 0: all.
+        is_async: saves are written while training goes on.
+    """
+
+    layout: str
+    steps: int = 12
+    interval: int = 1
+    keep_last: int = 0
+    is_async: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def most_lost(self) -> int:
+        """Steps that a kill may cost: those since the last save, and one save more that was still being written."""
+        return self.interval * (2 if self.is_async else 1)
+
+    @property
+    def name(self) -> str:
+        kept = f", keep {self.keep_last}" if self.keep_last else ""
+        return f"{self.layout}, {'async' if self.is_async else 'sync'} save every {self.interval}{kept}"
+
+    def flags(self, prefix: Path, folder: Path) -> list[str]:
+        """Return the command line of the run on the token files ``prefix`` in the run folder ``folder``.
+
+        Every start has the same one, as a job that SLURM requeues.
+        """
+        extra = f"{LAYOUTS[self.layout][1]} --train-iters {self.steps} --save-interval {self.interval}"
+        extra += f" --keep-last {self.keep_last}" if self.keep_last else ""
+        extra += " --async-save" if self.is_async else ""
+        going_on = ["--save", str(folder), "--resume", "--load-if-exists"]
+        return [*SIZES, "--data-path", str(prefix), *extra.split(), *going_on]
+
+
+def write_corpus(folder: Path, num_documents: int = 300, seed: int = 0) -> Path:
+    """Write documents of random tokens into ``folder`` and return the prefix of the files."""
+    tokenizer, draw = build(tokenizer_path=TOKENIZER), np.random.default_rng(seed)
+    prefix = folder / "tokens"
+    with IndexedDatasetBuilder(
+        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, eod_id=tokenizer.eod_id
+    ) as writer:
+        for _ in range(num_documents):
+            tokens = draw.integers(0, tokenizer.vocab_size, size=draw.integers(20, 200))
+            writer.add(np.array([*tokens, tokenizer.eod_id]))
+    return prefix
+
 
 START, LOAD, STEP, SAVE, END = "start", "load", "step", "save", "end"
 PHASES = (START, LOAD, STEP, SAVE)
@@ -90,8 +186,6 @@ def preload() -> None:
     torch.set_num_threads(1)
 
 
-SCRIPT = Path(__file__).with_name("kill_script.py")
-
 DEADLINE_S = 240.0
 """A start that has not ended by then hangs."""
 _POLL_S = 0.002
@@ -118,7 +212,7 @@ class Job:
         place.mkdir()
         self.code: int | None = None
         own = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "--preload", ",".join(MODULES)]
-        self.pid = _fork([*own, str(SCRIPT), *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
+        self.pid = _fork([*own, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
         self._deadline = time.monotonic() + DEADLINE_S
 
     @property
@@ -261,7 +355,7 @@ def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         os.environ.update(env, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-        code = main(argv)
+        code = launch(argv)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -270,3 +364,63 @@ def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+# What a rank executes.
+
+_samples_read: list[int] = []
+
+
+@functools.cache
+def _record_file() -> int:
+    path = Path(os.environ["KILL_RECORD"], f"rank-{os.environ['RANK']}.jsonl")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def record(**told: Any) -> None:
+    """Append one line."""
+    start = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+    os.write(_record_file(), json.dumps({"start": start, "at": time.time(), **told}).encode() + b"\n")
+
+
+class Recorder(Callback):
+    """Tells where the run begins, and each step that is done."""
+
+    def on_train_start(self) -> None:
+        checkpointer = self.trainer.find(Checkpointer)
+        loaded = checkpointer.loaded if checkpointer else None
+        record(begins=self.trainer.progress.step, loaded=loaded.name if loaded else None)
+
+    def on_after_update(self, result: Any) -> None:
+        record(step=self.trainer.progress.step, loss=float(result.loss).hex(), tokens=list(_samples_read))
+        _samples_read.clear()
+
+
+def record_run() -> None:
+    """Let the parts of a run tell what they do; leave out what only costs time."""
+    speed_monitor.MATMUL_SECONDS = 0.0
+    metrics_writer.draw_losses = lambda *_: None
+    take, note_durable = data.TimedBatches.__next__, failure.note_committed_step
+
+    def take_and_sum(batches: data.TimedBatches) -> Any:
+        batch = take(batches)
+        _samples_read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
+        return batch
+
+    def note_durable_and_record(step: int) -> None:
+        note_durable(step)
+        record(durable=step)
+
+    failure.note_committed_step = note_durable_and_record
+    data.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    record_run()
+    entrypoint.pretrain(
+        pretrain_gpt2.train_valid_test_datasets_provider,
+        pretrain_gpt2.model_provider,
+        pretrain_gpt2.forward_step,
+        name="gpt2",
+        callbacks=[Recorder()],
+    )

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
-from benchmarks.kill import Outcome, run_killed, run_whole
-from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Moment, draw_moments, preload
-from benchmarks.kill_records import Case, broken, losses, newest_step, write_corpus
+from benchmarks.kill import Outcome, broken, losses, newest_step, run_killed, run_whole
+from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Case, Moment, draw_moments, preload, write_corpus
 from megatron import files
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.train_state import CHECKPOINTS
