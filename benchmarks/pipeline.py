@@ -14,32 +14,265 @@ gets by default and at those that look best by the engine's own profile.
 On a CPU our engine lets the allocator keep freed memory; so do the processes without an engine. The other engines run
 as they come, or with ``--keep-freed`` likewise.
 
-DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png.
+DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png. Bars:
+
+| what | bar |
+|---|---|
+| our 1F1B to the faster of the stock engine's and torch's at the same cut | at least 0.98 |
+| our best to the stock engine at its best, DualPipeV included | at least 1.04 |
+| our best to torch's 1F1B at its best cut | at least 1.05 |
+| our best to two one-process runs side by side | the case's own |
+| a recorded step to ``simulate`` with its costs | off by at most 0.05 |
+| longest stage to the shortest at our best cut, by the layers' times | off by at most the case's own |
+| tensors on the first stage, our 1F1B and ZB-H1 of one chunk to the stock engine at the same cut | at most 1 |
+
+Chunks and GPipe have no bar of memory: they hold more micro-batches at a time, by design.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.pipe.cases import KINDS, Case, Contender, cases_of  # noqa: E402  # noqa: E402
-from benchmarks.pipe.report import MEMORY, NO_MEMORY_BAR, Bar, Record, bars, check_losses, draw, row, table  # noqa: E402  # noqa: E402  # noqa: E402
-from benchmarks.pipe.team import (  # noqa: E402
-    START_METHODS,
-    Order,  # noqa: E402
-    Team,
-    assembled,
-)
+from benchmarks.machine import surroundings
+from benchmarks.pipe.team import KINDS, START_METHODS, Case, Contender, Order, Team, assembled, cases_of
+
+NUM_EQUAL_LOSSES = 3
+
+
+class UnequalError(RuntimeError):
+    """Contenders that do not train the same thing."""
+
+
+@dataclass
+class Record:
+    """What one contender told.
+
+    Args:
+        seconds: of each turn that counts, a step; of each rank.
+        cpu_s: processor time of each turn, a step, over all ranks.
+        losses: of each step from the first.
+        cut: transformer layers of each piece.
+        stage_s: seconds of the layers of each stage for one micro-batch, as measured ahead; of ours.
+        first_stage_bytes: tensors on stage 0 before a step, and the most that the step adds.
+        measured_to_simulated: for each recorded step of ours.
+    """
+
+    contender: Contender
+    cut: str = ""
+    seconds: list[list[float]] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
+    first_stage_bytes: tuple[int, int] | None = None
+    measured_to_simulated: list[float] = field(default_factory=list)
+
+    def speeds(self, case: Case) -> list[float]:
+        """Return tokens a second, turn by turn; of processes side by side the sum."""
+        if self.contender.kind == "side by side":
+            return [sum(case.tokens / each for each in turn) for turn in self.seconds]
+        return [case.tokens / max(turn) for turn in self.seconds]
+
+    def speed(self, case: Case) -> float:
+        """Return the median of ``speeds``."""
+        return statistics.median(self.speeds(case))
+
+
+def check_losses(records: Iterable[Record], tolerance: float) -> float:
+    """Return the largest difference of losses among the first steps.
+
+    Raises:
+        UnequalError: above ``tolerance``.
+    """
+    records = list(records)
+    worst = 0.0
+    for step in range(min(NUM_EQUAL_LOSSES, *(len(record.losses) for record in records))):
+        by_name = {record.contender.name: record.losses[step] for record in records}
+        difference = max(by_name.values()) - min(by_name.values())
+        if not (all(map(math.isfinite, by_name.values())) and difference <= tolerance):
+            raise UnequalError(
+                f"contenders must train the same thing, got losses at step {step} that differ by {difference:.2e}, "
+                f"above {tolerance}, or are no numbers: {by_name}"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def ratio(case: Case, ours: Record, theirs: Record) -> float:
+    """Return how many times as fast ``ours`` is: the median over the rounds."""
+    return statistics.median(a / b for a, b in zip(ours.speeds(case), theirs.speeds(case), strict=True))
+
+
+def fastest(case: Case, records: Iterable[Record], *kinds: str) -> Record | None:
+    """Return the record of those ``kinds`` with the highest median speed."""
+    chosen = [record for record in records if record.contender.kind in kinds]
+    return max(chosen, key=lambda record: record.speed(case), default=None)
+
+
+NO_MEMORY_BAR = "memory has no bar for chunks and gpipe: they hold more micro-batches at a time, by design"
+MEMORY = "memory of the first stage"
+SAME_CUT, BEST_OF_STOCK, BEST_OF_TORCH, PREDICTED = 0.98, 1.04, 1.05, 0.05
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something to reach: ``ratio`` at least ``bar``, or at most where ``is_limit``."""
+
+    told: str
+    ratio: float
+    bar: float
+    is_limit: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.ratio <= self.bar if self.is_limit else self.ratio >= self.bar
+
+    def __str__(self) -> str:
+        sign = "<=" if self.is_limit else ">="
+        return f"{'met    ' if self.is_met else 'NOT MET'}  {self.ratio:6.3f} {sign} {self.bar:.3f}  {self.told}"
+
+
+def bars(case: Case, records: Mapping[str, Record]) -> list[Bar]:
+    """Return every bar of the case whose contenders took part; none with more ranks than the bars are meant for."""
+    if case.tensor > 1:
+        return []
+    found = [*_same_cut(case, records), *_predicted(records)]
+    if case.bar is None:
+        return found
+    ours = fastest(case, records.values(), "ours")
+    rivals = [
+        ("stock at its best", fastest(case, records.values(), "stock", "dualpipev"), BEST_OF_STOCK),
+        ("torch at its best", fastest(case, records.values(), "torch"), BEST_OF_TORCH),
+        ("two processes", fastest(case, records.values(), "side by side"), case.bar),
+    ]
+    found += _balanced(case, records)
+    for told, rival, bar in rivals:
+        if ours is not None and rival is not None:
+            told = f"our best ({ours.contender.name}) to {told} ({rival.contender.name})"
+            found.append(Bar(told, ratio(case, ours, rival), bar))
+    return found
+
+
+def _same_cut(case: Case, records: Mapping[str, Record]) -> list[Bar]:
+    """Our 1F1B beside 1F1B of others on the same layers: speed, and memory of the first stage."""
+    found = []
+    for own in records.values():
+        contender = own.contender
+        if contender.kind != "ours" or contender.partition == "profile":
+            continue
+        rivals = [r for r in records.values() if r.contender.kind in ("stock", "torch") and r.cut == own.cut]
+        rival = fastest(case, rivals, "stock", "torch")
+        if rival is not None and contender.schedule == "1f1b" and case.bar is not None:
+            told = f"{contender.name} to the faster 1F1B of others at this cut ({rival.contender.name})"
+            found.append(Bar(told, ratio(case, own, rival), SAME_CUT))
+        stock = fastest(case, rivals, "stock")
+        is_lean = contender.schedule in ("1f1b", "zb-h1") and contender.chunks == 1
+        if is_lean and stock is not None and own.first_stage_bytes and stock.first_stage_bytes:
+            told = f"{MEMORY}, {contender.name} to {stock.contender.name}"
+            found.append(Bar(told, sum(own.first_stage_bytes) / sum(stock.first_stage_bytes), 1.0, is_limit=True))
+    return found
+
+
+def _balanced(case: Case, records: Mapping[str, Record]) -> list[Bar]:
+    """How far apart the stages of our best cut are; chunks are left out, for they have a balance of their own."""
+    cut = [record for record in records.values() if record.contender.chunks == 1 and record.stage_s]
+    best = fastest(case, cut, "ours")
+    if case.balance is None or best is None:
+        return []
+    apart = max(best.stage_s) / min(best.stage_s) - 1.0
+    return [Bar(f"stages of {best.contender.name} are apart by", apart, case.balance, is_limit=True)]
+
+
+def _predicted(records: Mapping[str, Record]) -> list[Bar]:
+    found = []
+    for record in records.values():
+        if record.measured_to_simulated:
+            middle = statistics.median(record.measured_to_simulated)
+            told = f"{record.contender.name}: measured step is {middle:.3f} of simulate's, off by"
+            found.append(Bar(told, abs(middle - 1.0), PREDICTED, is_limit=True))
+    return found
+
+
+COLOURS = {"ours": "tab:blue", "stock": "tab:orange", "dualpipev": "tab:red", "torch": "tab:green"}
+
+
+def row(case: Case, record: Record, records: Mapping[str, Record]) -> dict[str, Any]:
+    """Return the numbers of one contender."""
+    speed = record.speed(case)
+    mark = fastest(case, records.values(), "side by side")
+    before, added = record.first_stage_bytes or (None, None)
+    return {
+        "contender": record.contender.name,
+        "cut": record.cut,
+        "tokens_per_s": speed,
+        "ms_per_step": case.tokens / speed * 1e3,
+        "cpu_ms_per_step": statistics.median(record.cpu_s) * 1e3,
+        "of_side_by_side": None if mark is None else ratio(case, record, mark),
+        "first_stage_bytes_before": before,
+        "first_stage_bytes_added": added,
+        "measured_to_simulated": statistics.median(record.measured_to_simulated or [float("nan")]),
+        "losses": record.losses[:NUM_EQUAL_LOSSES],
+    }
+
+
+def table(case: Case, records: Mapping[str, Record]) -> str:
+    """Return the case as lines of text, the fastest first."""
+    lines = [
+        f"{case.name}: {case.num_stages} stages x {case.tensor} tensor, {case.num_micro_batches} micro-batches of "
+        f"{case.micro_batch_size}, {case.sizes.text}",
+        f"  {'':32}{'cut':>18}{'tokens/s':>10}{'ms/step':>10}{'CPU ms':>9}{'of two':>8}{'MiB before+step':>17}"
+        f"{'/simulate':>11}{'third loss':>12}",
+    ]
+    rows = [row(case, record, records) for record in records.values()]
+    for each in sorted(rows, key=lambda each: -each["tokens_per_s"]):
+        of_two = each["of_side_by_side"]
+        before, added = each["first_stage_bytes_before"], each["first_stage_bytes_added"]
+        memory = "" if before is None else f"{before / 2**20:.1f}+{added / 2**20:.1f}"
+        simulated = each["measured_to_simulated"]
+        lines.append(
+            f"  {each['contender']:32}{each['cut']:>18}{each['tokens_per_s']:10.0f}{each['ms_per_step']:10.1f}"
+            f"{each['cpu_ms_per_step']:9.1f}{'' if of_two is None else f'{of_two:.3f}':>8}{memory:>17}"
+            f"{'' if simulated != simulated else f'{simulated:.3f}':>11}{each['losses'][-1]:12.6f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(cases: Mapping[Case, Mapping[str, Record]], path: Path) -> None:
+    """Write a picture of all cases: tokens a second of each contender, with the slowest and the fastest turn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = [1.0 + 0.3 * len(records) for records in cases.values()]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(cases), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axis, (case, records) in zip(axes, cases.items(), strict=True):
+        ordered = sorted(records.values(), key=lambda record: record.speed(case))
+        middles = [record.speed(case) for record in ordered]
+        spread = [
+            [middle - min(record.speeds(case)) for middle, record in zip(middles, ordered, strict=True)],
+            [max(record.speeds(case)) - middle for middle, record in zip(middles, ordered, strict=True)],
+        ]
+        colours = [COLOURS.get(record.contender.kind, "tab:gray") for record in ordered]
+        names = [record.contender.name for record in ordered]
+        drawn = axis.barh(names, middles, xerr=spread, color=colours, ecolor="0.3", capsize=2)
+        axis.bar_label(drawn, labels=[f"{middle:.0f}" for middle in middles], padding=4, fontsize=8)
+        axis.set_title(case.name, fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.margins(x=0.1)
+    axes[-1].set_xlabel("tokens a second; lines from the slowest to the fastest turn")
+    figure.savefig(path, dpi=120)
+
 
 RECORDED_STEPS = 3
 
@@ -162,7 +395,7 @@ def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record:
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
     """After the turns: memory of the first stage, and steps of ours beside their simulation."""
-    from benchmarks.pipe.probe import compare
+    from benchmarks.pipe.cuts import compare
 
     step = (args.warm_up + args.rounds) * args.steps
     for name, team in teams.items():

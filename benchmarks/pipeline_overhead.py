@@ -17,12 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pipe.cases import Case, Contender  # noqa: E402
-from benchmarks.pipe.team import (  # noqa: E402
-    START_METHODS,
-    Order,  # noqa: E402
-    assembled,
-)
+from benchmarks.pipe.team import START_METHODS, Case, Contender, Order, assembled
 from benchmarks.sizes import GPTSizes  # noqa: E402
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pipe import contenders
-from benchmarks.pipe.cases import Case, Contender
+from benchmarks.pipe import model
 from benchmarks.pipe.cuts import all_cuts, best_cuts, line_up
+from benchmarks.pipe.team import Case, Contender
 from benchmarks.sizes import GPTSizes
 
 CASE = Case(
@@ -17,12 +17,12 @@ CASE = Case(
 @pytest.mark.parametrize("kind", ["alone", "side by side", "ours", "stock", "dualpipev", "torch"])
 def test_a_contender_keeps_freed_memory_where_it_says_so(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(contenders, "keep_freed", lambda: asked.append(kind))
+    monkeypatch.setattr(model, "keep_freed", lambda: asked.append(kind))
     for maker in ("_plain", "_deepspeed", "_torch", "_ours"):
-        monkeypatch.setattr(contenders, maker, lambda *_: None)
+        monkeypatch.setattr(model, maker, lambda *_: None)
     for is_asked in (False, True):
         asked.clear()
-        contenders.build(Contender(name=kind, kind=kind, keeps_freed=is_asked), contenders.Seat(CASE, 0, 0))
+        model.build(Contender(name=kind, kind=kind, keeps_freed=is_asked), model.Seat(CASE, 0, 0))
         assert len(asked) == is_asked
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from deepspeed.runtime.utils import partition_balanced
 
-from benchmarks.pipe.cases import MOST_KEPT, Case
 from benchmarks.pipe.cuts import (
     all_cuts,
     best_cuts,
@@ -20,6 +19,7 @@ from benchmarks.pipe.cuts import (
     stage_seconds,
 )
 from benchmarks.pipe.model import cut_by_cost, plain_specs
+from benchmarks.pipe.team import MOST_KEPT, Case
 from benchmarks.sizes import GPTSizes, T5Sizes
 from tds.schedule import Costs, schedule_named, simulate
 

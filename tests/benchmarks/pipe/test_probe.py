@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pipe.probe import Recorded, compare, costs_of
+from benchmarks.pipe.cuts import Recorded, compare, costs_of
 from tds.schedule import Costs, received, schedule_named, simulate
 from tds.timers import Work
 

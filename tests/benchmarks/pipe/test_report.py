@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipe.cases import Case, Contender
-from benchmarks.pipe.report import Record, UnequalError, bars, check_losses, draw, fastest, ratio, table
+from benchmarks.pipe.team import Case, Contender
+from benchmarks.pipeline import Record, UnequalError, bars, check_losses, draw, fastest, ratio, table
 
 CASE = Case(name="toy", bar=0.93)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipe.cases import Case, Contender
-from benchmarks.pipe.team import Order, Team, assembled
+from benchmarks.pipe.team import Case, Contender, Order, Team, assembled
 from benchmarks.sizes import GPTSizes
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
