@@ -21,22 +21,358 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.checkpoint_contenders import Task, run_team
+import torch
+import torch.distributed as dist
+
 from benchmarks.machine import surroundings
 from benchmarks.turns import quartiles
+from megatron.checkpoint import AsyncSaver, TensorRecord, open_checkpoint, save
+from megatron.mpu.groups import Grid, build_grid
+from megatron.mpu.shard import Shard, set_shard, shard_of
+from megatron.mpu.topology import Topology
+from megatron.optim import build_optimizer
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.train_state import make_moments, optimizer_records, weight_records
+
+# The state that all contenders save, the contenders, and the ranks that let them take turns.
+
+WIDTH, SMALL_WIDTH = 512, 64
+SMALL_BYTES = 32 << 20
+CUTS = {"qkv": (3, 1, 0), "dense": (1, 1, 1), "up": (4, 1, 0), "down": (1, 4, 1)}
+"""Weights of a layer: (rows, columns) in widths, and the dimension that tensor ranks cut."""
+BYTES_OF_A_NUMBER = 12  # weight and two moments, 4 bytes each
+
+
+class Layers(torch.nn.Module):
+    """One tensor rank's part of a decoder's layers."""
+
+    def __init__(self, num_layers: int, width: int, grid: Grid) -> None:
+        super().__init__()
+        rank, size = grid.tensor.rank, grid.tensor.size
+        for layer in range(num_layers):
+            for name, (rows, columns, dim) in CUTS.items():
+                shape = (rows * width, columns * width)
+                shard = Shard(shape, dim, rank * (shape[dim] // size), shape[dim] // size)
+                local = [each if place != dim else shard.length for place, each in enumerate(shape)]
+                self.register_parameter(
+                    f"layer{layer}_{name}", set_shard(torch.nn.Parameter(torch.randn(local)), shard)
+                )
+            self.register_parameter(f"layer{layer}_norm", torch.nn.Parameter(torch.ones(width)))
+
+
+class State:
+    """What all contenders save: weights of a decoder in fp32 and AdamW's two moments, cut over tensor ranks."""
+
+    def __init__(self, num_bytes: int, grid: Grid) -> None:
+        torch.manual_seed(grid.rank)
+        width = WIDTH if num_bytes > SMALL_BYTES else SMALL_WIDTH
+        layer_bytes = BYTES_OF_A_NUMBER * (width * width * sum(r * c for r, c, _ in CUTS.values()) + width)
+        self.module = Layers(max(1, round(num_bytes / layer_bytes)), width, grid)
+        self.optimizer = build_optimizer(self.module.parameters(), model=grid.model, tensor=grid.tensor, data=grid.data)
+        make_moments(self.optimizer)
+        for weight, moments in self.optimizer.inner.state.items():
+            if shard_of(weight).is_partitioned:  # the others are the same on all ranks, as they begin
+                moments["exp_avg"].normal_()
+                moments["exp_avg_sq"].uniform_()
+
+    def records(self) -> list[TensorRecord]:
+        """Return what a checkpoint of this project takes."""
+        return [
+            *weight_records(self.module, self.optimizer),
+            *optimizer_records(self.module, self.optimizer),
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by name."""
+        return {record.name: record.tensor for record in self.records()}
+
+    def num_bytes(self) -> int:
+        """Return the bytes that this rank holds."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def clear(self) -> None:
+        """Zero all tensors, so that a load that leaves one out is seen."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
+    def fingerprint(self) -> list[int]:
+        """Return a number for each tensor that changes with its bits."""
+        return [int(tensor.view(torch.int32).sum()) for tensor in self.tensors().values()]
+
+
+Seconds = dict[str, float]
+
+
+class Contenders:
+    """What takes turns in one rank; every call is collective over the ranks of the team.
+
+    Args:
+        folder: for all files of this team.
+        other: a checkpoint of the same global tensors, saved by another number of ranks.
+    """
+
+    def __init__(self, state: State, grid: Grid, folder: Path, other: Path) -> None:
+        self._state, self._grid, self._folder, self._other = state, grid, folder, other
+        self._background = AsyncSaver(grid.host)
+        self._engine = _deepspeed_engine(state, grid)
+        self.turns: dict[str, Callable[[], Seconds]] = {
+            "ours": self.ours,
+            "in the background": self.in_the_background,
+            "torch": self.torch,
+            "DeepSpeed": self.deepspeed,
+            "other layout": self.other_layout,
+        }
+        self.files_bytes: dict[str, int] = {}
+
+    def ours(self) -> Seconds:
+        """Save, verify, load."""
+        root = self._fresh("ours")
+        seconds, path = self._timed(lambda: save(root, 1, self._state.records(), {}, self._grid.host))
+        verified, found = self._timed(lambda: open_checkpoint(path, self._grid.host))
+        loaded = self._loaded(lambda: found.load(self._state.records()))
+        self._count("ours", path)
+        return {"save": seconds, "verification": verified, "load": loaded, "verification + load": verified + loaded}
+
+    def in_the_background(self) -> Seconds:
+        """Stage, then wait until it is durable."""
+        root = self._fresh("background")
+        stall, _ = self._timed(lambda: self._background.start(root, 1, self._state.records(), {}))
+        rest, _ = self._timed(self._background.finish)
+        return {"stall of an async save": stall, "async save until durable": stall + rest}
+
+    def torch(self) -> Seconds:
+        """``torch.save`` of each rank's tensors, and a flush of its file."""
+        path = self._fresh("torch") / f"rank-{self._grid.rank}.pt"
+        saved, _ = self._timed(lambda: torch.save(self._state.tensors(), path))
+        flushed, _ = self._timed(lambda: _flush([path]))
+        loaded = self._loaded(lambda: _copy_into(self._state, torch.load(path, weights_only=True)))
+        self._count("torch", path.parent)
+        return {"torch.save": saved, "torch.save + fsync": saved + flushed, "torch.load": loaded}
+
+    def deepspeed(self) -> Seconds:
+        """DeepSpeed's ``save_checkpoint``, which flushes nothing; the flush of its files; its ``load_checkpoint``."""
+        root = self._fresh("deepspeed")
+        saved, _ = self._timed(lambda: self._engine.save_checkpoint(str(root), tag="step1"))
+        own = [path for path in sorted(root.rglob("*")) if path.is_file()][self._grid.rank :: self._grid.world.size]
+        flushed, _ = self._timed(lambda: _flush(own))
+        loaded = self._loaded(lambda: self._engine.load_checkpoint(str(root), tag="step1"))
+        self._count("DeepSpeed", root)
+        return {
+            "DeepSpeed save_checkpoint": saved,
+            "DeepSpeed save_checkpoint + fsync": saved + flushed,
+            "DeepSpeed load_checkpoint": loaded,
+        }
+
+    def other_layout(self) -> Seconds:
+        """Verify and load what another number of ranks saved."""
+        seconds, _ = self._timed(lambda: open_checkpoint(self._other, self._grid.host).load(self._state.records()))
+        return {"reshard (verification + load)": seconds}
+
+    def close(self) -> None:
+        """Give back the copy of the background saves."""
+        self._background.close()
+
+    def _fresh(self, name: str) -> Path:
+        """Return an empty folder; what the last turn left is deleted outside of the measured time."""
+        folder = self._folder / name
+        self._barrier()
+        if self._grid.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self._barrier()
+        return folder
+
+    def _loaded(self, load: Callable[[], Any]) -> float:
+        """Return the seconds of ``load``, once it is seen to bring every bit back."""
+        expected = self._state.fingerprint()
+        self._state.clear()
+        seconds, _ = self._timed(load)
+        if self._state.fingerprint() != expected:
+            raise RuntimeError("a contender did not load the state that it saved")
+        return seconds
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds of the slowest rank, and what ``work`` returned."""
+        self._barrier()
+        start = time.perf_counter()
+        result = work()
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        if self._grid.world.size > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds), result
+
+    def _count(self, name: str, folder: Path) -> None:
+        self.files_bytes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def _barrier(self) -> None:
+        if self._grid.world.size > 1:
+            dist.barrier()
+
+
+def _deepspeed_engine(state: State, grid: Grid) -> Any:
+    """Return DeepSpeed's own engine over the same module and torch's own AdamW: nothing of this project saves."""
+    import deepspeed
+
+    import tds
+    from megatron.training.setup import DeepSpeedMpu
+
+    tds.quiet()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    engine, *_ = deepspeed.initialize(
+        model=state.module, optimizer=state.optimizer.inner, config=config, mpu=DeepSpeedMpu(grid)
+    )
+    return engine
+
+
+def _flush(paths: Iterable[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@torch.no_grad()
+def _copy_into(state: State, loaded: dict[str, torch.Tensor]) -> None:
+    for name, tensor in state.tensors().items():
+        tensor.copy_(loaded[name])
+
+
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a team does.
+
+    Args:
+        num_bytes: of the whole state, about.
+        rounds: turns of each contender that count; one more warms up. 0: only save once, to ``folder / "saved"``.
+        other: a checkpoint that another number of ranks saved.
+    """
+
+    num_ranks: int
+    num_bytes: int
+    rounds: int
+    threads: int
+    folder: Path
+    other: Path | None = None
+
+
+@dataclass
+class TeamResult:
+    """What a team found: seconds of each measure by round, bytes of the state and of each contender's files."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    state_bytes: int = 0
+    files_bytes: dict[str, int] = field(default_factory=dict)
+    saved: Path | None = None
+
+
+def run_team(task: Task, start_method: str) -> TeamResult:
+    """Let the contenders take turns on ranks in processes of their own; return what rank 0 tells.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback is the message.
+    """
+    context = multiprocessing.get_context(start_method)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    pipes, ranks = [], []
+    try:
+        for rank in range(task.num_ranks):
+            near, far = context.Pipe()
+            pipes.append(near)
+            ranks.append(context.Process(target=_rank, args=(rank, task, far), daemon=True))  # type: ignore[attr-defined]
+            ranks[-1].start()
+            far.close()
+        told = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        failures = [each for each in told if isinstance(each, str)]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return told[0]  # type: ignore[return-value]
+    finally:
+        for process in ranks:
+            process.join(timeout=20.0)
+            if process.is_alive():
+                process.kill()
+
+
+def _answer(rank: int, pipe: Connection) -> TeamResult | str:
+    """Return what a rank tells, or why it failed."""
+    if not pipe.poll(PATIENCE_S):
+        return f"rank {rank} did not answer within {PATIENCE_S:g} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return f"rank {rank} died"
+
+
+def _rank(rank: int, task: Task, pipe: Connection) -> None:
+    try:
+        pipe.send(_measure(rank, task))
+    except Exception:
+        pipe.send(f"rank {rank} failed:\n{traceback.format_exc()}")
+    finally:
+        pipe.close()
+
+
+def _measure(rank: int, task: Task) -> TeamResult:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.num_ranks), LOCAL_WORLD_SIZE=str(task.num_ranks),
+        MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    torch.set_num_threads(task.threads)
+    store = dist.FileStore(str(task.folder / "store"), task.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.num_ranks)
+    grid = build_grid(Topology.of_world(task.num_ranks, tensor=task.num_ranks, pipe=1), rank)
+    state, told = State(task.num_bytes, grid), TeamResult()
+    if task.other is None:
+        told.saved = save(task.folder / "saved", 1, state.records(), {}, grid.host)
+    else:
+        contenders = Contenders(state, grid, task.folder, task.other)
+        told.seconds = _rounds(contenders, task.rounds)
+        told.files_bytes = contenders.files_bytes
+        contenders.close()
+    told.state_bytes = _sum(state.num_bytes())
+    dist.barrier()
+    dist.destroy_process_group()
+    return told
+
+
+def _rounds(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each measure; the order rotates from round to round, the first round warms up."""
+    names = list(contenders.turns)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            for measure, seconds in contenders.turns[name]().items():
+                if number:
+                    found.setdefault(measure, []).append(seconds)
+    return found
+
+
+def _sum(value: int) -> int:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)
+
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {"NHIDDEN": "256", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import Ceiling, Stalls, bars_of
-from benchmarks.checkpoint_contenders import Contenders, State
+from benchmarks.checkpoint import Ceiling, Contenders, Stalls, State, bars_of
 from megatron.mpu.groups import single_grid
 
 
@@ -27,7 +26,7 @@ def test_each_bar_divides_what_it_says() -> None:
 
 
 def test_a_load_that_leaves_something_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.checkpoint_contenders._deepspeed_engine", lambda *_: None)
+    monkeypatch.setattr("benchmarks.checkpoint._deepspeed_engine", lambda *_: None)
     state = State(1 << 20, single_grid())
     contenders = Contenders(state, single_grid(), tmp_path, tmp_path)
     assert set(contenders.ours()) == {"save", "verification", "load", "verification + load"}

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import data, data_preprocessing, data_reading
+from benchmarks import data, data_preprocessing
 from benchmarks.data_preprocessing import OURS, REFERENCE, Contender, Done, Kind
 from benchmarks.turns import Bar, rates_in_turns, ratio_quartiles
 from megatron.data import IndexedDataset
 
-TEXT = np.arange(100, 100 + data_reading.RAW_LENGTH)
+TEXT = np.arange(100, 100 + data.RAW_LENGTH)
 
 
 def letters(text: str) -> list[int]:
@@ -29,16 +29,16 @@ def make_letters() -> data_preprocessing.Encode:
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_spans_in_python_are_ours_to_the_bit(number: int) -> None:
-    ours, same = data_reading.ours(TEXT, number), data_reading.same(TEXT, number)
+    ours, same = data.ours(TEXT, number), data.same(TEXT, number)
     assert set(ours) == set(same)
     for key in ours:
         assert ours[key].dtype == same[key].dtype and np.array_equal(ours[key], same[key]), key
 
 
-@pytest.mark.parametrize("cut", data_reading.CONTENDERS.values(), ids=["ours", "usual", "same"])
-def test_inputs_and_targets_of_each_contender_give_back_the_text(cut: data_reading.Cut) -> None:
+@pytest.mark.parametrize("cut", data.CONTENDERS.values(), ids=["ours", "usual", "same"])
+def test_inputs_and_targets_of_each_contender_give_back_the_text(cut: data.Cut) -> None:
     sample = cut(TEXT, 3)
-    first = data_reading.TOKENS.text_vocab_size
+    first = data.TOKENS.text_vocab_size
     inputs, targets = (row[row >= 100].tolist() for row in (sample["inputs"], sample["targets"]))
     starts = [place for place, token in enumerate(targets) if token >= first]
     cut_out = {targets[a]: targets[a + 1 : b] for a, b in zip(starts, [*starts[1:], len(targets)], strict=True)}
@@ -65,10 +65,10 @@ def test_turns_rotate_and_ratios_are_taken_within_rounds() -> None:
 
 
 def test_the_corpus_is_that_of_its_seed_and_mixes_three_kinds(tmp_path: Path) -> None:
-    texts = list(data.documents(60_000, 1))
-    assert texts == list(data.documents(60_000, 1)) != list(data.documents(60_000, 2))
+    texts = list(data_preprocessing.documents(60_000, 1))
+    assert texts == list(data_preprocessing.documents(60_000, 1)) != list(data_preprocessing.documents(60_000, 2))
     assert any("。" in text for text in texts) and any("def " in text for text in texts)
-    size = data.write(tmp_path / "c.jsonl", 60_000, 1)
+    size = data_preprocessing.write(tmp_path / "c.jsonl", 60_000, 1)
     lines = (tmp_path / "c.jsonl").read_text().splitlines()
     assert size > 60_000 and [json.loads(line)["text"] for line in lines] == texts
 
@@ -106,9 +106,9 @@ def test_a_job_within_a_clock_tick_has_taken_one(tmp_path: Path, monkeypatch: py
 
 
 def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_reading, "tokens_per_s", lambda family, *rest: {"gpt2": 1024.0, "t5": 626.0}[family])
-    monkeypatch.setattr(data_reading, "read", lambda prefix, family, *rest: {"gpt2": 5.0, "t5": 20.0}[family])
-    _, bars, facts = data_reading.measure_reading(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
+    monkeypatch.setattr(data, "tokens_per_s", lambda family, *rest: {"gpt2": 1024.0, "t5": 626.0}[family])
+    monkeypatch.setattr(data, "read", lambda prefix, family, *rest: {"gpt2": 5.0, "t5": 20.0}[family])
+    _, bars, facts = data.measure_reading(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
     assert facts["needed_samples_per_s"] == {"gpt2": 10.0, "t5": 10.0}
     assert {bar.quartiles[1] for bar in bars if "gpt2" in bar.name} == {0.5} and len(bars) == 8
     assert {bar.is_met for bar in bars if "t5" in bar.name} == {True}
@@ -116,8 +116,8 @@ def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family, reader, num_workers", [("gpt2", "mmap", 0), ("t5", "pread", 0), ("gpt2", "pread", 1)])
 def test_samples_are_read_in_each_way(tmp_path: Path, family: str, reader: str, num_workers: int) -> None:
-    data_reading.write_tokens(tmp_path / "c", 20_000)
-    assert data_reading.read(tmp_path / "c", family, reader, num_workers, 8) > 0.0
+    data.write_tokens(tmp_path / "c", 20_000)
+    assert data.read(tmp_path / "c", family, reader, num_workers, 8) > 0.0
 
 
 def test_a_smoke_run_tells_each_part_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

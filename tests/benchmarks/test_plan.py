@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plan, plan_training
-from benchmarks.plan_cases import CASES, Case
-from benchmarks.plan_training import Measured, Row, config_of, row_of, rows_now, table
+from benchmarks import plan
+from benchmarks.plan import CASES, Case, Measured, Row, config_of, row_of, rows_now, table
 from megatron.planner.layout import layout_of
 
 
@@ -103,7 +102,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str | None]]:
         return row(name=case.name, measured_s=None if machine is None else 1.3)
 
     monkeypatch.setattr(plan, "compare", compare)
-    machines = {ranks: replace(plan_training.UNTIMED, name=f"of {ranks}") for ranks in (1, 2)}
+    machines = {ranks: replace(plan.UNTIMED, name=f"of {ranks}") for ranks in (1, 2)}
     monkeypatch.setattr(plan, "machines_of", lambda numbers, args: {ranks: machines[ranks] for ranks in numbers})
     return asked
 
@@ -136,4 +135,4 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     (again,) = rows_now(json.loads((tmp_path / "plan.json").read_text()))
     assert again.as_data() == told
     assert told["measured_s"] > 0 and told["estimated_s"] > 0 and (tmp_path / "machine-1.json").exists()
-    assert plan_training.MEMORY_BAR == 0.10 and plan_training.TIME_BAR == 0.15
+    assert plan.MEMORY_BAR == 0.10 and plan.TIME_BAR == 0.15

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_points
-from benchmarks.plan_training import config_of
-from benchmarks.scaling_points import MICRO_BATCH, SAMPLES, TERMS, Point, Prediction, Scaled, best, points, predictions
+from benchmarks import scaling
+from benchmarks.plan import config_of
+from benchmarks.scaling import MICRO_BATCH, SAMPLES, TERMS, Point, Prediction, Scaled, best, points, predictions
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, device
 from tds.schedule.simulate import bubble
@@ -45,7 +45,7 @@ def test_efficiency_is_by_rank_and_at_most_by_core() -> None:
     weak = replace(two, point=Point("weak", 2, "", 2, 64), tokens=2000, step_s=5.0, estimated_s=8.0)
     assert [each.efficiency(one) for each in (one, two, four, weak)] == [1.0, 0.8, 1.0, 0.8]
     assert [each.expected(one) for each in (two, weak)] == [0.8, 1.0]
-    lines = scaling_points.measured_table([one, two, weak]).splitlines()
+    lines = scaling.measured_table([one, two, weak]).splitlines()
     assert lines[3] == "| strong | 2 | tensor 1, stages 1, replicas 2 | 32 | 2500 | 400 | 0.80 | 0.80 | 0.0% |"
 
 
@@ -53,7 +53,7 @@ def test_every_layout_has_its_devices_and_both_series_their_micro_batches() -> N
     assert {one.devices for one in FOUND} == {8, 64, 1024} and {one.stages for one in FOUND} == {1, 2, 4, 8}
     for one in FOUND:
         samples = one.micro_batches * one.replicas
-        assert samples == scaling_points.STRONG_SAMPLES if one.series == "strong" else one.micro_batches == 64
+        assert samples == scaling.STRONG_SAMPLES if one.series == "strong" else one.micro_batches == 64
     assert len({(one.series, one.devices, one.stages) for one in FOUND}) == len(FOUND)
 
 
@@ -64,13 +64,9 @@ def test_without_messages_the_simulated_bubble_is_the_closed_form() -> None:
             assert one.seconds["bubble"] == pytest.approx(0.0, abs=1e-12) and one.seconds["messages"] == 0.0
         assert one.closed_s == pytest.approx(one.step_s, rel=0.05)
     pieces = ((1.0, 1.0, 1.0),) * 4
-    step_s = scaling_points._simulated(pieces, "1f1b", 12, 0.0)
+    step_s = scaling._simulated(pieces, "1f1b", 12, 0.0)
     assert 1 - 12 * 3.0 / step_s == pytest.approx(bubble(4, 12))
-    assert (
-        scaling_points._simulated(pieces, "zb-h1", 12, 0.0)
-        < step_s
-        < scaling_points._simulated(pieces, "1f1b", 12, 0.5)
-    )
+    assert scaling._simulated(pieces, "zb-h1", 12, 0.0) < step_s < scaling._simulated(pieces, "1f1b", 12, 0.5)
 
 
 def test_slow_links_add_messages_and_leave_the_bubble() -> None:
@@ -110,7 +106,7 @@ def test_the_fastest_that_fits_stands_for_a_number_of_devices() -> None:
     large = prediction(fits=False, tokens=600)
     other = prediction(series="strong", tokens=600)
     assert best([slow, prediction(), large, other], "weak", 8) == prediction()
-    assert best([large], "weak", 8) is None and "none fits" in scaling_points.table([large])
+    assert best([large], "weak", 8) is None and "none fits" in scaling.table([large])
 
 
 def test_a_section_is_replaced_between_its_marks_alone() -> None:
@@ -140,7 +136,7 @@ def test_options_that_cannot_be_are_refused_together(line: str, told: str, capsy
 
 def predict_little(monkeypatch: pytest.MonkeyPatch) -> None:
     few = functools.partial(predictions, devices=(8,), flags=f"{SMALL} --bf16")
-    monkeypatch.setattr(scaling_points, "predictions", few)
+    monkeypatch.setattr(scaling, "predictions", few)
 
 
 def test_the_prediction_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +151,7 @@ def test_the_prediction_is_written_into_a_copy_of_the_page(tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_the_measurement_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_points, "points", lambda most: [points(2)[0], points(2)[3]])
+    monkeypatch.setattr(scaling, "points", lambda most: [points(2)[0], points(2)[3]])
     predict_little(monkeypatch)
     result = scaling.main(["--smoke", "--ranks", "2", "--steps", "2", "--out", str(tmp_path)])
     assert len(result["measured"]) == 2 and (tmp_path / "pictures" / "scaling_measured.png").exists()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import zero
-from benchmarks.zero import expected
-from benchmarks.zero_team import Contender, contenders, deepspeed_config
+from benchmarks.zero import Contender, contenders, deepspeed_config, expected
 
 
 def test_ours_and_theirs_take_part_in_every_stage() -> None:

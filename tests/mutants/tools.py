@@ -106,7 +106,7 @@ TOOLS = (
     ),
     Mutant(
         "reading is held against one step instead of ten",
-        "benchmarks/data_reading.py",
+        "benchmarks/data.py",
         "needed = {family: TIMES * rate",
         "needed = {family: rate",
         (f"{BENCHMARK}::test_reading_is_held_against_ten_steps",),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_cases import CASES, RECOMPUTE, TENSOR, Case
-from benchmarks.plan_training import MEMORY_BAR, Measured, estimate_of, train
+from benchmarks.plan import CASES, MEMORY_BAR, RECOMPUTE, TENSOR, Case, Measured, estimate_of, train
 from tests.helpers.harness import run_ranks
 
 QUICK = [Case("gpt2", 1, RECOMPUTE), Case("gpt2", 2, "--pipe-parallel-size 2")]

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_cases import CASES
-from benchmarks.plan_training import MEMORY_BAR, TIME_BAR, Row, rows_now
+from benchmarks.plan import CASES, MEMORY_BAR, TIME_BAR, Row, rows_now
 
 RECORDED = Path(__file__).parent / "recorded" / "two_cores.json"
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import plan
-from benchmarks.plan_cases import Case
-from benchmarks.plan_training import UNTIMED, Measured, config_of, recorded, rows_now
+from benchmarks.plan import UNTIMED, Case, Measured, config_of, recorded, rows_now
 from megatron.planner.machine import Machine
 
 NOTES = "Measured on a host of that name"
@@ -28,8 +27,8 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
         stages = config_of(words[1], is_smoke=words[2]).parallel.num_stages
         return [Measured(rank * stages // ranks, [2.0] * 3, [1.0] * 3, 60_000_000, 40_000_000) for rank in range(ranks)]
 
-    monkeypatch.setattr("megatron.planner.calibrate.calibrate", calibrate)
-    monkeypatch.setattr("megatron.planner.spawn_ranks.run_ranks", run_ranks)
+    monkeypatch.setattr(plan, "calibrate", calibrate)
+    monkeypatch.setattr(plan, "run_ranks", run_ranks)
 
 
 def test_a_recording_gives_the_estimates_that_it_was_made_with(no_training: None, tmp_path: Path) -> None:
