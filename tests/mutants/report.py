@@ -172,7 +172,7 @@ OF_REPORTS = (
     ),
     Mutant(
         "text of a run is not escaped",
-        "tools/report_parts/markup.py",
+        "tools/report_parts/words.py",
         'Html(escape("" if value is None else str(value)))',
         'Html("" if value is None else str(value))',
         (f"{PAGE}::test_text_of_a_run_cannot_act",),
@@ -186,14 +186,14 @@ OF_REPORTS = (
     ),
     Mutant(
         "spikes of the norm are thinned away",
-        "tools/report_parts/columns.py",
+        "tools/report_parts/folder.py",
         'EXTREMES_OF = ("loss", "grad_norm")',
         'EXTREMES_OF = ("loss", "learning_rate")',
         (f"{PAGE}::test_thousands_of_steps_become_few_points_with_every_spike",),
     ),
     Mutant(
         "memory before the model counts as not explained",
-        "tools/report_parts/stages.py",
+        "tools/report_parts/page.py",
         "held - before - estimated",
         "held - estimated",
         (f"{PAGE}::test_the_difference_of_estimated_and_measured_memory_is_told_by_parts",),
@@ -214,7 +214,7 @@ OF_REPORTS = (
     ),
     Mutant(
         "two runs have colours that are one to the colour-blind",
-        "tools/report_parts/scale.js",
+        "tools/report_parts/report.js",
         "#b38000",
         "#e0702f",
         (f"{PAGE}::test_eight_runs_have_colours_that_everyone_tells_apart",),
@@ -230,7 +230,7 @@ OF_REPORTS = (
     ),
     Mutant(
         "idle time of a stage leaves its work out",
-        "tools/report_parts/stages.py",
+        "tools/report_parts/page.py",
         "max(1 - work_s / step_s, 0.0)",
         "max(work_s / step_s, 0.0)",
         (f"{PAGE}::test_idle_time_of_a_stage_is_what_its_work_leaves_of_the_step",),
@@ -244,7 +244,7 @@ OF_REPORTS = (
     ),
     Mutant(
         "the page draws no curves",
-        "tools/report_parts/chart.js",
+        "tools/report_parts/report.js",
         "    pen.stroke();\n    if (drawn === 1)",
         "    if (drawn === 1)",
         ("tests/tools/test_report_picture.py",),

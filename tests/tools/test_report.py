@@ -20,14 +20,21 @@ from megatron.models.common.memory import Memory
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
-from tools.report_parts import facts as report_parts_facts
+from tools.report_parts import page as report_page
 from tools.report_parts.charts import CHARTS
-from tools.report_parts.columns import at_step, columns, thinned
-from tools.report_parts.differences import compared
-from tools.report_parts.facts import HEAD, facts, state
-from tools.report_parts.folder import RunFolder, names_of, read_run
-from tools.report_parts.page import as_script, page
-from tools.report_parts.stages import COMPARED, PARTS, memory_table, stage_table
+from tools.report_parts.folder import RunFolder, at_step, columns, names_of, read_run, thinned
+from tools.report_parts.page import (
+    COMPARED,
+    HEAD,
+    PARTS,
+    as_script,
+    compared,
+    facts,
+    memory_table,
+    page,
+    stage_table,
+    state,
+)
 from tools.report_parts.words import ZH, bilingual
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -176,7 +183,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     (odd / "stability.jsonl").write_text(damage)
     (odd / "starts.jsonl").write_text(damage)
     broken, unread, good = (make_run(tmp_path / "all" / name) for name in ("broken", "unread", "good"))
-    plain_read, plain_facts = report.read_run, report_parts_facts.facts
+    plain_read, plain_facts = report.read_run, report_page.facts
 
     def failing_read(path: Path, name: str) -> RunFolder:
         if path == unread:
@@ -187,7 +194,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr(report_parts_facts, "facts", failing_facts)
+    monkeypatch.setattr(report_page, "facts", failing_facts)
     out = tmp_path / "page.html"
     assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out
@@ -386,7 +393,7 @@ def lab(light: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_eight_runs_have_colours_that_everyone_tells_apart(theme: str) -> None:
     folder = Path(report.__file__).parent / "report_parts"
-    palette = re.findall("#[0-9a-f]{6}", re.search(rf"{theme}: \[(.*?)\]", (folder / "scale.js").read_text())[1])
+    palette = re.findall("#[0-9a-f]{6}", re.search(rf"{theme}: \[(.*?)\]", (folder / "report.js").read_text())[1])
     card = re.findall("--card: (#[0-9a-f]{6})", (folder / "style.css").read_text())[theme == "dark"]
     assert len(palette) == 8
     for eyes, seen in LINEAR_TO_SEEN.items():
