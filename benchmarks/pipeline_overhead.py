@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.pipe.team import START_METHODS, Case, Contender, Order, assembled
-from benchmarks.sizes import GPTSizes  # noqa: E402
+from benchmarks.sizes import GPTSizes
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CUT = (0, 2, 5)

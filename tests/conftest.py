@@ -22,12 +22,12 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402 - torch's optimizers import it: once here rather than in every forked rank
+import hypothesis
+import pytest
+import torch
+import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
 
-from megatron.ops import causal_attention  # noqa: E402
+from megatron.ops import causal_attention
 
 causal_attention.is_built()  # loads it: here, for the same reason
 torch.set_num_threads(1)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log  # noqa: E402
-from megatron.errors import exit_code  # noqa: E402
+from megatron import log
+from megatron.errors import exit_code
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 LEAST_SHARD_BYTES = 1000

@@ -20,17 +20,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log  # noqa: E402
-from megatron.config.data import parse_paths  # noqa: E402
-from megatron.data.cache import IndexCache  # noqa: E402
-from megatron.data.indexed_dataset import (  # noqa: E402
+from megatron import log
+from megatron.config.data import parse_paths
+from megatron.data.cache import IndexCache
+from megatron.data.indexed_dataset import (
     Documents,
-    IndexedDataset,  # noqa: E402
+    IndexedDataset,
     count_of,
     num_tokens_of,
 )
-from megatron.data.split import NAMES, split_by_hash, split_documents  # noqa: E402
-from megatron.errors import DataError, exit_code  # noqa: E402
+from megatron.data.split import NAMES, split_by_hash, split_documents
+from megatron.errors import DataError, exit_code
 
 INTERRUPTED = 130
 

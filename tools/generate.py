@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log  # noqa: E402
-from megatron.errors import DataError, marked  # noqa: E402
-from megatron.generate.options import parse_args, read_prompts, world_size  # noqa: E402
-from megatron.training.failure import guard  # noqa: E402
+from megatron import log
+from megatron.errors import DataError, marked
+from megatron.generate.options import parse_args, read_prompts, world_size
+from megatron.training.failure import guard
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log  # noqa: E402
-from megatron.errors import exit_code  # noqa: E402
+from megatron import log
+from megatron.errors import exit_code
 
 ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu")

@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log  # noqa: E402
-from megatron.errors import exit_code  # noqa: E402
+from megatron import log
+from megatron.errors import exit_code
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

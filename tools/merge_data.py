@@ -15,13 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megatron import log  # noqa: E402
-from megatron.data.index_format import DatasetMetadata  # noqa: E402
-from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder  # noqa: E402
-from megatron.errors import DataError, exit_code  # noqa: E402
+from megatron import log
+from megatron.data.index_format import DatasetMetadata
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.errors import DataError, exit_code
 
 BLOCK = 1 << 20
 INTERRUPTED = 130

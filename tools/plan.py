@@ -23,15 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import ConfigError  # noqa: E402
-from megatron.planner import report  # noqa: E402
-from megatron.planner.estimate import Planner  # noqa: E402
-from megatron.planner.options import Question, check_flags, make_parser, question  # noqa: E402  # noqa: E402
-from megatron.planner.search import (  # noqa: E402
-    overflow,
-    remedies,
-    search,  # noqa: E402
-)
+from megatron.errors import ConfigError
+from megatron.planner import report
+from megatron.planner.estimate import Planner
+from megatron.planner.options import Question, check_flags, make_parser, question
+from megatron.planner.search import overflow, remedies, search
 
 DOES_NOT_FIT = 1
 

@@ -20,9 +20,9 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log, tokenizer  # noqa: E402
-from megatron.data import preprocess  # noqa: E402
-from megatron.errors import StopRequest, exit_code  # noqa: E402
+from megatron import log, tokenizer
+from megatron.data import preprocess
+from megatron.errors import StopRequest, exit_code
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -19,17 +19,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from megatron import files, log, tokenizer  # noqa: E402
-from megatron.data import preprocess  # noqa: E402
+from megatron import files, log, tokenizer
+from megatron.data import preprocess
 from megatron.data.preprocess.tokenizer_corpus import (
-    TrainingText,  # noqa: E402
-    sample,  # noqa: E402
+    TrainingText,
+    sample,
 )
-from megatron.errors import DataError, exit_code  # noqa: E402
-from megatron.tokenizer import fertility, train  # noqa: E402
+from megatron.errors import DataError, exit_code
+from megatron.tokenizer import fertility, train
 
 MOST_INPUTS_SHOWN = 20
 STOPPED = 130

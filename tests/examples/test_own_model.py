@@ -28,8 +28,8 @@ from tests.helpers.harness import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "own_model.py"
 PAGE = ROOT / "docs" / "own_model.md"
-SIZES = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()  # noqa: SIM905
-SIZES += "--hidden-dropout 0.1 --lr 1e-2".split()  # noqa: SIM905
+SIZES = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()
+SIZES += "--hidden-dropout 0.1 --lr 1e-2".split()
 
 
 def text_of_page() -> str:
