@@ -82,7 +82,7 @@ LONGEST = (
     "training/test_loss_scale.py", "tds/watchdog/test_watchdog.py", "test_main_job.py", "training/test_resume.py",
     "generate/test_command.py", "mutants/test_mutants.py", "training/test_pretrained.py", "training/test_phases.py",
     "parity/test_t5_steps.py", "parity/test_llama.py", "training/test_kills.py", "training/test_host_reads.py",
-    "tds/schedule/test_orders.py", "launch/test_run_script.py", "examples/test_accelerator_sim.py",
+    "tds/schedule/test_orders.py", "test_run_script.py", "examples/test_accelerator_sim.py",
     "tds/test_parity.py", "gpu/test_dry_form.py", "launch/test_exit_codes.py", "tds/engine/test_optimizers.py",
 )  # fmt: skip
 """Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_set_up import load
+from tests.tools.test_set_up import load
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "Dockerfile").read_text("utf-8")
 JOINED = re.sub(r" *\\\n *", " ", TEXT)
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")

@@ -9,9 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.launch.test_set_up import load
+from tests.tools.test_set_up import load
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "requirements").glob("cuda-py*.lock"))
 every_lock = pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
 

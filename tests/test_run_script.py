@@ -15,7 +15,7 @@ from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from tests.helpers.launch_jobs import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("gpt2", "t5")
 
 FAKE_PYTHON = """\

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import parse
 from megatron.models.registry import FAMILIES
-from tests.launch.test_run_script import COMMON, ROOT, fake_python, run
+from tests.test_run_script import COMMON, ROOT, fake_python, run
 
 __all__ = ["fake_python"]  # the fixture
 

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 CALIBRATE = "tests/planner/test_calibrate.py"
 PLAN = "tests/benchmarks/test_plan.py"
-RECORDING = "tests/planner/test_recording.py"
+RECORDING = "tests/benchmarks/test_recording.py"
 SCALING = "tests/benchmarks/test_scaling.py"
 COUNTED = f"{CALIBRATE}::test_work_is_counted_by_the_turns_of_a_second"
 SLOWEST = f"{CALIBRATE}::test_a_machine_is_as_fast_as_its_slowest_rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-TEST = "tests/checkpoint/test_legacy.py"
+TEST = "tests/checkpoint/legacy/test_legacy.py"
 MEGATRON = f"{TEST}::test_a_gpt2_of_megatron_in_any_layout_and_version_is_the_same_model"
 
 LEGACY = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PLACE = "megatron/data/preprocess"
-JOB = "tests/data/test_preprocess.py"
-RESUMED = "tests/data/test_preprocess_resume.py"
-FAULTS = "tests/data/test_preprocess_faults.py"
-VERIFIED = "tests/data/test_preprocess_verify.py"
+JOB = "tests/data/preprocess/test_preprocess.py"
+RESUMED = "tests/data/preprocess/test_preprocess_resume.py"
+FAULTS = "tests/data/preprocess/test_preprocess_faults.py"
+VERIFIED = "tests/data/preprocess/test_preprocess_verify.py"
 WRITER = "tests/data/test_token_writer.py"
 KILLED = f"{RESUMED}::test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on[14]"
 
@@ -20,7 +20,7 @@ PREPROCESS = (
         "    if error.errno == errno.EROFS:\n",
         (
             ""
-            "tests/data/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",
+            "tests/data/preprocess/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",
         ),
     ),
     Mutant(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-BORDERS = "tests/data/test_sources.py::test_records_do_not_depend_on_where_units_begin"
-PACKED = "tests/data/test_sources.py::test_files_compressed_or_cut_anywhere_give_the_same_texts"
-CUT_OFF = "tests/data/test_sources_streams.py::test_a_damaged_or_cut_off_stream_is_an_error_with_its_place"
-_STREAMS = "tests/data/test_sources_streams.py"
-PARSED = "tests/data/test_parse.py"
+BORDERS = "tests/data/preprocess/test_sources.py::test_records_do_not_depend_on_where_units_begin"
+PACKED = "tests/data/preprocess/test_sources.py::test_files_compressed_or_cut_anywhere_give_the_same_texts"
+CUT_OFF = "tests/data/preprocess/test_sources_streams.py::test_a_damaged_or_cut_off_stream_is_an_error_with_its_place"
+_STREAMS = "tests/data/preprocess/test_sources_streams.py"
+PARSED = "tests/data/preprocess/test_parse.py"
 TRAINED = "tests/tools/test_train_tokenizer.py"
 
 SOURCES = (
@@ -110,14 +110,16 @@ SOURCES = (
         "megatron/data/preprocess/readers.py",
         "        data = record.data.removeprefix(BOM)  #",
         "        data = record.data  #",
-        ("tests/data/test_sources.py::test_marks_that_cat_left_between_files_go_wherever_units_begin",),
+        ("tests/data/preprocess/test_sources.py::test_marks_that_cat_left_between_files_go_wherever_units_begin",),
     ),
     Mutant(
         "a row that is no UTF-8 is told without the name of its column",
         "megatron/data/preprocess/readers.py",
         'b",".join(orjson.dumps(key) + b":"',
         """b",".join(b'"":'""",
-        ("tests/data/test_sources_parquet.py::test_a_row_that_is_no_utf8_is_told_with_the_names_of_its_columns",),
+        (
+            "tests/data/preprocess/test_sources_parquet.py::test_a_row_that_is_no_utf8_is_told_with_the_names_of_its_columns",
+        ),
     ),
     Mutant(
         "a NUL passes",
@@ -138,7 +140,7 @@ SOURCES = (
         "megatron/data/preprocess/readers.py",
         "        number = sum(group.num_rows for group in groups[: unit.start])\n",
         "        number = 0\n",
-        ("tests/data/test_sources_parquet.py::test_parquet_row_groups_are_units_and_places_are_rows",),
+        ("tests/data/preprocess/test_sources_parquet.py::test_parquet_row_groups_are_units_and_places_are_rows",),
     ),
     Mutant(
         "of a compressed file the sample is its beginning",

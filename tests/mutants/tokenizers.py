@@ -50,7 +50,7 @@ TOKENIZERS = (
         "return {run: MARK.join(",
         "return marked | {run: MARK.join(",
         (
-            "tests/data/test_preprocess.py::"
+            "tests/data/preprocess/test_preprocess.py::"
             "test_bytes_of_mixed_text_cut_by_words_do_not_depend_on_the_processes_nor_on_the_units",
         ),
     ),
@@ -73,7 +73,7 @@ TOKENIZERS = (
         "megatron/data/preprocess/encode.py",
         "        if len(text) > MAX_PIECE:\n            return",
         "        if text:\n            return",
-        ("tests/data/test_preprocess.py::test_a_text_has_the_same_ids_beside_a_giant_one",),
+        ("tests/data/preprocess/test_preprocess.py::test_a_text_has_the_same_ids_beside_a_giant_one",),
     ),
     Mutant(
         "of equal paths the first is taken",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 INSPECT = "tests/tools/test_inspect_data.py"
-VIEW = "tests/tools/test_inspect_view.py"
-FACTS = "tests/tools/test_inspect_facts.py"
+VIEW = "tests/data/inspect/test_inspect_view.py"
+FACTS = "tests/data/inspect/test_inspect_facts.py"
 MERGE = "tests/tools/test_merge_data.py"
 COUNT = "tests/tools/test_count_tokens.py"
 BENCHMARK = "tests/benchmarks/test_data.py"
-SET_UP = "tests/launch/test_set_up.py"
+SET_UP = "tests/tools/test_set_up.py"
 
 TOOLS = (
     Mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CARRIED = "tests/benchmarks/gpu/test_wheels.py"
-SET_UP = "tests/launch/test_set_up.py"
+SET_UP = "tests/tools/test_set_up.py"
 
 GATHERED = (
     Mutant(
