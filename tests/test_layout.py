@@ -42,6 +42,61 @@ def test_what_tests_of_several_folders_use_lies_in_helpers() -> None:
     assert misplaced == []
 
 
+ACROSS = ("docs", "golden", "gpu", "helpers", "mutants", "parity", "reliability")
+"""Folders of tests that are of no one package."""
+BESIDE = ("benchmarks", "examples", "tds", "tools")
+"""Of the repository's root; all other folders of tests are named after packages of megatron."""
+STARTED = (
+    "launch/test_signals.py",
+    "models/common/test_recompute.py",
+    "tools/test_data_tools.py",
+    "training/test_pretrained.py",
+)
+"""Files that reach what they test by a program that they start, or through tests/helpers."""
+OURS = re.compile(r"^\s*(?:from|import) ((?:benchmarks|megatron|tds|tools)(?:\.\w+)*)", re.MULTILINE)
+
+
+def misplaced(tests: Path) -> list[str]:
+    """Return the test files in whose place there is no package, or that import from packages but not from theirs."""
+    found = []
+    for path in sorted(tests.rglob("test_*.py")):
+        name = path.relative_to(tests)
+        if name.parts[0] in ACROSS or name.as_posix() in STARTED:
+            continue
+        source = name.parent if name.parts[0] in BESIDE else "megatron" / name.parent
+        package = ".".join(source.parts)
+        imported = set(OURS.findall(path.read_text(encoding="utf-8")))
+        near = {each for each in imported if f"{each}.".startswith(f"{package}.") or each == package.rpartition(".")[0]}
+        if not (ROOT / source).is_dir():
+            found.append(f"{name}: there is no {source}")
+        elif imported and not near and source.parts[0] != "examples":
+            found.append(f"{name}: imports {', '.join(sorted(imported))}")
+    return found
+
+
+def test_tests_lie_where_their_sources_lie() -> None:
+    assert misplaced(ROOT / "tests") == []
+    assert [name for name in STARTED if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_a_test_in_another_place_is_told(tmp_path: Path) -> None:
+    for name, line in (
+        ("mpu/test_a.py", "from megatron.optim import GradScaler"),
+        ("optim/zero/test_b.py", "from megatron.optim import GradScaler"),
+        ("tds/test_c.py", "import tds as deepspeed"),
+        ("test_d.py", "from megatron import files"),
+        ("launch/other/test_e.py", "import json"),
+        ("tools/test_f.py", "    from benchmarks.plan import Case"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{line}\n")
+    assert misplaced(tmp_path) == [
+        "launch/other/test_e.py: there is no megatron/launch/other",
+        "mpu/test_a.py: imports megatron.optim",
+        "tools/test_f.py: imports benchmarks.plan",
+    ]
+
+
 def test_the_files_that_are_tested_first_are_there() -> None:
     assert [file for file in LONGEST_FIRST if not (ROOT / "tests" / file).is_file()] == []
 

@@ -31,7 +31,7 @@ FIRST = ("test_attention.py", "test_families.py", "test_optimizer.py")
 SUITE: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "ops": ("tests/ops",),
-    "models": ("tests/models", "tests/generate/test_cache.py"),
+    "models": ("tests/models",),
     "optim": ("tests/optim",),
     "DeepSpeed's contract": ("tests/tds/test_deepspeed_contract.py", "tests/tds/test_private_names.py"),
     "tds": ("tests/tds/test_parity.py", "tests/tds/engine/test_engine.py", "tests/tds/p2p/test_exchange.py"),

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from megatron.config import Config, parse
+from megatron.arguments import parse
+from megatron.config import Config
 from megatron.errors import ConfigError
 
 RECIPE = "--batch-size 8 --gas 4 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --tokenizer-path 'a b.json'"

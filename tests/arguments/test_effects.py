@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from megatron.config import Config, engine_dict, parse, resolve_dtype
+from megatron.arguments import engine_dict, parse, resolve_dtype
+from megatron.config import Config
 from megatron.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config import parse
+from megatron.arguments import parse
 from megatron.errors import ConfigError
 from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import ParallelContext

@@ -4,7 +4,8 @@
 calibrated with them. Estimates are made anew in each test, so a change of the planner is held against the measurements.
 After a change of what a step does, record them again on an idle machine (about 8 minutes), look at the table, and copy:
 
-    python benchmarks/plan.py --strict --out runs/plan && cp runs/plan/plan.json tests/planner/recorded/two_cores.json
+    python benchmarks/plan.py --strict --out runs/plan
+    cp runs/plan/plan.json tests/benchmarks/recorded/two_cores.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistakes in the pages and in what makes a site of them."""
+"""Mistakes in the pages, in what makes a site of them, and in where files lie."""
 
 from __future__ import annotations
 
@@ -232,5 +232,12 @@ DOCS_MISTAKES = (
         "    python tools/train_tokenizer.py",
         "`python tools/train_tokenizer.py",
         ("tests/docs/test_tutorial.py::test_every_step_has_something_to_run",),
+    ),
+    Mutant(
+        "a test lies among those of another package",
+        "tests/ops/test_positions.py",
+        "from megatron.ops.positions import relative_buckets",
+        "from megatron.tokenizer import relative_buckets",
+        ("tests/test_layout.py::test_tests_lie_where_their_sources_lie",),
     ),
 )

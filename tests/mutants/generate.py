@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CACHED_GPT2 = (
-    "tests/generate/test_cache.py::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
-)
-CACHED_T5 = "tests/generate/test_cache.py::test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one"
+CACHE = "tests/models/common/test_cache.py"
+CACHED_GPT2 = f"{CACHE}::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
+CACHED_T5 = f"{CACHE}::test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one"
 SAMPLING = "tests/generate/test_sampling.py"
 COMMAND = "tests/generate/test_command.py"
 LAYOUT = f"{COMMAND}::test_every_layout_writes_what_one_process_writes_to_each_prompt_alone"

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from megatron.checkpoint import named_parameters
+from megatron.models.common.parameters import named_parameters
 
 
 class Stage(nn.Sequential):
