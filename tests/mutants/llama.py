@@ -8,7 +8,10 @@ _ROTARY = "tests/ops/test_rotary.py"
 _TURNS = f"{_ROTARY}::test_a_number_and_the_one_half_a_head_away_turn_by_position_times_frequency"
 _THEIRS = "tests/models/llama/test_against_huggingface.py"
 _SAME = f"{_THEIRS}::test_the_same_weights_give_the_same_logits_loss_and_gradients[1-fp64]"
-_CACHED = "tests/models/common/test_cache.py::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
+_CACHED = (
+    "tests/models/common/test_cache.py::"
+    "test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
+)
 _PARITY = "tests/parity/test_llama.py::test_fp64_equals_one_process"
 _ACTS = "tests/parity/test_llama.py::test_each_flag_makes_another_model_or_batch"
 _FORM = "tests/models/llama/test_huggingface.py"
