@@ -278,11 +278,6 @@ def same_resumed(here: Path, whole: Path) -> Found:
     return found, summary
 
 
-def same_fixtures(job: Job) -> Found:
-    here, other = fixtures(job.here.root), fixtures(job.other.root)
-    return compare.differing_names("files under format_1", here, other), f"{len(other)} files"
-
-
 def fixtures(root: Path) -> set[tuple[str, str]]:
     """Return name and checksum of each committed checkpoint file of an older format."""
     return {pair for folder in (root / "tests").rglob("format_1") for pair in checksums(folder.rglob("*"))}
