@@ -20,7 +20,6 @@ from megatron.models.common.memory import Memory
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
-from tools.report_parts import page as report_page
 from tools.report_parts.charts import CHARTS
 from tools.report_parts.folder import RunFolder, at_step, columns, names_of, read_run, thinned
 from tools.report_parts.page import (
@@ -183,7 +182,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     (odd / "stability.jsonl").write_text(damage)
     (odd / "starts.jsonl").write_text(damage)
     broken, unread, good = (make_run(tmp_path / "all" / name) for name in ("broken", "unread", "good"))
-    plain_read, plain_facts = report.read_run, report_page.facts
+    plain_read, plain_facts = report.read_run, facts
 
     def failing_read(path: Path, name: str) -> RunFolder:
         if path == unread:
@@ -194,7 +193,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr(report_page, "facts", failing_facts)
+    monkeypatch.setattr("tools.report_parts.page.facts", failing_facts)
     out = tmp_path / "page.html"
     assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out
