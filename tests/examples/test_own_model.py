@@ -47,7 +47,7 @@ def test_the_blocks_of_the_page_stand_in_the_example_in_their_order() -> None:
     script = SCRIPT.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
     places = [script.find(f"\n\n{block}") for block in blocks]
-    assert len(places) > 4 and -1 not in places and places == sorted(places)
+    assert len(places) >= 4 and -1 not in places and places == sorted(places)
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:

@@ -233,4 +233,11 @@ DOCS_MISTAKES = (
         "`python tools/train_tokenizer.py",
         ("tests/docs/test_tutorial.py::test_every_step_has_something_to_run",),
     ),
+    Mutant(
+        "the page of a model of one's own shows another code than the example",
+        "docs/own_model.md",
+        "        self.num_layers = len(of_layers)\n",
+        "        self.num_layers = len(layers)\n",
+        ("tests/examples/test_own_model.py::test_the_blocks_of_the_page_stand_in_the_example_in_their_order",),
+    ),
 )
