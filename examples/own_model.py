@@ -4,10 +4,10 @@
         --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
     python examples/own_model.py --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
 
-It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path. This file is the
-code of docs/own_model.md, which explains it part by part. Of the flags that describe a model it reads --num-layers,
---hidden-size, --num-attention-heads, --hidden-dropout and --seq-length, and one of its own, --loss-as-layer; those that
-describe the run, the pipeline's among them, act as they do for GPT-2.
+It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path.
+docs/own_model.md explains this file. Of the flags that describe a model it reads --num-layers, --hidden-size,
+--num-attention-heads, --hidden-dropout and --seq-length, and one of its own, --loss-as-layer; those that describe the
+run, the pipeline's among them, act as they do for GPT-2.
 """
 
 from __future__ import annotations

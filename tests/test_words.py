@@ -1,4 +1,4 @@
-"""Words that gave way to the field's: none of them names anything again. docs/glossary.md has the table.
+"""Words that gave way to the field's: none of them names anything again. CHANGELOG.md has the table.
 
 And a module is called by its own name: no import gives it another word.
 """
@@ -399,7 +399,7 @@ def test_a_module_is_called_by_its_name() -> None:
     assert other_words(text, modules) == ["megatron.data.cache as keeper"]
 
 
-def test_the_glossary_has_them_all() -> None:
-    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+def test_the_changelog_has_them_all() -> None:
+    rows = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     wanted = [(name, former) for former, name, _ in FORMER] + [(name, former) for former, name in ATTRIBUTES.items()]
     assert not [pair for pair in wanted if not any(row.startswith(f"| `{pair[0]}` | `{pair[1]}` |") for row in rows)]

@@ -1,4 +1,4 @@
-"""Published runs, and what the planner says of them: ``python -m tests.planner.published`` prints the table.
+"""Published runs, and what the planner says of them: ``python -m tests.planner.published`` prints both tables.
 
 Nothing is tuned for a row: all A100s are one set of numbers, and what a paper does not say is assumed alike for all of
 its rows. Rates are turned into seconds of a step by the paper's own count of FLOPs.
@@ -234,7 +234,19 @@ RUNS = (
 
 
 def table() -> str:
-    """Return the table of docs/planner.md."""
+    """Return the table of docs/planner.md: of the runs of each paper the least and the most."""
+    rows = ["| source | runs | predicted / published | MFU, points |", "|---|---|---|---|"]
+    for source in dict.fromkeys(run.source for run in RUNS):
+        runs = [run for run in RUNS if run.source == source]
+        ratios, points = [run.ratio for run in runs], [run.mfu_points for run in runs]
+        ratio = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
+        point = " to ".join(dict.fromkeys((f"{min(points):+.1f}", f"{max(points):+.1f}")))
+        rows.append(f"| {source} | {len(runs)} | {ratio} | {point} |")
+    return "\n".join(rows) + "\n"
+
+
+def every_run() -> str:
+    """Return a line for each run."""
     rows = ["| source | run | published | step of it, s | predicted, s | predicted / published | MFU, points |"]
     rows.append("|---|---|---|---|---|---|---|")
     for run in RUNS:
@@ -247,4 +259,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table())
+    sys.stdout.write(f"{every_run()}\n{table()}")
