@@ -34,8 +34,8 @@ HOST_READS = (
     Mutant(
         "means are copied to the device",
         "tds/loss.py",
-        "        return torch.full((), mean, dtype=dtype, device=self._device)",
-        "        return torch.tensor(mean, dtype=dtype, device=self._device)",
+        "        return torch.full((), self.numbers[name], dtype=dtype, device=self.device)",
+        "        return torch.tensor(self.numbers[name], dtype=dtype, device=self.device)",
         (PIPELINE,),
     ),
     Mutant(
