@@ -57,6 +57,13 @@ STEPS = (
         refuses=True,
     ),
     Mutant(
+        "a known form is described in every call",
+        "tds/p2p/communicator.py",
+        "        if crossing is None or crossing.fingerprint != fingerprint:\n",
+        "        if True:\n",
+        ("tests/tds/p2p/test_exchange.py::test_an_output_of_a_known_form_is_not_described_again",),
+    ),
+    Mutant(
         "a new declaration is not held against outputs of a known form",
         "tds/p2p/communicator.py",
         "            self.agreed.clear()\n",
