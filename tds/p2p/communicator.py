@@ -411,7 +411,8 @@ class P2PCommunicator(Transport):
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
-        self._told: str | None = None  # the declaration that ``agreed`` was checked against
+        self.declared = declared_boundary(module)
+        self._declaration = declaration(module)  # that ``agreed`` was checked against
         self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
@@ -422,8 +423,8 @@ class P2PCommunicator(Transport):
         """
         self.forget()
         self.action, self.is_training, self.marks_all = None, is_training, marks_all
-        if self._told != (told := declaration(self.module)):
-            self.declared, self._told = declared_boundary(self.module), told
+        if self._declaration != (now := declaration(self.module)):
+            self.declared, self._declaration = declared_boundary(self.module), now
             self.agreed.clear()
         self._posts_ahead = is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)
         place = self.links.stage, self.links.num_stages, self.num_chunks

@@ -63,7 +63,6 @@ class Checkpointer(Callback):
     Attributes:
         loaded: the checkpoint that the run started from; ``origin``: the same, where everything was taken from it.
         saved, saved_step: the newest durable one, and the step of the newest one, which may still be on its way.
-        interval_s: seconds between checkpoints by time; 0: never.
         is_held: amidst bad steps that may lead back to a checkpoint: none is written, and none is deleted.
     """
 
@@ -74,7 +73,6 @@ class Checkpointer(Callback):
         self.saved: Path | None = None
         self.saved_step = -1
         self.saves = Saves()
-        self.interval_s = 0.0
         self.is_held = False
         self._data_loaded = Saved()
 
@@ -86,7 +84,6 @@ class Checkpointer(Callback):
             with trainer.phases.over(LOADING):
                 self.load()
         self.saves.last_at = time.monotonic()
-        self.interval_s = 60 * flags.minutes
         self.saves.background = AsyncSaver(trainer.world.grid.host) if flags.async_save else None
         if not flags.eval_only and (self.place.begins_again or self.is_same_run):
             trainer.resumed_step = trainer.progress.step  # steps behind it have been recorded, and come again
@@ -159,7 +156,7 @@ class Checkpointer(Callback):
         if saves.background is not None:
             self._take(saves.background.poll)  # never waits
         is_due = bool(flags.save_interval) and self.trainer.progress.step % flags.save_interval == 0
-        is_late = self.interval_s > 0 and time.monotonic() - saves.last_at >= self.interval_s
+        is_late = flags.minutes > 0 and time.monotonic() - saves.last_at >= 60 * flags.minutes
         has_failed = saves.failure is not None and flags.on_save_error == "stop"
         if is_due or is_late or has_failed:
             self.trainer.request_save()
