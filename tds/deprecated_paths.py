@@ -78,4 +78,6 @@ def look_up(path: str, name: str, former: Mapping[str, str], home: Mapping[str, 
         return find_moved(path, name, (f"{module}:{name}={new}",), stacklevel=4)
     if name not in home:
         raise AttributeError(f"module {path!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home[name]), name)
+    found = getattr(importlib.import_module(home[name]), name)
+    setattr(sys.modules[path], name, found)  # the package is not asked for it again
+    return found

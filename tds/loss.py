@@ -6,8 +6,8 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping
 from ctypes import c_float
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,32 +56,25 @@ def has_loss_function(loss_fn: Callable[[Any, Any], Any] | None) -> bool:
     return loss_fn is not None and not getattr(loss_fn, "is_identity", False)
 
 
+@dataclass
 class LossMeter:
     """Adds up the losses of one call on the last stage.
 
     Args:
         nominal_weight: what ``Weighted`` totals are divided by in the backward.
         additional: gives more losses to report after each micro-batch, or None; a module's ``get_additional_losses``.
+
+    Attributes:
+        sums: by name, the loss to train on first; filled by the first micro-batch.
+        num_own: how many of them come from the loss function.
     """
 
-    def __init__(
-        self,
-        num_micro_batches: int,
-        nominal_weight: float,
-        device: torch.device,
-        additional: Callable[[], Mapping[str, Any] | None] | None = None,
-    ) -> None:
-        self.num_micro_batches = num_micro_batches
-        self.nominal_weight = nominal_weight
-        self.device = device
-        self.additional = additional
-        self.num_own = 0
-        self.sums: dict[str, Sum] = {}
-
-    @property
-    def is_weighted(self) -> bool | None:
-        """Whether the loss to train on is ``Weighted``; None ahead of the first one."""
-        return next((each.is_weighted for each in self.sums.values()), None)
+    num_micro_batches: int
+    nominal_weight: float
+    device: torch.device
+    additional: Callable[[], Mapping[str, Any] | None] | None = None
+    sums: dict[str, Sum] = field(default_factory=dict, init=False)
+    num_own: int = field(default=0, init=False)
 
     def add(self, loss: Any, micro_batch: int) -> torch.Tensor:
         """Count one micro-batch's losses and return what its backward runs on, before loss scaling.
@@ -90,65 +83,70 @@ class LossMeter:
             TypeError, ValueError: none of the forms above, or another than before.
         """
         losses = named_losses(loss, micro_batch)
-        trained, value = next(iter(losses.items()))
-        num_own = len(losses)
-        for name, more in ((self.additional() if self.additional is not None else None) or {}).items():
-            if name in losses:
-                raise ValueError(f'"{name}" of get_additional_losses() is also a loss of the loss function; rename one')
-            losses[name] = more
-        if self.sums and (list(losses) != list(self.sums) or num_own != self.num_own):
-            raise ValueError(
-                f"the losses must have the same names at each micro-batch, got {list(losses)} at micro-batch "
-                f"{micro_batch} after {list(self.sums)}"
-            )
-        self.num_own = num_own
+        trained, num_own = next(iter(losses)), len(losses)
+        if self.additional is not None and (more := self.additional()):
+            losses = _with_additional(losses, more)
+        if not self.sums:
+            self.num_own = num_own
+            nominal = {True: self.nominal_weight, False: float(self.num_micro_batches)}
+            self.sums = {name: Sum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()}
+        if (list(losses), num_own) != (list(self.sums), self.num_own):
+            raise self._other_names(losses, micro_batch)
         for name, each in losses.items():
-            if name not in self.sums:
-                self.sums[name] = Sum(name, self.nominal_weight if is_weighted(each) else float(self.num_micro_batches))
             self.sums[name].add(each, micro_batch)
-        total = value.total if isinstance(value, Weighted) else value
-        _refuse_untrainable(total, trained, micro_batch)
-        return _wide(total) / self.sums[trained].nominal
+        return _trainable(losses[trained], trained, micro_batch) / self.sums[trained].nominal
+
+    def _other_names(self, losses: dict[str, Any], micro_batch: int) -> ValueError:
+        return ValueError(
+            f"the losses must have the same names at each micro-batch, got {list(losses)} at micro-batch "
+            f"{micro_batch} after {list(self.sums)}"
+        )
 
 
+@dataclass
 class Sum:
     """The sum of one loss over micro-batches, and that of its weights."""
 
-    def __init__(self, name: str, nominal: float) -> None:
-        self.name = name
-        self.nominal = nominal
-        self.is_weighted: bool | None = None
-        self.total: torch.Tensor | None = None
-        self.weight: torch.Tensor | float = 0.0
+    name: str
+    is_weighted: bool
+    nominal: float
+    total: torch.Tensor | float = 0.0
+    weight: torch.Tensor | float = 0.0
 
     def add(self, value: Any, micro_batch: int) -> None:
         """Add a tensor, a number or a ``Weighted``."""
-        if self.is_weighted is None:
-            self.is_weighted = is_weighted(value)
-        elif self.is_weighted != is_weighted(value):
-            raise ValueError(
-                f'the loss "{self.name}" must always have the same form, got {_describe(value)} at micro-batch '
-                f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'one number'}"
-            )
-        total, count = (value.total, value.count) if isinstance(value, Weighted) else (value, 1.0)
-        seen = _wide(_number(total, self.name, "", micro_batch)).detach().reshape(())
-        self.total = seen.clone() if self.total is None else self.total + seen
+        if is_weighted(value) != self.is_weighted:
+            raise self._other_form(value, micro_batch)
+        total, count = (value.total, value.count) if self.is_weighted else (value, 1.0)
+        self.total = self.total + _wide(_number(total, self.name, "", micro_batch)).detach().reshape(())
         if not isinstance(count, (int, float)):
             count = _number(count, self.name, "'s count", micro_batch).detach().to(torch.float64).reshape(())
         self.weight = self.weight + count
 
+    def _other_form(self, value: Any, micro_batch: int) -> ValueError:
+        return ValueError(
+            f'the loss "{self.name}" must always have the same form, got {_describe(value)} at micro-batch '
+            f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'one number'}"
+        )
+
     def numbers(self, device: torch.device) -> torch.Tensor:
         """Return [total / nominal, weight / nominal, is fp64] in fp64."""
-        if self.total is None:
-            return torch.zeros(3, dtype=torch.float64, device=device)
-        is_double = _filled(float(self.total.dtype is torch.float64), device)
-        weight = _filled(self.weight, device) if isinstance(self.weight, (int, float)) else self.weight.to(device)
-        return torch.stack([(self.total.to(device) / self.nominal).double(), weight / self.nominal, is_double])
+        is_double = float(torch.as_tensor(self.total).dtype is torch.float64)
+        return torch.stack([_on(device, n) for n in (self.total / self.nominal, self.weight / self.nominal, is_double)])
 
 
-def _filled(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number in fp64; it is not copied to the device, for which the host would wait."""
+def _on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
+    """Return ``value`` in fp64; a number of the host is not copied to the device, for which the host would wait."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device).double()
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _with_additional(losses: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    for name in more:
+        if name in losses:
+            raise ValueError(f'"{name}" of get_additional_losses() is also a loss of the loss function; rename one')
+    return {**losses, **more}
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
@@ -159,6 +157,11 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
     """
     if isinstance(loss, torch.Tensor) or is_weighted(loss):
         return {"loss": loss}
+    return _named_parts(loss, micro_batch)
+
+
+def _named_parts(loss: Any, micro_batch: int) -> dict[str, Any]:
+    """Return the losses of a dict, a namedtuple, a tuple or a list by name."""
     if isinstance(loss, Mapping):
         named = dict(loss)
     elif isinstance(loss, tuple) and hasattr(loss, "_fields"):
@@ -192,12 +195,15 @@ def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
     return value
 
 
-def _refuse_untrainable(value: Any, name: str, micro_batch: int) -> None:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise TypeError(
-            f'the loss to train on, "{name}", must be a tensor of a floating-point type, got {_describe(value)} at '
-            f"micro-batch {micro_batch}"
-        )
+def _trainable(value: Any, name: str, micro_batch: int) -> torch.Tensor:
+    """Return what of a loss a backward runs on."""
+    value = value.total if isinstance(value, Weighted) else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return _wide(value)
+    raise TypeError(
+        f'the loss to train on, "{name}", must be a tensor of a floating-point type, got {_describe(value)} at '
+        f"micro-batch {micro_batch}"
+    )
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -229,30 +235,54 @@ _SIZE = _NAMES + MAX_BYTES // _PART
 _CHECK_BITS = 20  # squares of checks add up exactly over 8,192 replicas
 
 
-class MeanLosses(NamedTuple):
-    """The mean losses of a global batch: the one to train on, all of the loss function, and all but the first.
+@dataclass(frozen=True)
+class MeanLosses:
+    """The mean losses of a global batch.
 
-    ``numbers`` has all of them on the host, the first one first: to ask the tensors would be to wait for the device.
+    Attributes:
+        numbers: all of them on the host, by name, the one to train on first: to ask tensors would be to wait for the
+            device.
+        doubles: the names of those in fp64.
+        num_own: how many come from the loss function.
     """
 
-    loss: torch.Tensor
-    own: dict[str, torch.Tensor]
-    additional: dict[str, torch.Tensor]
     numbers: dict[str, float]
+    doubles: frozenset[str]
+    num_own: int
+    device: torch.device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a mean on the device."""
+        dtype = torch.float64 if name in self.doubles else torch.float32
+        return torch.full((), self.numbers[name], dtype=dtype, device=self.device)  # a copy would be waited for
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The one to train on."""
+        return self.tensor(next(iter(self.numbers)))
+
+    @property
+    def own(self) -> dict[str, torch.Tensor]:
+        """Those of the loss function."""
+        return {name: self.tensor(name) for name in list(self.numbers)[: self.num_own]}
+
+    @property
+    def additional(self) -> dict[str, torch.Tensor]:
+        """All but the one to train on."""
+        return {name: self.tensor(name) for name in list(self.numbers)[1:]}
 
 
+@dataclass
 class LossReduction:
     """What all replicas' losses came to, the same on every rank; the host waits for it when it is first asked for."""
 
-    def __init__(self, sent: torch.Tensor, num_replicas: int) -> None:
-        self._sent = sent
-        self._num_replicas = num_replicas
-        self._device = sent.device
-        self._read: list[float] = []
+    sent: torch.Tensor
+    num_replicas: int
+    _read: list[float] = field(default_factory=list, init=False)
 
     def read(self, *more: torch.Tensor) -> list[float]:
         """Wait for the losses and for single numbers of the same device, all at once, and return the latter."""
-        every = torch.cat([self._sent, *(each.to(self._sent.dtype).reshape(1) for each in more)]).tolist()
+        every = torch.cat([self.sent, *(each.to(self.sent.dtype).reshape(1) for each in more)]).tolist()
         self._read = every[:_SIZE]
         return every[_SIZE:]
 
@@ -274,32 +304,24 @@ class LossReduction:
         Raises:
             ValueError: replicas whose losses have different names.
         """
-        number, num_own, check, squares = (each / self._num_replicas for each in self._numbers[:_HEAD])
+        _, num_own, check, squares = (each / self.num_replicas for each in self._numbers[:_HEAD])
         if squares != check**2:
             raise ValueError(
-                f"the losses must have the same names on each of the {self._num_replicas} replicas, got "
+                f"the losses must have the same names on each of the {self.num_replicas} replicas, got "
                 "different ones. Return each loss always, and as tds.Weighted(0, 0) where there is nothing to count."
             )
-        names = _read(tuple(self._numbers[_NAMES:]))
-        numbers = dict(zip(names, (self._mean(i) for i in range(int(number))), strict=True))
-        values = {name: self._as_tensor(mean, i) for i, (name, mean) in enumerate(numbers.items())}
-        own = dict(list(values.items())[: int(num_own)])
-        return MeanLosses(values[names[0]], own, {name: values[name] for name in names[1:]}, numbers)
-
-    def _mean(self, index: int) -> float:
-        """Return a mean as its type holds it."""
-        total, weight, is_double = self._numbers[_HEAD + 3 * index : _HEAD + 3 * index + 3]
-        mean = total / weight if weight > 0 else 0.0
-        return mean if is_double else c_float(mean).value
-
-    def _as_tensor(self, mean: float, index: int) -> torch.Tensor:
-        dtype = torch.float64 if self._numbers[_HEAD + 3 * index + 2] else torch.float32
-        return torch.full((), mean, dtype=dtype, device=self._device)  # not a copy, which the host would wait for
+        numbers, doubles = {}, set()
+        for place, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
+            total, weight, is_double = self._numbers[_HEAD + 3 * place : _HEAD + 3 * place + 3]
+            mean = total / weight if weight > 0 else 0.0
+            numbers[name] = mean if is_double else c_float(mean).value  # as its type holds it
+            doubles.update([name] if is_double else [])
+        return MeanLosses(numbers, frozenset(doubles), int(num_own), self.sent.device)
 
 
 def all_reduce_loss(
-    meter: LossMeter | None, *, data_group: Any, data_size: int, pipe_group: Any, pipe_size: int, last_rank: int,
-    device: torch.device,
+    meter: LossMeter | None, device: torch.device, *, data_group: Any = None, data_size: int = 1,
+    pipe_group: Any = None, pipe_size: int = 1, last_rank: int = 0,
 ) -> LossReduction:  # fmt: skip
     """Return what the losses came to, the same on every rank of the pipelines. Collective.
 

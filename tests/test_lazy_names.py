@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from megatron import mpu
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -25,3 +27,7 @@ def test_no_file_has_the_name_of_what_its_package_gives_out_on_first_use() -> No
         names = {ast.literal_eval(key) for key in keys}
         assert not names & beside, init
     assert sum(bool(tables_of(init)) for init in inits) > 5
+
+
+def test_a_name_is_looked_up_once() -> None:
+    assert mpu.vocab_range is vars(mpu)["vocab_range"]

@@ -55,11 +55,15 @@ def known_or_nan(
     try:
         torch._assert_async(~wrong.any())  # the same code on a device would not wait, but end the process
     except RuntimeError as error:
-        raise ValueError(
-            f"labels of tokens that count must be 0 to {vocab_size - 1}, got {int(targets[wrong][0])} at the first of "
-            f"{int(wrong.sum())} tokens. Set loss_mask to 0 there, or --vocab-size to that of the data"
-        ) from error
+        raise _outside(targets[wrong], vocab_size) from error
     return weights
+
+
+def _outside(labels: torch.Tensor, vocab_size: int) -> ValueError:
+    return ValueError(
+        f"labels of tokens that count must be 0 to {vocab_size - 1}, got {int(labels[0])} at the first of "
+        f"{len(labels)} tokens. Set loss_mask to 0 there, or --vocab-size to that of the data"
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -64,11 +64,21 @@ def broadcast_data(
     Raises:
         TypeError: a tensor of the first rank has another type.
     """
-    names = list(keys)
-    if group.size == 1:
-        return {name: _on_device(name, data, dtype, device) for name in names}
+    if group.size > 1:
+        return _broadcast(list(keys), data, dtype, group, device, host or group)
+    return {name: _on_device(name, data, dtype, device) for name in keys}
+
+
+def _broadcast(
+    names: list[str],
+    data: Mapping[str, torch.Tensor] | None,
+    dtype: torch.dtype,
+    group: Group,
+    device: torch.device,
+    host: Group,
+) -> dict[str, torch.Tensor]:
     tensors = [_on_device(name, data, dtype, device) for name in names] if group.rank == 0 else []
-    shapes = _broadcast_shapes(tensors, len(names), host or group)
+    shapes = _broadcast_shapes(tensors, len(names), host)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     if group.rank == 0:
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in tensors])

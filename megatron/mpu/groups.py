@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,10 +23,10 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     handle: Any = None
+    size: int = field(init=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
     def gather_objects(self, value: Value) -> list[Value]:
         """Return what each rank gives, in rank order, on every rank; pickled on the way. Collective."""

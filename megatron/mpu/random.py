@@ -64,15 +64,8 @@ class DropoutStreams:
     def key(self, layer: int, site: str, is_cut: bool) -> int:
         """Return the generator seed for one mask; ``layer`` may be a tensor of one number."""
         tensor_rank = self.tensor_rank if is_cut else -1
-        place = (
-            self.seed,
-            self.position.step,
-            self.position.micro_batch,
-            self.data_rank,
-            tensor_rank,
-            int(layer),
-            site,
-        )
+        at = self.position
+        place = (self.seed, at.step, at.micro_batch, self.data_rank, tensor_rank, int(layer), site)
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
 
     @contextmanager

@@ -43,8 +43,11 @@ class GradScaler:
 
     def update(self, has_overflow: bool) -> None:
         """Take note of one step."""
-        if not self.is_dynamic:
-            return
+        if self.is_dynamic:
+            self._follow(has_overflow)
+
+    def _follow(self, has_overflow: bool) -> None:
+        """Double or halve the factor, or leave it."""
         if has_overflow:
             self.good_steps = 0
             if self.overflows_left > 1:

@@ -44,6 +44,9 @@ class MainParams:
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
         arrival: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
+
+    Attributes:
+        are_apart: a parameter is not its own master: an update is to be brought into it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class MainParams:
         self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.are_apart = False
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, ParamPartition] = {}
@@ -74,7 +78,7 @@ class MainParams:
             parameter.data = parameter.data.to(dtype)
         self.of[parameter] = parameter
         if cut is not None or not is_wide or self.offload.optimizer:
-            self.of[parameter] = self._make(parameter, cut, is_wide)
+            self.of[parameter], self.are_apart = self._make(parameter, cut, is_wide), True
         parameter.data = parameter.data.to(dtype)
         if cut is not None and self._has_homes:
             self.homes[parameter] = self._home(parameter, cut, is_wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.shard import Shard, global_norm, shard_of
+from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.main_params import (
     EngineGradients,
@@ -24,7 +25,7 @@ from megatron.optim.main_params import (
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
-from tds.gradients import clip_coefficient, is_counted_in_norm
+from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 
@@ -252,7 +253,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def sum_partial_gradients(self) -> None:
         """Add up, over the tensor ranks, what each has of its part of the sequence. Collective.
 
-        ``step`` does it first; who reads gradients ahead of it calls this.
+        ``norm_of_sums`` does it first; who reads gradients ahead of it calls this.
         """
         self._partial.sum(self._gradients.of)
 
@@ -266,7 +267,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if self._units is not None:
             self._units.check()
-        self.sum_partial_gradients()
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
         norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor
         self._global_grad_norm = norm
@@ -275,7 +275,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if not self.overflow and not self.was_refused:
             self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
             self.update_masters()
-            self.copy_masters_to_parameters()
+            if self._masters.are_apart:
+                self.copy_masters_to_parameters()
         if not self.was_refused:
             self.scaler.update(self.overflow)
         self.zero_grad()
@@ -298,7 +299,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update_masters(self) -> None:
         """Let the inner optimizer step on the gradients that the masters have, as they are."""
-        with self._masters.contiguous():
+        with self._masters.contiguous() if self._masters.are_apart else nullcontext():
             self.inner.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,10 +327,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return (parameter, gradient) pairs in the order of the groups."""
-        for parameter in self._masters.of:
-            gradient = self.gradient_of(parameter)
-            if gradient is not None:
-                yield parameter, gradient
+        return [(parameter, self._gradients.of(parameter)) for parameter in self._masters.of]
 
     def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         master = self._masters.adopt(parameter, dtype)
@@ -344,18 +342,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def counted_gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return the (parameter, gradient) pairs that this rank counts in sums over the model and the holders."""
+        return [(p, self._gradients.of(p)) for p in self._counted]
+
+    @functools.cached_property
+    def _counted(self) -> list[torch.nn.Parameter]:
         rank, counts = self.tensor_group.rank, self._gradients.is_counted_in_norm
-        return [(p, g) for p, g in self.gradients() if is_counted_in_norm(p, rank) and counts(p)]
+        return [p for p in self._masters.of if is_counted_in_norm(p, rank) and counts(p)]
 
     def norm_of_sums(self) -> torch.Tensor:
         """Return the norm of the summed gradients as they lie, with loss scale and without ``gradient_factor``.
 
         Collective. Nothing waits for it: it may be brought to the host together with other numbers.
         """
-        self.sum_partial_gradients()
+        if self.tensor_group.size > 1:
+            self.sum_partial_gradients()
         counted = [gradient for _, gradient in self.counted_gradients()]
         device = next((parameter.device for parameter in self._masters.of), None)
-        return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device)
+        return global_norm(counted, [self._gradients.holders.handle, self.model_group.handle], device)
 
     def _is_refused(self, norm: float) -> bool:
         if self.judge is not None:
@@ -384,13 +387,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _hand_to_masters(self, factor: float) -> None:
         """Give each master its part of the gradient, times ``factor``."""
-        parts = {self.master_of(p): self._gradients.part(p) for p in self._masters.of}
+        parts = {master: self._gradients.part(p) for p, master in self._masters.of.items()}
+        gradients = list(parts.values())
         if factor != 1.0:
-            torch._foreach_mul_(list(parts.values()), factor)
-        for master, gradient in zip(parts, self._beside(parts), strict=True):
+            torch._foreach_mul_(gradients, factor)
+        if self._masters.offload.optimizer:
+            gradients = self._beside(parts)
+        for master, gradient in zip(parts, gradients, strict=True):
             master.grad = gradient
 
-    def _beside(self, parts: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _beside(self, parts: Mapping[torch.nn.Parameter, torch.Tensor]) -> list[torch.Tensor]:
         """Return each part where its master lies."""
         gradients = list(parts.values())
         if all(master.device == part.device for master, part in parts.items()):

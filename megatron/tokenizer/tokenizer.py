@@ -275,7 +275,7 @@ class Tokenizer(ABC):
         """Whether the vocabulary has an end-of-document token."""
         return self.eod_name is not None
 
-    @property
+    @cached_property
     def eod_id(self) -> int:
         """The id of the end-of-document token.
 

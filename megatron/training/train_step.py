@@ -93,16 +93,19 @@ class FiniteLossCheck:
 
     def _allows(self, norm: float) -> bool:
         if not math.isfinite(self._loss):
-            gathers = " If it is so from the first step on, weights are read outside of the forward of a module that "
-            gathers += "has them, which --zero-stage 3 gathers them for: use --zero-stage 2."
-            raise LossError(
-                f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
-                "the samples, or leave such steps out with --stability-guard skip."
-                + (gathers if self._optimizer.gathers_weights else "")
-            )
+            raise LossError(self._not_finite_text())
         if not math.isfinite(norm):
             raise NumericsError(self._optimizer.not_finite_text(norm))
         return True
+
+    def _not_finite_text(self) -> str:
+        gathers = " If it is so from the first step on, weights are read outside of the forward of a module that has "
+        gathers += "them, which --zero-stage 3 gathers them for: use --zero-stage 2."
+        return (
+            f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
+            "the samples, or leave such steps out with --stability-guard skip."
+            + (gathers if self._optimizer.gathers_weights else "")
+        )
 
 
 def result_of(loss: float, scale: float, optimizer: MixedPrecisionOptimizer, losses: dict[str, float]) -> StepResult:
@@ -248,6 +251,8 @@ class SingleStageEngine:
         meter = LossMeter(number, nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
+        sums_gradients = self.optimizer.sums_gradients
+        works_in_backward = sums_gradients or self.optimizer.gathers_weights
         began = self._clock.mark()
         for micro_batch in range(number):
             self.streams.position = DropoutKey(step, micro_batch, number)
@@ -255,17 +260,21 @@ class SingleStageEngine:
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
             share = meter.add(as_weighted(loss), micro_batch)
-            self.has_weighted_loss = meter.is_weighted
+            self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = share.detach()
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
-            if micro_batch == number - 1:
+            if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
-            self.optimizer.end_micro_batch()
+            if works_in_backward:
+                self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
         self.on_activity(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
-        self._sum_over_replicas()
+        if sums_gradients:
+            self.optimizer.scale_gradients(1.0)
+        elif self.grid.data.size > 1:  # what sums are multiplied by is left to the optimizer
+            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
         read_ahead(data)
         read_with_norm(self.optimizer, agreement)
         return self._update(*_loss_values(agreement.means()))
@@ -290,25 +299,10 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
-    def _sum_over_replicas(self) -> None:
-        """Have the sums of the gradients over the replicas; what they are multiplied by is left to the optimizer."""
-        if self.optimizer.sums_gradients:
-            self.optimizer.scale_gradients(1.0)
-        elif self.grid.data.size > 1:
-            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
-
     def _agree(self, meter: LossMeter) -> LossReduction:
         """Return what the losses of all replicas came to. Collective."""
         data = self.grid.data
-        return all_reduce_loss(
-            meter,
-            data_group=data.handle,
-            data_size=data.size,
-            pipe_group=None,
-            pipe_size=1,
-            last_rank=self.grid.rank,
-            device=self.device,
-        )
+        return all_reduce_loss(meter, self.device, data_group=data.handle, data_size=data.size)
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
         scale = self.optimizer.loss_scale

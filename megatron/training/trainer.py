@@ -107,6 +107,7 @@ class Trainer:
     """Takes the steps of a run, and calls its callbacks around them. One on every rank; all of it is collective.
 
     Attributes:
+        sizes: the samples of a step over all replicas, by samples consumed.
         progress: steps, updates and samples up to now.
         samples: of the step that is being taken, or was the last.
         learning_rate, last_loss: of that step; None ahead of the first.
@@ -132,6 +133,7 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or Sections()
         self.lr_scheduler = make_learning_rate(config)
+        self.sizes = config.batch.sizes(world.grid.data.size)
         self.progress = TrainState()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
@@ -188,9 +190,10 @@ class Trainer:
 
     def train_step(self) -> StepResult:
         """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
-        progress, batch, replicas = self.progress, self.config.batch, self.world.grid.data.size
-        count = batch.sizes(replicas).at(progress.samples_consumed)
-        self.samples = StepSamples(progress.step + 1, progress.samples_consumed, count, batch.batch_size, replicas)
+        progress, start = self.progress, self.progress.samples_consumed
+        count = self.sizes.at(start)
+        place = self.config.batch.batch_size, self.world.grid.data.size
+        self.samples = StepSamples(progress.step + 1, start, count, *place)
         self.learning_rate = self.lr_scheduler.at(progress.updates)
         set_learning_rate(self.engine.optimizer, self.learning_rate)
         self.call("on_step_start")

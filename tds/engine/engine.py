@@ -67,7 +67,8 @@ def finish(
     with collective_scope(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
         if gradients.are_multiplied_in_step:
-            add_up_replicas(engine, gradients, reducer, 1.0)
+            if engine.grid.data_parallel_size > 1:
+                add_up_replicas(engine, gradients, reducer, 1.0)
             read_with_norm(engine.optimizer, agreement)
         else:
             add_up_replicas(engine, gradients, reducer, agreement.factor)
@@ -79,8 +80,9 @@ def finish(
             engine.on_loss(means.loss)
     take_step(engine, gradients)
     engine.agg_train_loss, engine.agg_additional_losses = means.loss, means.additional or None
-    monitor.write_training(engine, means)
-    return means.loss
+    if engine.monitor.enabled:
+        monitor.write_training(engine, means)
+    return engine.agg_train_loss
 
 
 def add_up_tied(engine: EngineParts, gradients: GradientSource) -> None:
@@ -139,16 +141,12 @@ def trained(engine: EngineParts) -> list[torch.nn.Parameter]:
     return [p for p in engine.module.parameters() if p.requires_grad]
 
 
-def refuse_unfrozen(
-    engine: EngineParts, gradients: GradientSource | None, known: Collection[torch.nn.Parameter]
-) -> None:
+def refuse_unfrozen(engine: EngineParts, known: Collection[torch.nn.Parameter]) -> None:
     """Raise where a weight has been unfrozen that DeepSpeed's optimizer would never update.
 
     Args:
         known: the parameters that were trained when the optimizer put them into buffers of its own.
     """
-    if gradients is None or gradients.takes_unfrozen:
-        return
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise RuntimeError(
@@ -294,7 +292,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch needs gradients, which are switched off here; use eval_batch under no_grad")
-        if data_iter is not None:
+        if data_iter is not None and data_iter is not self.data_iterator:
             self.set_dataiterator(data_iter)
         self.module.train()
         if self._has_untaken_gradients:
@@ -304,7 +302,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             self._stage.exchange.window = self._plan.window(self.micro_batches)
             with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
-            self._log_split_layers()
+            if self._stage.splits and not self._has_logged_split:
+                self._log_split_layers()
             loss = finish(self, call.meter, self._gradients, call.reducer, call.source)
         self.micro_steps += self.micro_batches
         return loss
@@ -362,7 +361,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         return self.agg_additional_losses
 
     def _training_call(self) -> Call:
-        refuse_unfrozen(self, self._gradients, self._trained_at_start)
+        if self._gradients is not None and not self._gradients.takes_unfrozen:
+            refuse_unfrozen(self, self._trained_at_start)
         if self._reducer is not None:
             self._reducer.reset()
         return Call(
@@ -396,8 +396,6 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
     def _log_split_layers(self) -> None:
         """Say once, on one rank of each stage, whose backward a schedule could split."""
-        if self._has_logged_split or not self._stage.splits:
-            return
         self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
             told = self._stage.splitter.describe_split(dict(self.module.named_parameters()))

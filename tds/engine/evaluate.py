@@ -95,10 +95,10 @@ def agree(engine: EngineParts, meter: LossMeter) -> LossReduction:
     with collective_scope(engine.stage_id, "agreeing on the loss"):
         return all_reduce_loss(
             meter if engine.is_last_stage() else None,
+            torch.device(engine.device),
             data_group=grid.get_data_parallel_group(),
             data_size=grid.data_parallel_size,
             pipe_group=grid.get_pipe_parallel_group(),
             pipe_size=grid.pipe_parallel_size,
             last_rank=grid.stage_to_global(engine.num_stages - 1),
-            device=engine.device,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -180,18 +181,9 @@ def describe_structure(value: Any, depth: int = 0) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def as_pair(batch: Any, origin: str) -> tuple[Any, Any]:
-    """Return (inputs, labels) of a micro-batch.
-
-    Args:
-        origin: who gave it, for the message.
-
-    Raises:
-        TypeError: it is no pair.
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise TypeError(
+def no_pair(batch: Any, origin: str) -> TypeError:
+    """Return the error for a micro-batch that is not (inputs, labels), and came from ``origin``."""
+    return TypeError(
         f"a micro-batch must be {BATCH_STRUCTURE}, got {describe_structure(batch)} from {origin}. {_advice(batch)}"
     )
 
@@ -257,6 +249,7 @@ def _advice_on_parts(parts: tuple[Any, ...]) -> str:
 # Micro-batches for the first and the last stage.
 
 
+@dataclass
 class BatchSource:
     """Reads (inputs, labels) from an iterator through the user's batch function.
 
@@ -271,28 +264,23 @@ class BatchSource:
         checksums: of each micro-batch, where they are to be compared.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any] | None,
-        batch_fn: Callable[[Any], Any] | None,
-        stage: int,
-        agreement: DataConsistency | None = None,
-    ) -> None:
-        if iterator is not None and not hasattr(iterator, "__next__"):
+    iterator: Iterator[Any] | None
+    batch_fn: Callable[[Any], Any] | None
+    stage: int
+    agreement: DataConsistency | None = None
+    ended_at: int | None = field(default=None, init=False)
+    checksums: list[int] = field(default_factory=list, init=False)
+    _number: int = field(default=0, init=False)
+    _fetched: list[Any] = field(default_factory=list, init=False)
+    _last: Any = field(default=None, init=False)
+    _first: tuple[Any, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.iterator is not None and not hasattr(self.iterator, "__next__"):
             raise TypeError(
-                f"train_batch and eval_batch take an iterator, got {type(iterator).__name__}. Make one by iter(...), "
-                "once ahead of all steps"
+                f"train_batch and eval_batch take an iterator, got {type(self.iterator).__name__}. Make one by "
+                "iter(...), once ahead of all steps"
             )
-        self.iterator = iterator
-        self.batch_fn = batch_fn
-        self.stage = stage
-        self.agreement = agreement
-        self.ended_at: int | None = None
-        self.checksums: list[int] = []
-        self._number = 0
-        self._fetched: list[Any] = []
-        self._last: Any = None
-        self._first: tuple[Any, Any] | None = None
 
     def begin(self, reads: bool) -> None:
         """Read the first micro-batch, so that an iterator at its end raises before anything is on its way. Collective.
@@ -355,11 +343,12 @@ class BatchSource:
         batch = None if self.iterator is None else self._given(self.iterator)
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
-        pair = as_pair(batch, f"{self._origin()} on stage {self.stage}")
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise no_pair(batch, f"{self._origin()} on stage {self.stage}")
         self._number += 1
         if self.agreement is not None and self.agreement.compares:
-            self.checksums.append(checksum(pair))
-        return pair
+            self.checksums.append(checksum(batch))
+        return batch[0], batch[1]
 
     def _given(self, iterator: Iterator[Any]) -> Any:
         """Return what the iterator gives; once it has ended what it gave last, which ``end`` will tell."""

@@ -343,31 +343,37 @@ class EngineMonitor:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch, measure and record one train_batch; an error loses nothing of what was recorded."""
+        """Watch and measure one train_batch, and record it where that is asked for."""
+        self._stage.span = None
+        has_readers = self._tracing is not None or self._auto is not None
+        with self.watchdog.over("in train_batch"), self._recording() if has_readers else nullcontext():
+            yield
+            if self._stage.span is not None:
+                began, ended = self._stage.span
+                self._bubble.note(began, ended, list(self._exchange.waits))
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record the actions of a step for the trace and "auto"; an error loses nothing of what was recorded."""
         if self._auto is not None:
             self._auto.before_step(self._engine.micro_batches)
         is_traced = self._tracing is not None and self._tracing.wants_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
         about = {"step": self._engine.global_steps, "schedule": self._plan.name}
         self._stage.recorder = self._recorder if is_recorded else None
-        self._stage.span = None
         work: list[Work] | None = None
         is_whole = False
-        with self.watchdog.over("in train_batch"):
-            try:
-                yield
-                is_whole = True
-            finally:
-                self._stage.recorder = None
-                if is_recorded:
-                    work = self._recorder.take(is_whole=is_whole)
-                if is_traced and work is not None and self._tracing is not None:
-                    self._tracing.write(work, num_micro_batches=self._engine.micro_batches, **about)
-            if self._stage.span is not None:
-                began, ended = self._stage.span
-                self._bubble.note(began, ended, list(self._exchange.waits))
-            if self._auto is not None:
-                self._auto.observe(work, self._engine.micro_batches)
+        try:
+            yield
+            is_whole = True
+        finally:
+            self._stage.recorder = None
+            if is_recorded:
+                work = self._recorder.take(is_whole=is_whole)
+            if is_traced and work is not None and self._tracing is not None:
+                self._tracing.write(work, num_micro_batches=self._engine.micro_batches, **about)
+        if self._auto is not None:
+            self._auto.observe(work, self._engine.micro_batches)
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:

@@ -147,9 +147,32 @@ class InFlight:
     loss: torch.Tensor | None = None
 
 
-def last_of_chunks(actions: Sequence[Action]) -> set[Action]:
-    """Return the actions after which all gradients of their chunk are final."""
-    return set({a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}.values())
+@dataclass(frozen=True)
+class Program:
+    """What follows from the actions of a call on one stage.
+
+    Attributes:
+        messages: of each action: what it waits for and what it sends when done; None: the data, the loss.
+        last: the actions after which all gradients of their chunk are final.
+        put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
+        reads: a micro-batch is read from the data.
+    """
+
+    messages: dict[Action, tuple[Message | None, Message | None]]
+    last: frozenset[Action]
+    put_off: frozenset[tuple[int, int]]
+    reads: bool
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(actions: tuple[Action, ...], stage: int, num_stages: int, num_chunks: int) -> Program:
+    """Return what follows from ``actions``; found once for all calls that have the same."""
+    place = stage, num_stages, num_chunks
+    messages = {action: (received(action, *place), sent(action, *place)) for action in actions}
+    last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
+    put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
+    reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
+    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
 
 
 # One stage at work: what each action of a schedule does here.
@@ -175,8 +198,7 @@ class Stage:
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
-        self._last: set[Action] = set()
-        self._put_off: set[tuple[int, int]] = set()
+        self._program = program_of((), self.index, self.num_stages, self.num_chunks)
         self._broken_by: str | None = None
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
@@ -188,7 +210,7 @@ class Stage:
     @property
     def splits(self) -> bool:
         """True if the actions of the last run put gradients of weights off."""
-        return bool(self._put_off)
+        return bool(self._program.put_off)
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
         """Do ``actions`` in order. Collective: the other stages do theirs.
@@ -199,18 +221,14 @@ class Stage:
         self._refuse_if_broken()
         self._in_flight.clear()
         self.splitter.clear()
-        self._last = last_of_chunks(actions)
-        self._put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
-        call.source.begin(any(self._reads(action) for action in actions))
+        self._program = program_of(tuple(actions), self.index, self.num_stages, self.num_chunks)
+        call.source.begin(self._program.reads)
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
             began = self.exchange.clock.mark()
             self._do(actions, call)
             self.span = (began, self.exchange.clock.mark())
             self.exchange.finish()
-
-    def _reads(self, action: Action) -> bool:
-        return isinstance(action, Forward) and None in self._messages(action)
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -246,7 +264,7 @@ class Stage:
 
     def forward(self, action: Action, call: Call) -> None:
         """Run the layers on one micro-batch; send the output on, or take the loss."""
-        incoming, outgoing = self._messages(action)
+        incoming, outgoing = self._program.messages[action]
         labels = None
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
@@ -274,7 +292,7 @@ class Stage:
         """Run the whole backward of one micro-batch; send the gradients of what came in back."""
         with self._making_final(action, call):
             self._run_backward(action, call)
-        if call.reducer is not None and action in self._last:
+        if call.reducer is not None and action in self._program.last:
             call.reducer.register_chunk_ready(action.chunk)
 
     def backward_input(self, action: Action, call: Call) -> None:
@@ -284,7 +302,7 @@ class Stage:
     def backward_weight(self, action: Action, call: Call) -> None:
         """Compute the gradients of weights that ``backward_input`` put off."""
         gradients = _gradients(call)
-        reducer = call.reducer if action in self._last else None
+        reducer = call.reducer if action in self._program.last else None
         starts_early = reducer is not None and gradients.come_in_hooks
         if reducer is not None and starts_early:
             reducer.register_chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
@@ -296,7 +314,7 @@ class Stage:
             reducer.register_chunk_ready(action.chunk)
 
     def _run_backward(self, action: Action, call: Call) -> None:
-        incoming, outgoing = self._messages(action)
+        incoming, outgoing = self._program.messages[action]
         gradients = _gradients(call)
         arrived = [] if incoming is None else self.exchange.recv_backward(incoming)
         state = self._in_flight.pop(_key(action))
@@ -314,7 +332,7 @@ class Stage:
 
     def _splitting(self, action: Action) -> AbstractContextManager[None]:
         """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
-        return self.splitter.active() if _key(action) in self._put_off else nullcontext()
+        return self.splitter.active() if _key(action) in self._program.put_off else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
         is_on = getattr(self.module, "activation_checkpoint_interval", 0)
@@ -325,15 +343,11 @@ class Stage:
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
-        if call.reducer is None or action not in self._last or self.splits or call.recomputes_reentrantly:
+        if call.reducer is None or action not in self._program.last or self.splits or call.recomputes_reentrantly:
             return nullcontext()
         if not _gradients(call).come_in_hooks:
             return nullcontext()
         return call.reducer.last_backward(action.chunk)
-
-    def _messages(self, action: Action) -> tuple[Message | None, Message | None]:
-        place = self.index, self.num_stages, self.num_chunks
-        return received(action, *place), sent(action, *place)
 
     def _finish_forward(self, action: Action, call: Call, output: Any, labels: Any, leaves: list[torch.Tensor]) -> None:
         """On the last stage: take the loss, or keep the output where none is wanted."""

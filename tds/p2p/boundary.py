@@ -81,6 +81,11 @@ Records = tuple[Boundary, ...]
 Declared = Records | dict[int, Records] | None
 
 
+def declaration(module: Any) -> str:
+    """Return a text that changes with what ``module`` declares."""
+    return repr([getattr(module, name, None) for name in ("boundary", *LISTS)])
+
+
 def declared_boundary(module: Any) -> Declared:
     """Return the records that ``module`` declares, by records or by the three lists; None if it declares nothing.
 
@@ -195,8 +200,10 @@ def flatten(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
     Raises:
         TypeError: no tensor, nor a plain tuple, list or dict of tensors; dict keys that are no strings.
     """
-    if isinstance(output, torch.Tensor):
-        return (output,), SINGLE
+    return ((output,), SINGLE) if isinstance(output, torch.Tensor) else _flatten_container(output)
+
+
+def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
     if type(output) is dict:
         tensors, structure = tuple(output.values()), Structure(dict, tuple(output))
     elif type(output) in (tuple, list):
@@ -406,7 +413,7 @@ def check_same(
         )
 
 
-def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, *, is_training: bool) -> None:
+def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, is_training: bool) -> None:
     """Raise unless what a header announces matches this rank's own declaration."""
     if records is None:
         return

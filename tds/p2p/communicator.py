@@ -4,6 +4,7 @@ lost peers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from tds.p2p.boundary import (
     TensorMeta,
     check_received,
     check_same,
+    declaration,
     declared_boundary,
     decode_header,
     describe,
@@ -332,7 +334,7 @@ class Transport:
 # One call of train_batch or eval_batch is one ``begin`` ... ``finish``. Messages of one kind from one neighbour go in
 # the order of the schedule, so none carries a number. A header with shapes and dtypes goes ahead of the first
 # activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
-# that they answer.
+# that they answer. The header is mostly that of the call before: then both sides go on with the form that they have.
 
 RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
 """How many receives wait for their message while the stage works. Gradients have a whole forward and backward to arrive
@@ -346,22 +348,42 @@ Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 @dataclass
 class BoundaryTensors:
-    """The agreed form of one boundary during one call, or with ``dynamic_shape`` of one micro-batch."""
+    """The agreed form of one boundary; kept for the calls that follow, whose header is mostly the same.
+
+    ``fingerprint``: of the output that was described, on the sender's side.
+    """
 
     specs: tuple[TensorMeta, ...]
     structure: Structure
     activations: PackedLayout
     gradients: PackedLayout
+    header: torch.Tensor
     fingerprint: Fingerprint | None = None
 
     @classmethod
-    def of(cls, specs: tuple[TensorMeta, ...], structure: Structure, cut: Slice) -> BoundaryTensors:
+    def of(
+        cls, specs: tuple[TensorMeta, ...], structure: Structure, cut: Slice, header: torch.Tensor,
+        fingerprint: Fingerprint | None = None,
+    ) -> BoundaryTensors:  # fmt: skip
         with_grad = [spec for spec in specs if spec.needs_grad]
-        return cls(specs, structure, PackedLayout(specs, cut), PackedLayout(with_grad, cut))
+        return cls(specs, structure, PackedLayout(specs, cut), PackedLayout(with_grad, cut), header, fingerprint)
 
     def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of the message's ``tensors`` that have a gradient."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
+
+
+@functools.lru_cache(maxsize=16)
+def expected_messages(
+    actions: tuple[Action, ...], stage: int, num_stages: int, num_chunks: int, is_dynamic: bool
+) -> dict[Kind, list[Message]]:
+    """Return what comes in while a stage does ``actions``, in order, with a header ahead of each new form."""
+    messages = [received(action, stage, num_stages, num_chunks) for action in actions]
+    expected = {kind: [m for m in messages if m is not None and m.kind is kind] for kind in Kind}
+    first: dict[tuple[int, int], Message] = {}
+    for message in expected[Kind.ACTIVATION]:
+        first.setdefault((message.micro_batch if is_dynamic else 0, message.chunk), message)
+    return expected | {Kind.HEADER: list(first.values())}
 
 
 class P2PCommunicator(Transport):
@@ -370,6 +392,12 @@ class P2PCommunicator(Transport):
     Args:
         module: declares what crosses; read anew at each call.
         is_dynamic: shapes may change within a call.
+
+    Attributes:
+        incoming, outgoing: the form of each boundary that was announced in this call, with ``dynamic_shape`` of each
+            micro-batch.
+        agreed: the last one of each boundary, by what is expected of it: only another one is described, checked
+            against the declaration and laid out anew.
     """
 
     def __init__(self, links: StageLinks, module: Any = None, *, num_chunks: int = 1, is_dynamic: bool = False) -> None:
@@ -380,16 +408,11 @@ class P2PCommunicator(Transport):
         self._has_run: set[bool] = set()  # training, evaluation
         self._posts_ahead = True
         self.window = None  # tds.schedule.simulate says which limit a schedule runs with; it sets it ahead of a call
-        self._reset(is_training=False)
-
-    def _reset(self, is_training: bool) -> None:
-        self.forget()
-        self.action = None
-        self.is_training = is_training
-        self.declared = declared_boundary(self.module)
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
-        self._expected: dict[Kind, deque[Message]] = {kind: deque() for kind in Kind}
+        self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
+        self.declared = declared_boundary(module)
+        self._declaration = declaration(module)  # that ``agreed`` was checked against
         self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
@@ -398,19 +421,23 @@ class P2PCommunicator(Transport):
         Raises:
             BoundaryError: the module's declaration is wrong in itself.
         """
-        self._reset(is_training)
-        self.marks_all = marks_all
+        self.forget()
+        self.action, self.is_training, self.marks_all = None, is_training, marks_all
+        if self._declaration != (now := declaration(self.module)):
+            self.declared, self._declaration = declared_boundary(self.module), now
+            self.agreed.clear()
         self._posts_ahead = is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)
-        announced = set()
-        for action in actions:
-            message = received(action, self.links.stage, self.links.num_stages, self.num_chunks)
-            if message is None:
-                continue
-            self._expected[message.kind].append(message)
-            if message.kind is Kind.ACTIVATION and self._key(message) not in announced:
-                announced.add(self._key(message))
-                self._expected[Kind.HEADER].append(message)
+        place = self.links.stage, self.links.num_stages, self.num_chunks
+        messages = expected_messages(tuple(actions), *place, self.is_dynamic)
+        self._expected = {kind: deque(each) for kind, each in messages.items()}
         self._post(Kind.HEADER)
+
+    def forget(self) -> None:
+        super().forget()
+        self.incoming.clear()
+        self.outgoing.clear()
+        for posted in self._posted.values():
+            posted.clear()
 
     def finish(self) -> None:
         super().finish()
@@ -427,10 +454,9 @@ class P2PCommunicator(Transport):
         except TypeError as error:
             raise TypeError(f"{self._output_place(message)} {error}") from None
         crossing = self.outgoing.get(self._key(message))
-        fingerprint = structure, [(t.dtype, t.shape, t.requires_grad, t.device) for t in tensors]
+        fingerprint = structure, [(t.dtype, t.shape, t.requires_grad, t.device, t.layout) for t in tensors]
         if crossing is None:
-            crossing = self._announce(message, tensors, structure)
-            crossing.fingerprint = fingerprint
+            crossing = self._announce(message, tensors, fingerprint)
         elif crossing.fingerprint != fingerprint:
             self._check_again(message, tensors, structure, crossing)
         self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
@@ -439,7 +465,7 @@ class P2PCommunicator(Transport):
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
-        crossing = self.incoming.get(self._key(message)) or self._read_header(message)
+        crossing = self.incoming.get(self._key(message)) or self._take_header(message)
         tensors = self._unpack(crossing.activations, message)
         given, leaves = entered(crossing.with_grad(tensors))
         with_grad = iter(given)
@@ -463,13 +489,22 @@ class P2PCommunicator(Transport):
         """Return under which key the form of a message is kept."""
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
-    def _announce(self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure) -> BoundaryTensors:
-        """Check the first output of a boundary against the declaration, and send its header ahead."""
+    def _announce(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
+        """Send the header of a boundary's first output ahead; return its form."""
+        key = "sent", message.chunk, self.is_training, self.marks_all
+        crossing = self.agreed.get(key)
+        if crossing is None or crossing.fingerprint != fingerprint:
+            crossing = self.agreed[key] = self._form(message, tensors, fingerprint)
+        self.outgoing[self._key(message)] = crossing
+        self.send(Kind.HEADER, message, crossing.header)
+        return crossing
+
+    def _form(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
+        """Return the form of an output once it matches the declaration."""
+        structure, _ = fingerprint
         specs = self._describe(message, tensors, structure)
         header = encode_header(specs, structure, self._output_place(message))
-        crossing = self.outgoing[self._key(message)] = BoundaryTensors.of(specs, structure, self.links.cut)
-        self.send(Kind.HEADER, message, header)
-        return crossing
+        return BoundaryTensors.of(specs, structure, self.links.cut, header, fingerprint)
 
     def _check_again(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: BoundaryTensors
@@ -493,14 +528,22 @@ class P2PCommunicator(Transport):
         flags = {"is_training": self.is_training, "marks_all": self.marks_all}
         return describe(tensors, structure, records, place, **flags)
 
-    def _read_header(self, message: Message) -> BoundaryTensors:
-        specs, structure = decode_header(self._take(Kind.HEADER, message))
-        stage, num_stages = self.links.stage, self.links.num_stages
-        place = input_place(self.module, message.chunk, stage, num_stages)
-        records = records_of(self.declared, message.chunk * num_stages + stage - 1)
-        check_received(specs, records, place, is_training=self.is_training)
-        crossing = self.incoming[self._key(message)] = BoundaryTensors.of(specs, structure, self.links.cut)
+    def _take_header(self, message: Message) -> BoundaryTensors:
+        """Return the form that the header of a boundary announces; it is read where it is another than before."""
+        header = self._take(Kind.HEADER, message)
+        key = "received", message.chunk, self.is_training
+        crossing = self.agreed.get(key)
+        if crossing is None or not torch.equal(crossing.header, header):
+            crossing = self.agreed[key] = self._read_header(header, message.chunk)
+        self.incoming[self._key(message)] = crossing
         return crossing
+
+    def _read_header(self, header: torch.Tensor, chunk: int) -> BoundaryTensors:
+        specs, structure = decode_header(header)
+        stage, num_stages = self.links.stage, self.links.num_stages
+        place = input_place(self.module, chunk, stage, num_stages)
+        check_received(specs, records_of(self.declared, chunk * num_stages + stage - 1), place, self.is_training)
+        return BoundaryTensors.of(specs, structure, self.links.cut, header)
 
     def _output_place(self, message: Message) -> Place:
         return output_place(self.module, message.chunk, self.links.stage, self.links.num_stages)

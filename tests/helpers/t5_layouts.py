@@ -122,9 +122,7 @@ def one_process(case: Case) -> Result:
         streams.position = DropoutKey(0, index)
         inputs, (labels, mask) = case.batch(index)
         meter.add(Weighted(*model(*inputs, labels=labels, loss_mask=mask)), index).backward()
-    agreement = all_reduce_loss(
-        meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=torch.device("cpu")
-    )
+    agreement = all_reduce_loss(meter, torch.device("cpu"))
     gradients = {name: (shard_of(p), p.grad * agreement.factor) for name, p in named_parameters(model)}
     unpadded = [shard.unpadded(gradient) for shard, gradient in gradients.values()]
     mean = agreement.means().loss

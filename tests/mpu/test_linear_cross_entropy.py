@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.language_model import LazyLogits, language_model_loss, materialize_logits
+from megatron.models.common.language_model import LazyLogits, materialize_logits, model_loss
+from megatron.models.common.model_args import ParallelContext
 from megatron.mpu import Group, copy_to_tensor_region, vocab_range
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
@@ -188,16 +190,17 @@ def test_in_fp16_a_chunk_of_one_label_and_large_hidden_states_does_not_overflow(
 
 def outside(rank: int, size: int) -> None:
     group = whole_world(rank, size)
+    sizes: Any = SimpleNamespace(vocab_size=7, make_vocab_size_divisible_by=1)
     for at_once, label in ((4, -100), (4, 7), (0, 7), (0, -1)):
         x, table = torch.ones(3, 1, 2), torch.zeros(vocab_range(7, group, 1)[0], 2)
         lazy = LazyLogits(x, table, None, at_once)
         labels, mask = torch.tensor([[1, 2, label]]), torch.tensor([[1.0, 1.0, 0.5]])
         with pytest.raises(ValueError, match=f"must be 0 to 6, got {label} at the first of 1 tokens.* loss_mask to 0"):
-            language_model_loss(lazy if at_once else materialize_logits(lazy), labels, mask, vocab_size=7, group=group)
+            model_loss(lazy if at_once else materialize_logits(lazy), labels, mask, sizes, ParallelContext(group))
         if at_once or size > 1:
             mask[0, 2] = 0.0
             logits = lazy if at_once else materialize_logits(lazy)
-            total, count = language_model_loss(logits, labels, mask, vocab_size=7, group=group)
+            total, count = model_loss(logits, labels, mask, sizes, ParallelContext(group))
             assert count == 2.0 and abs(total - 2 * math.log(7)) <= 1e-6
 
 

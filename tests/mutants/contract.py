@@ -66,8 +66,8 @@ CONTRACT = (
     Mutant(
         "a list of three is a pair and a rest",
         "tds/engine/micro_batches.py",
-        "    if isinstance(batch, (tuple, list)) and len(batch) == 2:\n",
-        "    if isinstance(batch, (tuple, list)) and len(batch) >= 2:\n",
+        "        if not isinstance(batch, (tuple, list)) or len(batch) != 2:\n",
+        "        if not isinstance(batch, (tuple, list)) or len(batch) < 2:\n",
         (f"{NESTING}::test_a_wrong_nesting_is_named_with_what_to_do",),
     ),
     Mutant(

@@ -59,8 +59,8 @@ NORMS = (
     Mutant(
         "the norm is taken per stage",
         "megatron/optim/optimizer.py",
-        "global_norm(counted, model=self.model_group, holders",
-        "global_norm(counted, model=self.tensor_group, holders",
+        "[self._gradients.holders.handle, self.model_group.handle]",
+        "[self._gradients.holders.handle, self.tensor_group.handle]",
         (f"{STEP}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process",),
     ),
     Mutant(

@@ -100,8 +100,8 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "the engine takes the first micro-batch for the last",
         "megatron/training/train_step.py",
-        "            if micro_batch == number - 1:\n",
-        "            if micro_batch == 0:\n",
+        "            if works_in_backward and micro_batch == number - 1:\n",
+        "            if works_in_backward and micro_batch == 0:\n",
         (ENGINE,),
     ),
     Mutant(

@@ -51,8 +51,8 @@ STAGES = (
     Mutant(
         "a layer of a backward that stays whole is built to be split",
         "tds/engine/stage.py",
-        "return self.splitter.active() if _key(action) in self._put_off else nullcontext()",
-        "return self.splitter.active() if self._put_off else nullcontext()",
+        "return self.splitter.active() if _key(action) in self._program.put_off else nullcontext()",
+        "return self.splitter.active() if self._program.put_off else nullcontext()",
         ("tests/tds/engine/test_split.py::test_what_is_not_put_off_runs_torchs_own_layers",),
         refuses=True,
     ),

@@ -49,6 +49,28 @@ STEPS = (
         ("tests/tds/p2p/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
     ),
     Mutant(
+        "the form of an earlier call holds for an output of another shape",
+        "tds/p2p/communicator.py",
+        "        if crossing is None or crossing.fingerprint != fingerprint:\n",
+        "        if crossing is None:\n",
+        ("tests/tds/p2p/test_exchange.py::test_shapes_change_from_call_to_call_and_between_training_and_evaluation",),
+        refuses=True,
+    ),
+    Mutant(
+        "a known form is described in every call",
+        "tds/p2p/communicator.py",
+        "        if crossing is None or crossing.fingerprint != fingerprint:\n",
+        "        if True:\n",
+        ("tests/tds/p2p/test_exchange.py::test_an_output_of_a_known_form_is_not_described_again",),
+    ),
+    Mutant(
+        "a new declaration is not held against outputs of a known form",
+        "tds/p2p/communicator.py",
+        "            self.agreed.clear()\n",
+        "",
+        ("tests/tds/p2p/test_exchange.py::test_a_new_declaration_holds_from_the_next_call_on",),
+    ),
+    Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/p2p/communicator.py",
         "        return layout.new_buffer(self.links.device)\n",

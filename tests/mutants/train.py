@@ -43,8 +43,8 @@ TRAIN = (
     Mutant(
         "the size of a step follows the number of steps",
         "megatron/training/trainer.py",
-        "batch.sizes(replicas).at(progress.samples_consumed)",
-        "batch.sizes(replicas).at(progress.step)",
+        "count = self.sizes.at(start)",
+        "count = self.sizes.at(progress.step)",
         (f"{LOOP}::test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples",),
     ),
     Mutant(

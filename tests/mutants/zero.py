@@ -58,7 +58,7 @@ ZERO_1 = (
     Mutant(
         "a cut across rows is updated as if it lay in one run",
         "megatron/optim/optimizer.py",
-        "        with self._masters.contiguous():\n",
+        "        with self._masters.contiguous() if self._masters.are_apart else nullcontext():\n",
         "        if True:\n",
         (COLUMNS,),
     ),
@@ -72,15 +72,15 @@ ZERO_1 = (
     Mutant(
         "the norm is that of a replica's part",
         "megatron/optim/optimizer.py",
-        "        return [(p, g) for p, g in self.gradients() if",
-        "        return [(p, self._masters.part(p, g)) for p, g in self.gradients() if",
+        "        return [(p, self._gradients.of(p)) for p in self._counted]\n",
+        "        return [(p, self._masters.part(p, self._gradients.of(p))) for p in self._counted]\n",
         (STEPS,),
     ),
     Mutant(
         "parts are not clipped",
         "megatron/optim/optimizer.py",
-        "            torch._foreach_mul_(list(parts.values()), factor)\n",
-        "            torch._foreach_mul_([part for part in parts.values() if part._base is None], factor)\n",
+        "            torch._foreach_mul_(gradients, factor)\n",
+        "            torch._foreach_mul_([part for part in gradients if part._base is None], factor)\n",
         (STEPS,),
     ),
     Mutant(

@@ -61,8 +61,8 @@ ZERO_PARTS = (
     Mutant(
         "the norm is that of one replica's parts",
         "megatron/optim/optimizer.py",
-        "holders=self._gradients.holders, device=device",
-        "device=device",
+        "[self._gradients.holders.handle, self.model_group.handle]",
+        "[self.model_group.handle]",
         (STEPS,),
         refuses=True,  # ranks that do not agree on an overflow wait for each other in vain
     ),
@@ -76,8 +76,8 @@ ZERO_PARTS = (
     Mutant(
         "the engine sums once more",
         "megatron/training/train_step.py",
-        "        if self.optimizer.sums_gradients:\n",
-        "        if self.optimizer.sums_gradients and self.grid.data.size > 2:\n",
+        "        if sums_gradients:\n            self.optimizer.scale_gradients(1.0)\n",
+        "        if sums_gradients and self.grid.data.size > 2:\n            self.optimizer.scale_gradients(1.0)\n",
         (
             "tests/parity/test_zero_parts.py::"
             "test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",

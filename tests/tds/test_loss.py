@@ -41,9 +41,7 @@ def _agreed(*losses: Any, more: Any = None, nominal: float = 1.0) -> MeanLosses:
     meter = LossMeter(len(losses), nominal, CPU, more)
     for micro_batch, loss in enumerate(losses):
         meter.add(loss, micro_batch)
-    return all_reduce_loss(
-        meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=CPU
-    ).means()
+    return all_reduce_loss(meter, CPU).means()
 
 
 def test_losses_of_16_bits_are_added_up_in_32_and_those_of_64_in_64() -> None:

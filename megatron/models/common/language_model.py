@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.transformer import Recompute
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
-from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.mpu.mappings import enter_tensor_region
@@ -171,14 +171,16 @@ class WordEmbedding(nn.Module):
 # The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.
 
 
-def language_model_loss(
-    logits: Logits,
-    labels: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    vocab_size: int,
-    divisible_by: int = 1,
-    group: Group = SINGLE,
+class _Words(TypedDict):
+    """How the vocabulary is cut over the tensor group."""
+
+    vocab_size: int
+    divisible_by: int
+    group: Group
+
+
+def model_loss(
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
 
@@ -192,33 +194,15 @@ def language_model_loss(
         ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
+    words = _Words(vocab_size=sizes.vocab_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group)
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
-        total = linear_cross_entropy(
-            logits.x, logits.weight, targets, weights, bias=logits.bias, at_once=logits.at_once,
-            vocab_size=vocab_size, divisible_by=divisible_by, group=group,
-        )  # fmt: skip
-        return total, weights.sum()
+        given = logits.x, logits.weight, targets, weights
+        return linear_cross_entropy(*given, bias=logits.bias, at_once=logits.at_once, **words), weights.sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
-    weights = known_or_nan(weights.to(wide), targets, vocab_size)
-    losses = vocab_parallel_cross_entropy(
-        logits, targets, vocab_size=vocab_size, divisible_by=divisible_by, group=group
-    )  # [s, b]
+    weights = known_or_nan(weights.to(wide), targets, sizes.vocab_size)
+    losses = vocab_parallel_cross_entropy(logits, targets, **words)  # [s, b]
     return (losses * weights).sum(), loss_mask.to(wide).sum()
-
-
-def model_loss(
-    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (loss sum, token count) of a model of these sizes; shapes as in ``language_model_loss``."""
-    return language_model_loss(
-        logits,
-        labels,
-        loss_mask,
-        vocab_size=sizes.vocab_size,
-        divisible_by=sizes.make_vocab_size_divisible_by,
-        group=place.group,
-    )
 
 
 # What decoders on one pipeline rank have in common: embedding, layers, last norm, head and loss.

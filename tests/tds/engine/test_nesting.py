@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tds.engine.micro_batches import BatchSource, as_pair, describe_structure, stage_inputs
+from tds.engine.micro_batches import BatchSource, describe_structure, stage_inputs
 from tests.helpers.harness import fork_ranks
 from tests.helpers.toys import Toy, make_engine
 
@@ -35,14 +35,17 @@ def test_a_nesting_is_shown_as_text(value: Any, told: str) -> None:
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], ((X, X), None), ({"ids": X}, (Y, Y)), [[X], [Y]]], ids=range(5))
 def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> None:
-    inputs, labels = as_pair(batch, "the iterator")
+    inputs, labels = BatchSource(iter([batch]), None, 0).next()
     assert inputs is batch[0] and labels is batch[1]
 
 
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        (None, "got None from here. Return the pair from the batch function (one without a return gives None)"),
+        (
+            None,
+            "got None from here. Return the pair from the batch function (one without a return gives None)",
+        ),
         (X, "got tensor [4, 128] from here. Give (it, labels); where there are no labels,"),
         (
             {"ids": X, "mask": X, "labels": Y},
@@ -52,7 +55,10 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
         ),
         ({"ids": X, "target": Y}, 'lambda batch: ((batch["ids"],), batch["target"]))'),
         ({"ids": X}, 'lambda batch: ((batch["ids"],), batch["labels"]))'),
-        ((X,), "got (tensor [4, 128],) from here. The labels are missing: give (tensor [4, 128], labels)"),
+        (
+            (X,),
+            "got (tensor [4, 128],) from here. The labels are missing: give (tensor [4, 128], labels)",
+        ),
         (((X, Y),), "It is nested one level too deep: give (tensor [4, 128], tensor [4])"),
         ([[X, Y]], "nested one level too deep: give [tensor [4, 128], tensor [4]]"),
         (
@@ -68,9 +74,10 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
 )
 def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, told: str) -> None:
     with pytest.raises(TypeError) as raised:
-        as_pair(batch, "here")
-    assert str(raised.value).startswith("a micro-batch must be ((inputs...), labels): what the first layer takes, and")
-    assert told in str(raised.value)
+        BatchSource(iter([batch]), None, 0).next()
+    text = str(raised.value).replace(" from the iterator on stage 0", " from here")
+    assert text.startswith("a micro-batch must be ((inputs...), labels): what the first layer takes, and")
+    assert told in text
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,21 @@ def _alone(**module: Any) -> tuple[P2PCommunicator, list[Kind]]:
 
 
 GRAD = torch.ones(2, 8, requires_grad=True)
+
+
+def test_an_output_of_a_known_form_is_not_described_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, kinds = _alone(_input_grad=[True])
+    described: list[Any] = []
+    describe = tds.p2p.communicator.describe
+    monkeypatch.setattr(
+        tds.p2p.communicator, "describe", lambda *args, **flags: described.append(args) or describe(*args, **flags)
+    )
+    for _ in range(3):
+        exchange.begin([], is_training=True)
+        exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 1), GRAD)
+    assert kinds == [Kind.HEADER, Kind.ACTIVATION] * 3 and len(described) == 1
+
+
 ISSUE_DTYPES = (
     torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
