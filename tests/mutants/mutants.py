@@ -31,6 +31,7 @@ from tests.mutants.launch import LAUNCH
 from tests.mutants.leftovers import LEFTOVERS
 from tests.mutants.legacy import LEGACY
 from tests.mutants.llama import LLAMA
+from tests.mutants.migration import MIGRATION
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.mpt import MPT
 from tests.mutants.norms import NORMS
@@ -84,7 +85,7 @@ IN_SPEED = (
     *HOST_READS,
     *UPLOADS,
 )
-IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *GPU_RUNS, *GPU_SPEED)
+IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *MIGRATION, *GPU_RUNS, *GPU_SPEED)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
     "runs": IN_RUNS,
