@@ -270,15 +270,27 @@ def make(python: Path, missing: list[str], extra: str) -> None:
             log("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
-    pip = [str(python), "-m", "pip", "install"]
+    pip = [str(python), "-m", "pip", "install", "--no-compile"]  # pip compiles on one core, and installs nothing then
     index = torch_index()
     source = ["--index-url", index] if index else []
     for torch in [one for one in missing if one.startswith("torch==")]:
         run(f"installing {torch}", [*pip, *source, torch])  # first and alone: the exact build that this machine offers
     rest = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
-    run("installing the other packages", rest, without=PRESENT)
+    with subprocess.Popen(compiling(python, num_processes=1)):  # what came with torch, beside the others
+        run("installing the other packages", rest, without=PRESENT)
+    log("compiling the packages")
+    subprocess.run(compiling(python), check=False)
     stamp(extra).write_text(fingerprint())
     begun().unlink()
+
+
+def compiling(python: Path, num_processes: int = 0) -> list[str]:
+    """Return the command that compiles the packages that are there now and are not compiled; 0: on all cores.
+
+    It says nothing, as pip: some packages hold files for another Python.
+    """
+    folders = [str(each) for each in VENV.glob("lib/python*/site-packages/*") if each.is_dir()]
+    return [str(python), "-m", "compileall", "-qq", "-j", str(num_processes), *folders]
 
 
 def run(what: str, command: list[str], without: str | None = None) -> None:

@@ -14,3 +14,9 @@ def runs(request: pytest.FixtureRequest) -> Runs:
     """The ``RUNS`` of the file that the test is collected in."""
     found: Runs = request.module.RUNS
     return found
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """How many steps are compared: past the warm-up of 2, and 20 of them with --all."""
+    return 20 if request.config.getoption("--all") else 6

@@ -26,8 +26,8 @@ def slow_but(*few: tuple[int, int, int]) -> list[Any]:
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data"), slow_but((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
 )
-def test_fp64_equals_one_process(tensor: int, pipe: int, data: int) -> None:
-    check_fp64(difference(tensor, pipe, data, 2, "--fp64 --clip-grad 0.5", steps=20))
+def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, steps: int) -> None:
+    check_fp64(difference(tensor, pipe, data, 2, "--fp64 --clip-grad 0.5", steps=steps))
 
 
 @pytest.mark.parametrize(("tensor", "pipe", "data"), [(4, 1, 1), (1, 4, 1), (1, 1, 4)])

@@ -28,7 +28,7 @@ if not os.fork():
 else:
     os.wait()
 is_kept = keep_freed()
-for step in range(25):
+for step in range(10):
     if step == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     kept = [torch.empty(2**20 * 9).fill_(1.0) for _ in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -29,11 +30,15 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache
+def _files() -> dict[Path, ast.Module]:
+    """Return the syntax of each file of tds."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TDS.rglob("*.py"))}
+
+
 def _trees(*names: str) -> Iterator[ast.Module]:
     """Yield the syntax of the files of tds with these names; of all without any."""
-    for path in sorted(TDS.rglob("*.py")):
-        if not names or path.name in names:
-            yield ast.parse(path.read_text(encoding="utf-8"))
+    yield from (tree for path, tree in _files().items() if not names or path.name in names)
 
 
 def _used(tree: ast.Module) -> Iterator[str]:
@@ -66,8 +71,13 @@ DECLARED = {"_input_grad", "_input_type", "_input_pipe_partitioned", "_megatron_
 
 def _touched(*names: str) -> set[str]:
     """Return the private names that are used in files of tds and are not tds's own."""
-    own = {name for tree in _trees() for name in _defined(tree)} - _overridden()
-    return {name for tree in _trees(*names) for name in _used(tree) if _is_private(name)} - own - PYTHONS - DECLARED
+    return {name for tree in _trees(*names) for name in _used(tree) if _is_private(name)} - _own() - PYTHONS - DECLARED
+
+
+@functools.cache
+def _own() -> set[str]:
+    """Return the names that tds defines and that are not DeepSpeed's as well."""
+    return {name for tree in _trees() for name in _defined(tree)} - _overridden()
 
 
 def _overridden() -> set[str]:
@@ -77,10 +87,9 @@ def _overridden() -> set[str]:
 
 
 def test_one_file_imports_deepspeed_and_two_know_what_is_private_there_and_in_torch() -> None:
-    for path in sorted(TDS.rglob("*.py")):
+    for path, tree in _files().items():
         if path.name in APIS or path.name in ELSEWHERE:
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
         assert not [name for name in imported if name.partition(".")[0] == "deepspeed"], path

@@ -70,6 +70,33 @@ def test_torch_is_installed_first_and_alone(tool):
     assert tool.asked[2][-2:] == ["-e", str(tool.ROOT)]
 
 
+def test_packages_are_compiled_torchs_beside_the_others_and_then_the_others(tool, monkeypatch):
+    """An environment in which Python writes no bytecode would else compile torch in each process."""
+    packages = tool.VENV / "lib" / "python3.11" / "site-packages"
+
+    def install(what, command, without=None):
+        _pretend(tool, command)
+        if "venv" in command:
+            tool.VENV.joinpath("bin", "python").unlink()
+            tool.VENV.joinpath("bin", "python").symlink_to(sys.executable)
+        else:
+            name = "torch" if command[-1].startswith("torch") else "others"
+            (packages / name).mkdir(parents=True)
+            (packages / name / "module.py").write_text("x = 1\n")
+            (packages / name / "of_python_2.py").write_text("print 'x'\n")
+            if name == "others":
+                deadline = time.monotonic() + 30
+                while not list(packages.glob("torch/__pycache__/module.*")) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+    monkeypatch.setattr(tool, "run", install)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    began = time.monotonic()
+    tool.find_or_make("")
+    assert time.monotonic() - began < 30 and all("--no-compile" in command for command in tool.asked[1:])
+    assert sorted(file.parts[-3] for file in packages.rglob("*.pyc")) == ["others", "torch"]
+
+
 def test_the_second_start_installs_nothing(tool):
     tool.find_or_make("")
     tool.asked.clear()
@@ -219,7 +246,7 @@ def test_torch_alone_is_taken_from_the_index_that_is_asked_for(tool, monkeypatch
 
 def test_without_the_variable_torch_is_from_pips_own_index(tool):
     tool.find_or_make("")
-    assert tool.asked[1][-2:] == ["install", "torch==9.9.0"]
+    assert tool.asked[1][-3:] == ["install", "--no-compile", "torch==9.9.0"]
 
 
 @pytest.mark.parametrize("choice", ["13.0", "cuda13", "cu13", "cpu/"])
