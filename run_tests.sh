@@ -15,16 +15,16 @@ part() {
 }
 bin=$(dirname "$("$PYTHON" -c 'import sys; print(sys.executable)')")
 
-part "ruff check" "$PYTHON" -m ruff check .
-part "ruff format" "$PYTHON" -m ruff format --check .
-part "import layers" "$bin/lint-imports"
-[ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
-
-# Types are checked beside the tests, in the time that ranks wait for each other.
+# Types are checked beside all else: on a second core at first, then in the time that ranks wait for each other.
 types=$(mktemp)
 nice -n 19 "$PYTHON" -m mypy > "$types" 2>&1 &
 mypy=$!
 trap 'kill "$mypy" 2> /dev/null; rm -f "$types"' EXIT
+
+part "ruff check" "$PYTHON" -m ruff check .
+part "ruff format" "$PYTHON" -m ruff format --check .
+part "import layers" "$bin/lint-imports"
+[ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
 
 start=$SECONDS
 # Three files at a time, for two cores: most tests are ranks that wait for each other, and some wait for a clock.

@@ -25,7 +25,6 @@ from tds.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
 from tds.loss import MeanLosses
 from tds.p2p.communicator import collective_scope
-from tds.plot import draw
 from tds.timers import BubbleTimer, Recorder, Row, Work, clock_for, offset_to_wall_ns
 from tds.watchdog import watchdog
 from tds.watchdog.alarm import own_store
@@ -76,6 +75,8 @@ class Tracing:
         except OSError as error:
             self._give_up(error)
         self._origin_ns = origin_ns - offset_ns
+        from tds.plot import draw  # only where it is wanted: it imports matplotlib
+
         self._picture = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
 
     @property

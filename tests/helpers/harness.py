@@ -71,15 +71,29 @@ def fork_ranks(
         return codes, results, reports
 
 
-def _import_ahead() -> None:
-    """Import once, rather than in every rank, what DeepSpeed imports when it makes an engine.
+AHEAD = {
+    "deepspeed": (
+        "deepspeed.comm.mori", "tds.module_inject.auto_ep_config", "tds.module_inject.auto_ep_layer",
+        "tds.module_inject.auto_ep_comm",
+    ),
+    "torch": ("torch.profiler._cupti_monitor",),
+    "megatron.training.train": (
+        "megatron.data.gpt_dataset", "megatron.models.common.cost", "megatron.models.common.decoder",
+        "megatron.models.common.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
+    ),
+}  # fmt: skip
+"""What ranks import by themselves, by what the test run has imported: 20 ms in each of thousands of ranks.
 
-    By names of tds: the first of them names all that is loaded, and in a rank that walk would copy many pages.
-    """
-    if "deepspeed" in sys.modules:
-        for name in ("auto_ep_config", "auto_ep_layer", "auto_ep_comm"):
-            with suppress(ImportError):  # another release of DeepSpeed
-                importlib.import_module(f"tds.module_inject.{name}")
+DeepSpeed's by names of tds: the first of them names all that is loaded, and in a rank that walk would copy many pages.
+"""
+
+
+def _import_ahead() -> None:
+    """Import once, rather than in every rank, what ranks import when they make a model and an engine."""
+    for loaded, names in AHEAD.items():
+        for name in names if loaded in sys.modules else ():
+            with suppress(ImportError):  # another release of DeepSpeed or torch
+                importlib.import_module(name)
 
 
 def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:
@@ -92,7 +106,7 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives the test run that it is of
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-            DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="29500",
+            DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="29500" if num_ranks > 1 else "0",
         )  # fmt: skip
         torch.set_num_threads(1)
         if init:

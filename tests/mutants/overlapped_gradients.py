@@ -32,6 +32,7 @@ OVERLAPPED_GRADIENTS = (
         "        parameter.register_post_accumulate_grad_hook(lambda p: self._is_last and self._reducer._arrive(p))\n"
         "        super().adopt(parameter)\n        self._order.adopt(parameter)\n",
         (BITS,),
+        refuses=True,  # a gradient that is added to when its sum has started
     ),
     Mutant(
         "a weight that the last micro-batch does not reach is never summed",

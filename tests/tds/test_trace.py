@@ -270,7 +270,7 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
 
 def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
-    monkeypatch.setattr(monitor, "draw", drawn.append)
+    monkeypatch.setattr(plot, "draw", drawn.append)
     owner = HostClock()  # anything that can go
     own = monitor.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
     own.write([], step=0, schedule="1f1b", num_micro_batches=1)

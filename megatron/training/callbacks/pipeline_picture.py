@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron import log
 from megatron.training.trainer import Callback
-from tds import plot
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "draw_schedule.py"
 PICTURE = "schedule.png"
@@ -47,6 +46,8 @@ def draw(trace: str, folder: Path, patience_s: float) -> str | None:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         log.warning(f"no picture of the pipeline's trace in {trace}: {told[-1] if told else error}")
         return None
+    from tds import plot  # it imports matplotlib
+
     plot.leave_picture(trace)
     bubble = next((" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("bubble")), "")
     return f"{picture}: {bubble}; {trace} is for Perfetto"
