@@ -27,6 +27,7 @@ _HOMES = {
         "shard_of",
         "set_partial",
         "is_partial",
+        "global_norm",
     ),
     "megatron.mpu.mappings": (
         "copy_to_tensor_region",
@@ -53,7 +54,7 @@ _HOMES = {
         "checkpoint",
         "PhiloxDropout",
     ),
-    "tds.gradients": ("clip_coefficient", "global_norm", "is_counted_in_norm"),
+    "tds.gradients": ("clip_coefficient", "is_counted_in_norm"),
     "megatron.mpu.initialize": (
         "initialize_model_parallel",
         "model_parallel_is_initialized",

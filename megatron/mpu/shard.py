@@ -1,8 +1,8 @@
-"""Shard: where a local parameter lies in its global tensor; meta weights."""
+"""Shard: where a local parameter lies in its global tensor; meta weights; the norm over groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron.mpu.groups import SINGLE, Group
+from tds import gradients as sums
 
 # Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need.
 
@@ -122,3 +125,20 @@ def materialize(parameter: torch.Tensor) -> None:
     """Let an unset ``parameter`` have memory of its own, of zeros, if it has none."""
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def global_norm(
+    gradients: Iterable[torch.Tensor],
+    *,
+    model: Group = SINGLE,
+    holders: Group = SINGLE,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp64.
+
+    Collective. Each rank passes the gradients that count there.
+
+    Args:
+        holders: replicas each of which has other parts of the gradients.
+    """
+    return sums.global_norm(gradients, [holders.handle, model.handle], device)

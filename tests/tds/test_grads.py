@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron import mpu
 from megatron.mpu.groups import build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
@@ -38,7 +39,9 @@ def norms(rank, size, dtype):
     mine = [(parameter, gradient.to(dtype)) for parameter, gradient in held(grid)]
     counted = [gradient for parameter, gradient in mine if is_counted_in_norm(parameter, grid.tensor.rank)]
     groups = [grid.model.handle]
-    return global_norm(counted, groups).item(), global_norm([], groups).item()
+    norm = global_norm(counted, groups).item()
+    assert mpu.global_norm(counted, model=grid.model).item() == norm, "the one for users takes our groups"
+    return norm, global_norm([], groups).item()
 
 
 def expected():
