@@ -209,7 +209,7 @@ def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path
     done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
     assert "the sample data are not made yet" in done.stderr
-    assert f"vocabulary {'8292' if model == 't5' else '8192'}" in done.stdout
+    assert f"vocabulary {'2500' if model == 't5' else '2400'}" in done.stdout
     assert not (tree / "data").exists()
 
 

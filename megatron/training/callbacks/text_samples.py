@@ -15,6 +15,9 @@ from megatron.training.trainer import Callback
 TEMPERATURE = 0.7
 """Drawn with the run's seed: the same text in every layout."""
 
+MOST_TOKENS = 128
+"""Of the text behind a prompt; fewer where the prompt leaves less of a training sample."""
+
 
 class TextSamples(Callback):
     """Shows how the model goes on from ``--sample-prompts``, or how an encoder-decoder fills their gaps. Collective."""
@@ -31,10 +34,13 @@ class TextSamples(Callback):
             raise ConfigError(
                 "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
             )
+        prompts, length = Prompts(vocabulary.tokenizer, vocabulary.t5), trainer.config.batch.seq_length
+        room = length - max(len(prompts.encode(prompt)) for prompt in self.prompts)
         self._writer = TextGenerator(
             stage_of(trainer.engine),
-            Prompts(vocabulary.tokenizer, vocabulary.t5),
+            prompts,
             trainer.world.grid.data,
+            max_new_tokens=min(room, MOST_TOKENS) if room > 0 and vocabulary.t5 is None else None,
             sampling=self._sampling,
         )
         self._writer.encoded(self.prompts)
