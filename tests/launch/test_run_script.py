@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 from tests.helpers.launch_jobs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,9 +134,13 @@ def parsed(fake: Path, *flags: str, model: str = "gpt2", **variables: str) -> Co
     """Return what the flags and defaults that the script passes on become."""
     done = run(fake, *flags, "--dry-run", model=model, **variables)
     words = done.stdout.splitlines()[0].partition(f"pretrain_{model}.py")[2].split()
+    return parse(words, world_size=4, env=passed_on(fake), family=model)
+
+
+def passed_on(fake: Path) -> dict[str, str]:
+    """Return the variables that the last script gave to its program."""
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
-    env = {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
-    return parse(words, world_size=4, env=env, family=model)
+    return {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
 
 
 @every_model
@@ -155,8 +160,10 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
 
 
 def test_the_decoder_of_t5_is_as_long_as_the_longest_target_unless_said_otherwise(fake_python):
-    assert parsed(fake_python, model="t5").own.dec_seq_length == 29  # 21 tokens of noise, 7 sentinels and the end
-    assert parsed(fake_python, model="t5", ENC_SEQLEN="512").own.dec_seq_length == 114
+    assert (
+        parsed(fake_python, model="t5", DATA_PATH="mine").own.dec_seq_length == 29
+    )  # 21 of noise, 7 sentinels, the end
+    assert parsed(fake_python, model="t5", DATA_PATH="mine", ENC_SEQLEN="512").own.dec_seq_length == 114
     assert parsed(fake_python, model="t5", DEC_SEQLEN="64").own.dec_seq_length == 64
     with pytest.raises(
         ConfigError, match=r"--dec-seq-length.*29.*\(in the run script:.*--dec-seq-length is DEC_SEQLEN"
@@ -195,6 +202,30 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
     assert "made sample data" not in done.stdout and "said" in done.stdout
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
     assert "made sample data" in run(fake_python, MEGATRON_DEFAULTS="--save my/--data-path-run").stdout
+
+
+FLAGS_OF_USERS = [
+    "--sequence-parallel", "--packing concat", "--fim-rate 0.5 --reset-position-ids --eod-mask-loss", "--seq-length 8",
+    "--pipe-parallel-size 1 --zero-stage 3", "--optimizer sgd", "--lr 1e-5", "--tokenizer-path mine.json",
+    "--vocab-file v.json --merge-file m.txt", "--eval-only --load runs/x", "--enc-seq-length 32", "--dec-seq-length 64",
+    "--denoisers R,X", "--denoisers X", "--noise-density 0.15", "--mean-span-length 3",
+    "--position-embedding-type learned --max-position-embeddings 512", "--sample-prompts mine",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
+def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, family):
+    run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script)
+    of_the_sample = passed_on(fake_python)
+    assert bool(parse([], world_size=4, env=of_the_sample, family=family).seeing.sample_prompts) == (family != "bert")
+    run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script, DATA_PATH="mine")
+    of_other_data = passed_on(fake_python)
+    for flags in FLAGS_OF_USERS:
+        try:
+            parse([*flags.split(), "--data-path", "mine"], world_size=4, env=of_other_data, family=family)
+        except ConfigError:  # not of this family
+            continue
+        parse(flags.split(), world_size=4, env=of_the_sample, family=family)
 
 
 @every_model

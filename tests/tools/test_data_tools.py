@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron.data import IndexedDataset
+from tools.make_sample_data import with_words_apart
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -27,3 +28,8 @@ def test_sample_data_is_made_once_and_again_when_the_stories_change(tmp_path: Pa
     assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 22
     assert "20 documents" in start("make_sample_data.py", tmp_path, *arguments, "20").stderr
     assert (tmp_path / "out/gpt2_text_document.bin").read_bytes() == made
+
+
+def test_a_chinese_name_is_a_word_of_the_vocabulary() -> None:
+    assert with_words_apart("旺旺有一个红色的球。") == "\n旺旺\n有一个\n红色的球\n。"
+    assert with_words_apart("Max had a red ball.") == "Max had a red ball."
