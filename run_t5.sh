@@ -16,12 +16,12 @@ mp_size=${mp_size:-}                              # by machine; tensor slices of
 NLAYERS=${NLAYERS:-}                              # 2; layers of the encoder, and as many of the decoder
 NHIDDEN=${NHIDDEN:-}                              # 128
 NHEADS=${NHEADS:-}                                # 4
-ENC_SEQLEN=${ENC_SEQLEN:-}                        # 128; tokens that the encoder reads
+ENC_SEQLEN=${ENC_SEQLEN:-}                        # 64; tokens that the encoder reads
 DEC_SEQLEN=${DEC_SEQLEN:-}                        # the exact target length; longer pads, shorter is an error
 BATCHSIZE=${BATCHSIZE:-}                          # 4; samples of a micro-batch
 GAS=${GAS:-}                                      # 2; micro-batches of a step; with it the samples of a step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
-TRAIN_ITERS=${TRAIN_ITERS:-}                      # 700; steps
+TRAIN_ITERS=${TRAIN_ITERS:-}                      # 480; steps
 
 DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
@@ -31,12 +31,12 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/t5-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--enc-seq-length ENC_SEQLEN --dec-seq-length DEC_SEQLEN --seq-length SEQLEN)  # the last, of GPT-2, is refused
-recipe="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --enc-seq-length 128 --batch-size 4 --gas 2
-  --train-iters 700 --attention-dropout 0 --hidden-dropout 0
+recipe="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --enc-seq-length 64 --batch-size 4 --gas 2
+  --train-iters 480 --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05 --adam-beta2 0.95
-  --log-interval 35 --eval-interval 350 --eval-iters 2"
-stories="--reset-attention-mask --noise-density 0.5 --mean-span-length 16 --sample-prompts
-  'Once upon a time there was a cat named Mia. Her best friend was Ben the bear. <extra_id_0> \"Where is my red ball?\" she asked. <extra_id_1> Mia was so happy that she danced.'
-  '从前，有一只小狗，名字叫旺旺。他有一个好朋友，叫花花。<extra_id_0>“我的布娃娃在哪里？”他问。<extra_id_1>“谢谢你，花花。”旺旺说，“你真是我的好朋友。”'"
+  --log-interval 20 --eval-interval 240 --eval-iters 2"
+stories="--reset-attention-mask --noise-density 0.7 --mean-span-length 100 --sample-prompts
+  'Once upon a time there was a cat named Mia. Her best friend was Ben the bear. It was spring, and the day was warm and sunny. <extra_id_0> At last Ben found the red ball in the tall grass. Mia was so happy that she danced. The end.'
+  '从前，有一只小狗，名字叫旺旺。他有一个好朋友，叫花花。这一天，阳光很暖和。<extra_id_0>最后，花花在大树下面找到了布娃娃。“谢谢你，花花。”旺旺说，“你真是我的好朋友。”故事讲完了。'"
 # shellcheck source=tools/run.sh
 source "$(dirname "${BASH_SOURCE[0]}")/tools/run.sh" t5 "$@"

@@ -45,7 +45,7 @@ DEFAULT_RUNS = {
         16,
     ),
 }
-"""Sizes of ``run_gpt2.sh`` and ``run_t5.sh`` but for the vocabulary, and micro-batches."""
+"""Layers and widths of ``run_gpt2.sh`` and ``run_t5.sh``, with a larger vocabulary, and micro-batches."""
 TOKENS_PER_SAMPLE = {"gpt2": SEQ_LENGTH, "t5": ENC_SEQ_LENGTH + DEC_SEQ_LENGTH}
 
 

@@ -160,15 +160,14 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
 
 
 def test_the_decoder_of_t5_is_as_long_as_the_longest_target_unless_said_otherwise(fake_python):
-    assert (
-        parsed(fake_python, model="t5", DATA_PATH="mine").own.dec_seq_length == 29
-    )  # 21 of noise, 7 sentinels, the end
-    assert parsed(fake_python, model="t5", DATA_PATH="mine", ENC_SEQLEN="512").own.dec_seq_length == 114
+    own = {"model": "t5", "DATA_PATH": "mine"}
+    assert parsed(fake_python, **own, ENC_SEQLEN="128").own.dec_seq_length == 29  # noise of 21, 7 sentinels, the end
+    assert parsed(fake_python, **own, ENC_SEQLEN="512").own.dec_seq_length == 114
     assert parsed(fake_python, model="t5", DEC_SEQLEN="64").own.dec_seq_length == 64
     with pytest.raises(
         ConfigError, match=r"--dec-seq-length.*29.*\(in the run script:.*--dec-seq-length is DEC_SEQLEN"
     ):
-        parsed(fake_python, model="t5", DEC_SEQLEN="28")
+        parsed(fake_python, model="t5", ENC_SEQLEN="128", DEC_SEQLEN="28")
 
 
 def test_the_length_of_gpt2_is_refused_by_t5_by_the_name_of_its_variable(fake_python):
