@@ -75,6 +75,15 @@ def test_default_prompts_step_back_where_none_can_be_read_and_are_told(line, rec
     assert config.seeing.sample_prompts == "'Once upon' 'a time'" and config.notes == ()
 
 
+@pytest.mark.parametrize("line", ["--model-parallel-size 2", "--zero-stage 1", "--optimizer adamw", "--optimizer sgd"])
+def test_an_optimizer_of_the_defaults_that_does_not_go_with_what_was_given_steps_back_with_its_rate(line):
+    config = read(line, "--optimizer adafactor --lr 3e-2", world_size=2)
+    assert config.optimizer.optimizer == ("sgd" if "sgd" in line else "adamw") and config.optimizer.lr < 1e-2
+    assert [note for note in config.notes if "default --optimizer adafactor" in note]
+    config = read("--lr 1e-2", "--optimizer adafactor --lr 3e-2")
+    assert (config.optimizer.optimizer, config.optimizer.lr, config.notes) == ("adafactor", 1e-2, ())
+
+
 def test_a_given_length_of_targets_is_not_too_short_for_spans_that_are_defaults():
     recipe = "--enc-seq-length 128 --noise-density 0.5 --mean-span-length 16"
     assert read("", recipe, family="t5").own.dec_seq_length > 64

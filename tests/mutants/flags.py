@@ -124,6 +124,16 @@ FLAGS = (
         refuses=True,
     ),
     Mutant(
+        "a rate of Adafactor's is given to AdamW",
+        "megatron/arguments/flag_values.py",
+        '        for name in ("optimizer", "lr"):  # a rate',
+        '        for name in ("optimizer",):  # a rate',
+        (
+            f"{DEFAULTS}::"
+            "test_an_optimizer_of_the_defaults_that_does_not_go_with_what_was_given_steps_back_with_its_rate",
+        ),
+    ),
+    Mutant(
         "spans of the recipe refuse a length of the user",
         "megatron/arguments/flag_values.py",
         '    if "dec_seq_length" in explicit:  # the targets of the defaults may be longer\n',
