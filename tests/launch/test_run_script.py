@@ -95,7 +95,7 @@ def test_the_scripts_differ_in_lengths_defaults_and_recipe_alone():
     lines = [text.split("# ----")[0].splitlines() for text in texts]
     names = [[line.partition("=")[0] for line in part if re.match(r"\w+=", line)] for part in lines]
     assert [name for name in names[0] if name != "SEQLEN"] == [name for name in names[1] if "_SEQLEN" not in name]
-    assert all(len(text.split("# ----")[1].splitlines()) < 12 for text in texts)
+    assert all(len(text.split("# ----")[1].splitlines()) < 14 for text in texts)
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +206,10 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
 
 FLAGS_OF_USERS = [
     "--sequence-parallel", "--packing concat", "--fim-rate 0.5 --reset-position-ids --eod-mask-loss", "--seq-length 8",
-    "--pipe-parallel-size 1 --zero-stage 3", "--model-parallel-size 2", "--zero-stage 1", "--optimizer sgd", "--lr 1e-5", "--tokenizer-path mine.json",
-    "--vocab-file v.json --merge-file m.txt", "--eval-only --load runs/x", "--enc-seq-length 32", "--dec-seq-length 64",
-    "--denoisers R,X", "--denoisers X", "--noise-density 0.15", "--mean-span-length 3",
-    "--position-embedding-type learned --max-position-embeddings 512", "--sample-prompts mine",
+    "--pipe-parallel-size 1 --zero-stage 3", "--model-parallel-size 2", "--zero-stage 1", "--optimizer sgd",
+    "--lr 1e-5", "--tokenizer-path mine.json", "--vocab-file v.json --merge-file m.txt", "--eval-only --load runs/x",
+    "--enc-seq-length 32", "--dec-seq-length 64", "--denoisers R,X", "--denoisers X", "--noise-density 0.15",
+    "--mean-span-length 3", "--position-embedding-type learned --max-position-embeddings 512", "--sample-prompts mine",
 ]  # fmt: skip
 
 
