@@ -375,7 +375,7 @@ def _sum(value: int) -> int:
 
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {"NHIDDEN": "256", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}
+SETTINGS = {"NHIDDEN": "256", "GAS": "4", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}
 DEADLINE_S = 300.0
 
 
@@ -395,9 +395,9 @@ def run_small(folder: Path, steps: int, interval: int) -> Stalls:
         RuntimeError: the run failed, or told of no save.
     """
     environment = {**os.environ, **SETTINGS, "TRAIN_ITERS": str(steps), "CHECKPOINT_PATH": str(folder)}
-    words = f"--async-save --save-interval {interval} --keep-last 1 --eval-iters 0 --progress plain".split()
+    words = "--vocab-size 8192 --async-save --keep-last 1 --eval-iters 0 --progress plain --save-interval".split()
     done = subprocess.run(
-        ["bash", str(ROOT / "run_gpt2.sh"), *words],
+        ["bash", str(ROOT / "run_gpt2.sh"), *words, str(interval)],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -52,7 +52,7 @@ from megatron.models.t5.spans import Denoiser
 #
 #     needed samples/s = 10 x tokens/s of a step of the default run / tokens of a sample
 #
-# The step is that of ``run_gpt2.sh`` or ``run_t5.sh``, model and micro-batch as there, in one process with all cores: a
+# The step is that of ``run_gpt2.sh`` or ``run_t5.sh`` with a larger vocabulary, in one process with all cores: a
 # run of several processes on the same cores takes no more tokens. The read file is made for the purpose: random ids,
 # documents of lengths as in a corpus of pages.
 
@@ -70,7 +70,7 @@ DEFAULT_RUNS = {
         16,
     ),
 }
-"""Sizes and micro-batch of ``run_gpt2.sh`` and ``run_t5.sh``; the vocabulary is that of the sample data."""
+"""Layers and widths of ``run_gpt2.sh`` and ``run_t5.sh``, with a larger vocabulary, and micro-batches."""
 TOKENS_PER_SAMPLE = {"gpt2": SEQ_LENGTH, "t5": ENC_SEQ_LENGTH + DEC_SEQ_LENGTH}
 
 

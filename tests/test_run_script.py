@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 from tests.helpers.launch_jobs import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +95,7 @@ def test_the_scripts_differ_in_lengths_defaults_and_recipe_alone():
     lines = [text.split("# ----")[0].splitlines() for text in texts]
     names = [[line.partition("=")[0] for line in part if re.match(r"\w+=", line)] for part in lines]
     assert [name for name in names[0] if name != "SEQLEN"] == [name for name in names[1] if "_SEQLEN" not in name]
-    assert all(len(text.split("# ----")[1].splitlines()) < 12 for text in texts)
+    assert all(len(text.split("# ----")[1].splitlines()) < 14 for text in texts)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +134,13 @@ def parsed(fake: Path, *flags: str, model: str = "gpt2", **variables: str) -> Co
     """Return what the flags and defaults that the script passes on become."""
     done = run(fake, *flags, "--dry-run", model=model, **variables)
     words = done.stdout.splitlines()[0].partition(f"pretrain_{model}.py")[2].split()
+    return parse(words, world_size=4, env=passed_on(fake), family=model)
+
+
+def passed_on(fake: Path) -> dict[str, str]:
+    """Return the variables that the last script gave to its program."""
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
-    env = {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
-    return parse(words, world_size=4, env=env, family=model)
+    return {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
 
 
 @every_model
@@ -149,19 +154,21 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
     checked = {name: (str(args[fields[name]]), value) for name, value in told.items() if fields[name] in args}
     assert len(checked) == 7
     assert all(got == value for got, value in checked.values()), checked
-    assert config.parallel.pipe_parallel_size == config.parallel.model_parallel_size == 2
+    tensor = 1 if model == "t5" else 2  # Adafactor, on the sample data
+    assert (config.parallel.pipe_parallel_size, config.parallel.model_parallel_size) == (2, tensor)
     assert Path(config.run.deepspeed_config or "").name == f"ds_config_{model}.json"
     assert (config.model.hidden_bias, config.model.hidden_dropout) == (model == "gpt2", 0.0)
 
 
 def test_the_decoder_of_t5_is_as_long_as_the_longest_target_unless_said_otherwise(fake_python):
-    assert parsed(fake_python, model="t5").own.dec_seq_length == 29  # 21 tokens of noise, 7 sentinels and the end
-    assert parsed(fake_python, model="t5", ENC_SEQLEN="512").own.dec_seq_length == 114
+    own = {"model": "t5", "DATA_PATH": "mine"}
+    assert parsed(fake_python, **own, ENC_SEQLEN="128").own.dec_seq_length == 29  # noise of 21, 7 sentinels, the end
+    assert parsed(fake_python, **own, ENC_SEQLEN="512").own.dec_seq_length == 114
     assert parsed(fake_python, model="t5", DEC_SEQLEN="64").own.dec_seq_length == 64
     with pytest.raises(
         ConfigError, match=r"--dec-seq-length.*29.*\(in the run script:.*--dec-seq-length is DEC_SEQLEN"
     ):
-        parsed(fake_python, model="t5", DEC_SEQLEN="28")
+        parsed(fake_python, model="t5", ENC_SEQLEN="128", DEC_SEQLEN="28")
 
 
 def test_the_length_of_gpt2_is_refused_by_t5_by_the_name_of_its_variable(fake_python):
@@ -197,6 +204,30 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
     assert "made sample data" in run(fake_python, MEGATRON_DEFAULTS="--save my/--data-path-run").stdout
 
 
+FLAGS_OF_USERS = [
+    "--sequence-parallel", "--packing concat", "--fim-rate 0.5 --reset-position-ids --eod-mask-loss", "--seq-length 8",
+    "--pipe-parallel-size 1 --zero-stage 3", "--model-parallel-size 2", "--zero-stage 1", "--optimizer sgd",
+    "--lr 1e-5", "--tokenizer-path mine.json", "--vocab-file v.json --merge-file m.txt", "--eval-only --load runs/x",
+    "--enc-seq-length 32", "--dec-seq-length 64", "--denoisers R,X", "--denoisers X", "--noise-density 0.15",
+    "--mean-span-length 3", "--position-embedding-type learned --max-position-embeddings 512", "--sample-prompts mine",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
+def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, family):
+    run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script)
+    of_the_sample = passed_on(fake_python)
+    assert bool(parse([], world_size=4, env=of_the_sample, family=family).seeing.sample_prompts) == (family != "bert")
+    run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script, DATA_PATH="mine")
+    of_other_data = passed_on(fake_python)
+    for flags in FLAGS_OF_USERS:
+        try:
+            parse([*flags.split(), "--data-path", "mine"], world_size=4, env=of_other_data, family=family)
+        except ConfigError:  # not of this family
+            continue
+        parse(flags.split(), world_size=4, env=of_the_sample, family=family)
+
+
 @every_model
 def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path, model):
     """In a tree without data, whose path needs quotes."""
@@ -209,7 +240,7 @@ def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path
     done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
     assert "the sample data are not made yet" in done.stderr
-    assert f"vocabulary {'8292' if model == 't5' else '8192'}" in done.stdout
+    assert f"vocabulary {'2500' if model == 't5' else '2400'}" in done.stdout
     assert not (tree / "data").exists()
 
 

@@ -1,10 +1,10 @@
-"""Make the sample data: real text that is on every machine.
+"""Make the sample data: small stories in English and Chinese, without a network.
 
     python tools/make_sample_data.py
 
-gathers the repository's own texts (examples/corpus) and the sources of the standard library of the running Python, each
-module a document, trains a vocabulary on them, and writes data/sample/{corpus.jsonl, tokenizer.json,
-gpt2_text_document.bin, .idx, .meta.json}. Quick when all is up to date; safe to run several times at once.
+writes stories (tools/sample_stories.py), trains a vocabulary on them, and makes data/sample/{corpus.jsonl,
+tokenizer.json, gpt2_text_document.bin, .idx, .meta.json}: 10,000 stories, 4.6 MB, in a few seconds. Quick when all is
+up to date; safe to run several times at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,13 +31,13 @@ from megatron.data import preprocess  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
+from tools import sample_stories  # noqa: E402
 
-RECIPE = "1"
+RECIPE = "2"
 """Raise it when the way the data is made changes: older data is then made anew."""
 
-LEFT_OUT = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
-LEFT_OUT |= {"ensurepip", "pydoc_data", "__pycache__"}
 PREFIX = "gpt2_text_document"
+CHINESE_WORDS = re.compile("|".join(sorted(sample_stories.chinese_words(), key=len, reverse=True)))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,33 +46,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "data" / "sample", help="folder (default: data/sample)")
-    parser.add_argument("--corpus", type=Path, default=ROOT / "examples" / "corpus", help="folder of own texts")
-    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of modules")
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--number", type=int, default=10_000, help="stories (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234, help="of the stories (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=2400)
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), help="processes that encode")
     return parser.parse_args(argv)
-
-
-def gather(corpus: Path, library: Path) -> list[str]:
-    """Return all documents, own texts spread evenly among the modules, so that every split sees both.
-
-    Raises:
-        DataError: there are no own texts.
-    """
-    own = _documents(corpus, "*.txt")
-    modules = _documents(library, "*.py")
-    if not own:
-        raise DataError(f"{corpus} must hold the repository's own texts (*.txt), found none; is the checkout complete?")
-    placed = [((place + 0.5) / len(texts), text) for texts in (own, modules) for place, text in enumerate(texts)]
-    return [text for _, text in sorted(placed, key=lambda item: item[0])]
-
-
-def _documents(folder: Path, pattern: str) -> list[str]:
-    """Return the texts of a folder, in an order that mixes its subfolders and is the same on every machine."""
-    paths = [path for path in folder.rglob(pattern) if LEFT_OUT.isdisjoint(path.relative_to(folder).parts)]
-    paths.sort(key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
-    texts = (path.read_bytes().decode("utf-8", "ignore").replace("\x00", "") for path in paths)
-    return [text for text in texts if text.strip()]
 
 
 def key_of(documents: list[str], vocab_size: int) -> str:
@@ -81,6 +59,14 @@ def key_of(documents: list[str], vocab_size: int) -> str:
     for text in documents:
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()
+
+
+def with_words_apart(text: str) -> str:
+    """Return ``text`` for the training of a vocabulary, where a Chinese name or thing is a word as an English one is.
+
+    Chinese has no blanks: merges would run over the edges of a name, which would then have other tokens each time.
+    """
+    return CHINESE_WORDS.sub(r"\n\g<0>\n", text)
 
 
 def is_up_to_date(output: Path, key: str) -> bool:
@@ -101,7 +87,7 @@ def make(output: Path, documents: list[str], key: str, vocab_size: int, num_work
     log.info(
         f"training a vocabulary of {vocab_size} on {len(documents)} documents, {corpus.stat().st_size / 1e6:.1f} MB"
     )
-    files.replace_bytes(vocabulary, train.train_bpe(documents, vocab_size))
+    files.replace_bytes(vocabulary, train.train_bpe(map(with_words_apart, documents), vocab_size))
     job = preprocess.Job(
         inputs=[corpus],
         output_prefix=str(output / PREFIX),
@@ -130,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     """Make what is not up to date; return the exit code."""
     args = parse_args(argv)
     try:
-        documents = gather(args.corpus, args.library)
+        documents = list(sample_stories.stories(args.number, args.seed))
         key = key_of(documents, args.vocab_size)
         with locked(args.output):
             if is_up_to_date(args.output, key):

@@ -2,6 +2,7 @@
 # Sourced by the run scripts with the name of their model and the user's flags, once they have set their variables and
 #   own       their own variables, each behind its flag: those that not every run script has
 #   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
+#   stories   such flags for the sample data alone; not every run script has any
 # Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py, which lies beside the run
 # script with ds_config_<model>.json, on every device. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
 set -euo pipefail
@@ -73,12 +74,12 @@ recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe
 if [ -z "$has_data" ]; then
   sample=$root/data/sample                        # of every model: one token file and one vocabulary
   if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi
-  recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50"  # let each split hold texts and code
+  recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50 ${stories:-}"
   if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
   elif [ -z "$TOKENIZER" ]; then
-    echo "the sample data are not made yet: counting with their vocabulary of 8,192 tokens" >&2
-    export MEGATRON_TEXT_VOCABULARY=8192          # of the texts; T5 adds to it as it will in the run
+    echo "the sample data are not made yet: counting with their vocabulary of 2,400 tokens" >&2
+    export MEGATRON_TEXT_VOCABULARY=2400          # of the texts; T5 adds to it as it will in the run
   fi
 fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables

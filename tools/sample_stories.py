@@ -323,6 +323,12 @@ def stories(number: int, seed: int = 1234) -> Iterator[str]:
         yield chinese(draw) if index % 2 else english(draw)
 
 
+def chinese_words() -> set[str]:
+    """Return the names, animals, things and places of the Chinese stories."""
+    kinds = (told.split()[0] for told in ZH_PEOPLE.values())
+    return {*ZH_PEOPLE, *kinds, *(word for words in ZH_WORDS.values() for word in words)}
+
+
 def english(draw: random.Random) -> str:
     """Return a story in English, a paragraph."""
     (hero, kind), (friend, other) = ((name, PEOPLE[name].split()) for name in draw.sample(list(PEOPLE), 2))

@@ -18,9 +18,9 @@ NHIDDEN=${NHIDDEN:-}                              # 128
 NHEADS=${NHEADS:-}                                # 4
 SEQLEN=${SEQLEN:-}                                # 128
 BATCHSIZE=${BATCHSIZE:-}                          # 8; samples of a micro-batch
-GAS=${GAS:-}                                      # 4; micro-batches of a step; with it the samples of a step are
+GAS=${GAS:-}                                      # 2; micro-batches of a step; with it the samples of a step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
-TRAIN_ITERS=${TRAIN_ITERS:-}                      # 100; steps
+TRAIN_ITERS=${TRAIN_ITERS:-}                      # 400; steps
 
 DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
@@ -30,9 +30,10 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/mpt-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--seq-length SEQLEN)
-recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 4
-  --train-iters 100
-  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
-  --log-interval 10 --eval-interval 50 --eval-iters 2"
+recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 2
+  --train-iters 400
+  --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05 --adam-beta2 0.95
+  --log-interval 20 --eval-interval 200 --eval-iters 2"
+stories="--packing best-fit --init-method-std 0.05 --sample-prompts 'Once upon a time' '从前'"
 # shellcheck source=../../tools/run.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../tools/run.sh" mpt "$@"

@@ -246,6 +246,21 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
         notes.append(
             f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
         )
+    if "sample_prompts" in defaults and explicit.get("sequence_parallel", defaults.get("sequence_parallel")):
+        del defaults["sample_prompts"]
+        notes.append(
+            "no text is shown at the end with --sequence-parallel; tools/generate.py shows some from the checkpoint"
+        )
+    both = {**defaults, **explicit}
+    if defaults.get("optimizer") == "adafactor" and (
+        "optimizer" in explicit or both.get("model_parallel_size", 1) > 1 or both.get("zero_stage", 0)
+    ):
+        for name in ("optimizer", "lr"):  # a rate of Adafactor's is far above one of AdamW
+            defaults.pop(name, None)
+        notes.append("the default --optimizer adafactor and its --lr do not go with what was given, and are left out")
+    if "dec_seq_length" in explicit:  # the targets of the defaults may be longer
+        for name in ("noise_density", "mean_span_length"):
+            defaults.pop(name, None)
 
 
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:

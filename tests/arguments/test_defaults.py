@@ -64,6 +64,35 @@ def test_a_floor_of_the_learning_rate_above_a_given_rate_steps_back_and_is_told(
     assert read("--lr-decay-style constant").notes == ()
 
 
+PROMPTS = "--sample-prompts 'Once upon' 'a time'"
+
+
+@pytest.mark.parametrize(("line", "recipe"), [("--sequence-parallel", PROMPTS), ("", f"{PROMPTS} --sequence-parallel")])
+def test_default_prompts_step_back_where_none_can_be_read_and_are_told(line, recipe):
+    config = read(f"--model-parallel-size 2 {line}", recipe, world_size=2)
+    assert config.seeing.sample_prompts is None
+    assert [note for note in config.notes if "no text is shown" in note and "tools/generate.py" in note]
+    config = read("", PROMPTS)
+    assert config.seeing.sample_prompts == "'Once upon' 'a time'" and config.notes == ()
+
+
+@pytest.mark.parametrize("line", ["--model-parallel-size 2", "--zero-stage 1", "--optimizer adamw", "--optimizer sgd"])
+def test_an_optimizer_of_the_defaults_that_does_not_go_with_what_was_given_steps_back_with_its_rate(line):
+    config = read(line, "--optimizer adafactor --lr 3e-2", world_size=2)
+    assert config.optimizer.optimizer == ("sgd" if "sgd" in line else "adamw") and config.optimizer.lr < 1e-2
+    assert [note for note in config.notes if "default --optimizer adafactor" in note]
+    config = read("--lr 1e-2", "--optimizer adafactor --lr 3e-2")
+    assert (config.optimizer.optimizer, config.optimizer.lr, config.notes) == ("adafactor", 1e-2, ())
+
+
+def test_a_given_length_of_targets_is_not_too_short_for_spans_that_are_defaults():
+    recipe = "--enc-seq-length 128 --noise-density 0.5 --mean-span-length 16"
+    assert read("", recipe, family="t5").own.dec_seq_length > 64
+    own = read("--dec-seq-length 64", recipe, family="t5").own
+    assert (own.dec_seq_length, own.noise_density, own.mean_span_length) == (64, 0.15, 3)
+    assert "--dec-seq-length must be at least" in error_of("--dec-seq-length 64 --noise-density 0.5", "", family="t5")
+
+
 def test_a_given_vocabulary_replaces_the_default_tokenizer(tmp_path):
     (tmp_path / "v.json").write_text("{}")
     tokenizer = f"--tokenizer-path {tmp_path}/v.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+DEFAULTS = "tests/arguments/test_defaults.py"
 PARSE = "tests/arguments/test_parse.py"
 SHORT = "test_help_shows_in_a_line_each_the_flags_that_people_set_and_where_the_rest_is[gpt2]"
 TABLE = "tests/arguments/test_flags_table.py"
@@ -113,6 +114,32 @@ FLAGS = (
         '    "linear": _linear,\n',
         '    "linear": _linear,\n    "polynomial": _linear,\n',
         (f"{SCHEDULES}::test_every_style_is_a_choice_of_the_flag_has_a_formula_and_is_tried_half_way",),
+    ),
+    Mutant(
+        "prompts of the recipe refuse a flag of the user",
+        "megatron/arguments/flag_values.py",
+        '        del defaults["sample_prompts"]\n',
+        "",
+        (f"{DEFAULTS}::test_default_prompts_step_back_where_none_can_be_read_and_are_told",),
+        refuses=True,
+    ),
+    Mutant(
+        "a rate of Adafactor's is given to AdamW",
+        "megatron/arguments/flag_values.py",
+        '        for name in ("optimizer", "lr"):  # a rate',
+        '        for name in ("optimizer",):  # a rate',
+        (
+            f"{DEFAULTS}::"
+            "test_an_optimizer_of_the_defaults_that_does_not_go_with_what_was_given_steps_back_with_its_rate",
+        ),
+    ),
+    Mutant(
+        "spans of the recipe refuse a length of the user",
+        "megatron/arguments/flag_values.py",
+        '    if "dec_seq_length" in explicit:  # the targets of the defaults may be longer\n',
+        "    if False:\n",
+        (f"{DEFAULTS}::test_a_given_length_of_targets_is_not_too_short_for_spans_that_are_defaults",),
+        refuses=True,
     ),
     Mutant(
         "names that are half alike are guessed",

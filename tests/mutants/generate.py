@@ -20,12 +20,30 @@ GENERATE = (
     Mutant(
         "a prompt that is too long is found behind the training",
         "megatron/training/callbacks/text_samples.py",
-        "        self._writer.encoded(self.prompts)\n",
+        "        writer.encoded(self.prompts)\n",
         "",
         (
             "tests/training/callbacks/test_text_samples.py::"
             "test_a_prompt_that_the_model_cannot_take_is_an_error_ahead_of_the_first_step",
         ),
+    ),
+    Mutant(
+        "a prompt of the recipe that cannot be read ends the run",
+        "megatron/training/callbacks/text_samples.py",
+        '            if "sample_prompts" in self.trainer.config.given:\n                raise\n',
+        "            raise\n",
+        (
+            "tests/training/callbacks/test_text_samples.py::"
+            "test_a_prompt_of_the_defaults_that_the_model_cannot_take_is_left_out_and_told",
+        ),
+        refuses=True,
+    ),
+    Mutant(
+        "a text goes on where positions have learned nothing",
+        "megatron/training/callbacks/text_samples.py",
+        "    return min(room, MOST_TOKENS) if room > 0 else None\n",
+        "    return MOST_TOKENS if room > 0 else None\n",
+        ("tests/training/callbacks/test_text_samples.py::test_a_text_ends_where_a_training_sample_does",),
     ),
     Mutant(
         "weights that ZeRO 3 has freed write the text at the end of a training",

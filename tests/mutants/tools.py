@@ -11,8 +11,30 @@ MERGE = "tests/tools/test_merge_data.py"
 COUNT = "tests/tools/test_count_tokens.py"
 BENCHMARK = "tests/benchmarks/test_data.py"
 SET_UP = "tests/tools/test_set_up.py"
+STORIES = "tests/tools/test_sample_stories.py"
 
 TOOLS = (
+    Mutant(
+        "a seed of the stories changes nothing",
+        "tools/sample_stories.py",
+        "random.Random(seed)",
+        "random.Random(1234)",
+        (f"{STORIES}::test_a_seed_gives_the_same_stories_on_every_machine",),
+    ),
+    Mutant(
+        "one language comes first, so that the splits hold the other alone",
+        "tools/sample_stories.py",
+        "chinese(draw) if index % 2 else english(draw)",
+        "english(draw) if index < number // 2 else chinese(draw)",
+        (f"{STORIES}::test_languages_take_turns_and_no_story_comes_twice",),
+    ),
+    Mutant(
+        "Chinese names have other tokens in each sentence",
+        "tools/make_sample_data.py",
+        '    return CHINESE_WORDS.sub(r"\\n\\g<0>\\n", text)\n',
+        "    return text\n",
+        ("tests/tools/test_data_tools.py::test_a_chinese_name_is_a_word_of_the_vocabulary",),
+    ),
     Mutant(
         "the samples shown are not those asked for",
         "tools/inspect_data.py",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron.data import IndexedDataset
+from tools.make_sample_data import with_words_apart
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -17,29 +18,18 @@ def start(tool: str, folder: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ})
 
 
-def test_sample_data_is_made_once_and_again_when_a_text_changes(tmp_path: Path) -> None:
-    for name, text in {
-        "corpus/en/a.txt": "Title\n\nText.",
-        "library/b.py": "x = 1\n",
-        "library/test/c.py": "no",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    arguments = [
-        "--output",
-        "out",
-        "--corpus",
-        "corpus",
-        "--library",
-        "library",
-        "--vocab-size",
-        "260",
-        "--workers",
-        "1",
-    ]
-    first = start("make_sample_data.py", tmp_path, *arguments)
-    assert first.returncode == 0 and "2 documents" in first.stderr, first.stderr
-    assert "up to date" in start("make_sample_data.py", tmp_path, *arguments).stderr
-    (tmp_path / "library/d.py").write_text("y = 2\n")
-    assert "3 documents" in start("make_sample_data.py", tmp_path, *arguments).stderr
-    assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 3
+def test_sample_data_is_made_once_and_again_when_the_stories_change(tmp_path: Path) -> None:
+    arguments = ["--output", "out", "--vocab-size", "400", "--workers", "1", "--number"]
+    first = start("make_sample_data.py", tmp_path, *arguments, "20")
+    assert first.returncode == 0 and "20 documents" in first.stderr, first.stderr
+    made = (tmp_path / "out/gpt2_text_document.bin").read_bytes()
+    assert "up to date" in start("make_sample_data.py", tmp_path, *arguments, "20").stderr
+    assert "22 documents" in start("make_sample_data.py", tmp_path, *arguments, "22").stderr
+    assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 22
+    assert "20 documents" in start("make_sample_data.py", tmp_path, *arguments, "20").stderr
+    assert (tmp_path / "out/gpt2_text_document.bin").read_bytes() == made
+
+
+def test_a_chinese_name_is_a_word_of_the_vocabulary() -> None:
+    assert with_words_apart("旺旺有一个红色的球。") == "\n旺旺\n有一个\n红色的球\n。"
+    assert with_words_apart("Max had a red ball.") == "Max had a red ball."

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tools import sample_stories
 from tools.sample_stories import PEOPLE, ZH_PEOPLE, stories
 
+ROOT = Path(__file__).resolve().parents[2]
 STORIES = list(stories(2000))
 SHA256 = "b19cc29fab736b0a"
 """Of the first hundred, its beginning."""
@@ -55,3 +58,17 @@ def test_a_named_animal_is_always_of_one_kind_and_one_pronoun() -> None:
 def test_lines_of_json_are_what_preprocessing_reads(capsys: pytest.CaptureFixture[str]) -> None:
     sample_stories.main(["--number", "3", "--json"])
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == STORIES[:3]
+
+
+@pytest.mark.parametrize(
+    "script", ["run_gpt2.sh", "run_t5.sh", "examples/llama/run_llama.sh", "examples/mpt/run_mpt.sh"]
+)
+def test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languages(script: str) -> None:
+    (flags,) = re.findall(r'^stories="(.*?[^\\])"$', (ROOT / script).read_text(), re.MULTILINE | re.DOTALL)
+    prompts = shlex.split(shlex.split(f'"{flags}"')[0].partition("--sample-prompts")[2])
+    told = "\n".join(stories(10_000))
+    for prompt in prompts:
+        assert "t5" not in script or prompt.count("<extra_id_0>") == 1, "a gap to fill"
+        for sentence in re.findall(r"[^.。]+[.。][”\"]?", re.sub(r"<extra_id_\d>", "", prompt)) or [prompt]:
+            assert sentence.strip() in told, sentence
+    assert [bool(re.search("[一-鿿]", prompt)) for prompt in prompts] == [False, True]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Sequence
 
+from megatron import log
 from megatron.checkpoint.huggingface.config import vocabulary_of
 from megatron.config import Config
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.generate.sampling import Sampling
 from megatron.generate.text import Prompts, TextGenerator, with_gaps_filled
 from megatron.models.common.generation import stage_of
@@ -14,6 +16,9 @@ from megatron.training.trainer import Callback
 
 TEMPERATURE = 0.7
 """Drawn with the run's seed: the same text in every layout."""
+
+MOST_TOKENS = 128
+"""Of the text behind a prompt: a story."""
 
 
 class TextSamples(Callback):
@@ -24,28 +29,51 @@ class TextSamples(Callback):
         self._sampling = Sampling(temperature=TEMPERATURE, seed=config.run.seed)
 
     def on_train_start(self) -> None:
-        """Check the prompts: what the model cannot take is an error ahead of the training, not behind it."""
+        """Check the prompts: what the model cannot take is an error ahead of the training, not behind it.
+
+        Prompts of the defaults are left out instead.
+        """
+        try:
+            self._writer = self._checked_writer()
+        except (ConfigError, DataError) as error:
+            if "sample_prompts" in self.trainer.config.given:
+                raise
+            log.info(f"no text is shown at the end: {error}")
+            self.prompts = []
+
+    def _checked_writer(self) -> TextGenerator:
         trainer = self.trainer
         vocabulary = vocabulary_of(trainer.config, None)
         if vocabulary is None:
             raise ConfigError(
                 "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
             )
-        self._writer = TextGenerator(
+        prompts = Prompts(vocabulary.tokenizer, vocabulary.t5)
+        rows = [prompts.encode(prompt) for prompt in self.prompts]
+        writer = TextGenerator(
             stage_of(trainer.engine),
-            Prompts(vocabulary.tokenizer, vocabulary.t5),
+            prompts,
             trainer.world.grid.data,
+            max_new_tokens=new_tokens(trainer.config.batch.seq_length, rows) if vocabulary.t5 is None else None,
             sampling=self._sampling,
         )
-        self._writer.encoded(self.prompts)
+        writer.encoded(self.prompts)
+        return writer
 
     def on_train_end(self) -> None:
-        trainer, writer = self.trainer, self._writer
-        if trainer.stop_text:
+        trainer = self.trainer
+        if trainer.stop_text or not self.prompts:
             return
+        writer = self._writer
         with trainer.engine.optimizer.weights_gathered():
             answers = writer.answer(self.prompts)
         for answer in answers:
             prompt, text = answer.prompt, answer.text
             filled = prompt + text if writer.prompts.tokens is None else with_gaps_filled(prompt, text)
             trainer.print_line(f"sample | {filled}")
+
+
+def new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:
+    """Return how many tokens each prompt gets: none beyond a training sample's length; None where one is longer."""
+    room = seq_length - max(map(len, prompts))
+    return min(room, MOST_TOKENS) if room > 0 else None

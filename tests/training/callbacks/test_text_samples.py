@@ -12,7 +12,7 @@ import pretrain_gpt2
 import pretrain_t5
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.training.callbacks.text_samples import TextSamples
+from megatron.training.callbacks.text_samples import TextSamples, new_tokens
 from megatron.training.trainer import Trainer
 from tests.helpers.runs import flags, train_ranks, write_corpus
 
@@ -77,3 +77,17 @@ def test_a_prompt_that_the_model_cannot_take_is_an_error_ahead_of_the_first_step
     with pytest.raises(AssertionError, match=r"prompt 1 has \d+ tokens; they must fit into the 32 positions"):
         train_ranks(1, argv)
     assert "step 1/2" not in capfd.readouterr().out
+
+
+def test_a_prompt_of_the_defaults_that_the_model_cannot_take_is_left_out_and_told(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DEFAULTS", f"--sample-prompts '{'The tide ' * 40}'")
+    codes, _ = train_ranks(1, flags(corpus, tmp_path / "run", "--train-iters 2"))
+    told = capfd.readouterr()
+    assert codes == [0] and "step 2/2" in told.out and "sample | " not in told.out
+    assert (told.out + told.err).count("no text is shown at the end: prompt 1 has") == 1
+
+
+def test_a_text_ends_where_a_training_sample_does() -> None:
+    assert [new_tokens(length, [[1], [1, 2]]) for length in (2, 3, 32, 1024)] == [None, 1, 30, 128]
