@@ -51,11 +51,11 @@ class FileLock:
         self._descriptor: int | None = None
         began = time.monotonic()
         while self._descriptor is None:
-            told = self._try()
-            if told is None:
+            holder = self._try()
+            if holder is None:
                 continue
-            if time.monotonic() - began >= wait_s(told):
-                raise error(describe(told))
+            if time.monotonic() - began >= wait_s(holder):
+                raise error(describe(holder))
             time.sleep(_POLL_S)
 
     def write(self, text: bytes) -> None:

@@ -137,7 +137,7 @@ class AgreedOrder(BucketSchedule):
         self._filled: list[int] = []  # in their order, in the first backward
         self._agreed = 0  # how often replicas have agreed on the order: twice, and never again
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
+    def register(self, parameter: torch.nn.Parameter) -> None:
         """Count ``parameter`` among those that are summed; all of them ahead of the first backward."""
         self._parameters.append(parameter)
 
@@ -185,8 +185,8 @@ class AgreedOrder(BucketSchedule):
             return
         latest = torch.tensor(turns, dtype=torch.int32, device=self._parameters[0].device)
         dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group)
-        told = latest.tolist()
-        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))
+        agreed = latest.tolist()
+        self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
 
 def _buckets_of_sums(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Bucket]:

@@ -213,17 +213,17 @@ def _class_name(spec: Any) -> str:
 
 def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     """Return ``bounds`` as a list if they cut ``num_layers`` layers into ``num_pieces`` pieces."""
-    told = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
+    got = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
     try:
         listed = [int(bound) for bound in bounds]
         exact = listed == list(bounds)
     except (TypeError, ValueError):
         exact = False
     if not exact:
-        raise PartitionError(f"partition_method must be a name or a list of whole numbers, {told}")
+        raise PartitionError(f"partition_method must be a name or a list of whole numbers, {got}")
     if len(listed) != num_pieces + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
         raise PartitionError(
-            f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {told}. "
+            f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {got}. "
             f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
         )
     return listed

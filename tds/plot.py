@@ -187,8 +187,8 @@ def _legend(panel: Panel) -> list[Patch]:
         if kind not in kinds:
             continue
         for chunk in range(panel.num_chunks) if panel.num_chunks <= 3 else (0, panel.num_chunks - 1):
-            told = f"{name}, chunk {chunk}" if panel.num_chunks > 1 else name
-            handles.append(Patch(facecolor=_colour(kind, chunk, panel.num_chunks), label=told))
+            label = f"{name}, chunk {chunk}" if panel.num_chunks > 1 else name
+            handles.append(Patch(facecolor=_colour(kind, chunk, panel.num_chunks), label=label))
     return [*handles, Patch(facecolor=IDLE, label="idle")]
 
 
@@ -240,8 +240,8 @@ def draw(folder: Path) -> None:
     try:
         draw_measured(_written_steps(folder)[-1], folder / PICTURE)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        _log.warning("no picture of %s (%s). Later: tools/draw_schedule.py --trace %s", folder, told, folder)
+        problem = f"{type(error).__name__}: {error}"
+        _log.warning("no picture of %s (%s). Later: tools/draw_schedule.py --trace %s", folder, problem, folder)
 
 
 def _written_steps(folder: Path) -> list[trace.MeasuredStep]:

@@ -318,8 +318,8 @@ UNIQUE = {
     "without_memory",
 }
 """Former names that stood for one thing: nothing at all is called so."""
-WORDS = {"firm", "say", "saying", "soft", "tell", "telling", "told"}
-"""Not in the name of a function, class, argument, constant or attribute: log, report, format; explicit, default."""
+WORDS = {"firm", "say", "saying", "settle", "soft", "tell", "telling", "tempo", "tidy", "told", "unasked", "wants"}
+"""Not in any name, a variable's neither: log, report, format; explicit, default."""
 FILES = {
     p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
     for folder in ("megatron", "tds")
@@ -360,7 +360,7 @@ def test_a_former_name_is_defined_no_more(former: str, name: str, where: str) ->
 
 
 def made_names(tree: ast.Module) -> set[str]:
-    """All names that a file gives to others, and those of arguments: not the ones of a function's own variables."""
+    """All names that a file makes, those of arguments and of a function's own variables among them."""
     found = defined(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -369,6 +369,8 @@ def made_names(tree: ast.Module) -> set[str]:
             found.add(node.arg)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
     return found
 
 

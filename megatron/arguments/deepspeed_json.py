@@ -158,8 +158,8 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     elif name in deepspeed_keys.VALUES or name in deepspeed_keys.PASSED:
         yield from _value_problems(place, name, deepspeed_keys.VALUES.get(name) or deepspeed_keys.PASSED[name], value)
     else:
-        told = unknown("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
-        yield f"{place}: {told}"
+        problem = unknown("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
+        yield f"{place}: {problem}"
 
 
 def _section_problems(

@@ -137,8 +137,8 @@ def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Op
     bare = {other.lstrip("-"): other for other in names}  # the dashes are no likeness
     close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
     words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
-    told = [flag for flag, option in options.items() if " " in words and words in option.help]
-    near = longer[:1] or [bare[other] for other in close] or told[:1]
+    matching = [flag for flag, option in options.items() if " " in words and words in option.help]
+    near = longer[:1] or [bare[other] for other in close] or matching[:1]
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all flags")
 
 
@@ -266,11 +266,11 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:
     """Return the messages; one that names a flag with a variable in the run script names that, too."""
     pairs = [pair.split("=", 1) for pair in env.get(FLAG_VARIABLES, "").split() if "=" in pair]
-    told = []
+    lines = []
     for problem in problems:
         known = [f"{flag} is {name}" for flag, name in pairs if re.search(rf"{re.escape(flag)}(?![\w-])", problem)]
-        told.append(f"{problem} (in the run script: {', '.join(known)})" if known else problem)
-    return told
+        lines.append(f"{problem} (in the run script: {', '.join(known)})" if known else problem)
+    return lines
 
 
 # ``global batch = micro-batch x gas x replicas``: three numbers of which two give the third.

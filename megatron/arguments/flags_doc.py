@@ -68,8 +68,8 @@ def classify(flag: str) -> tuple[str, str]:
             return _honoured(flag, section, option)
     if flag in ALREADY_SO:
         return "already so", ALREADY_SO[flag]
-    told = {family.title: family.config.REFUSED for family in FAMILIES.values()}
-    others = [f"; {title}: {reasons[flag]}" for title, reasons in told.items() if flag in reasons]
+    reasons_of = {family.title: family.config.REFUSED for family in FAMILIES.values()}
+    others = [f"; {title}: {reasons[flag]}" for title, reasons in reasons_of.items() if flag in reasons]
     return "refused", REFUSED[flag] + "".join(others)
 
 
@@ -89,8 +89,8 @@ def _elsewhere(section: str, option: Option) -> str:
         return ""
     kinds = {family.kind for family in acting}
     usual = next(family for family in others if family.kind not in kinds).advice(option)
-    told = [f"; {family.title}: {family.advice(option)}" for family in others if family.advice(option) != usual]
-    return f"; in {_names(section, option)} only, elsewhere refused: {usual}{''.join(told)}"
+    advice = [f"; {family.title}: {family.advice(option)}" for family in others if family.advice(option) != usual]
+    return f"; in {_names(section, option)} only, elsewhere refused: {usual}{''.join(advice)}"
 
 
 def _names(section: str, option: Option) -> str:

@@ -111,7 +111,7 @@ class ShardWriter(StorageWriter):
                 _num_bytes(item) + _MANIFEST_BYTES_PER_TENSOR for item in items
             )
             files.make_folder(self._root)
-            folders.remove_leftovers(self._root)
+            folders.remove_stale(self._root)
             free = files.free_bytes(self._root)
             if self._num_bytes > free:
                 raise CheckpointError(
@@ -399,11 +399,11 @@ def save(writer: ShardWriter, planner: RecordSavePlanner, world: Group) -> Path:
         CheckpointError: on all ranks alike; names the ranks that failed and why.
     """
     with _failures_in_words(world):
-        told = torch_dcp.save(
+        metadata = torch_dcp.save(
             {}, storage_writer=writer, planner=planner, process_group=world.handle, no_dist=world.handle is None
         )
-    assert told.storage_meta is not None and told.storage_meta.checkpoint_id is not None  # ShardWriter.finish
-    return Path(told.storage_meta.checkpoint_id)
+    assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id is not None  # ShardWriter.finish
+    return Path(metadata.storage_meta.checkpoint_id)
 
 
 def load(reader: ShardReader, planner: RecordLoadPlanner, world: Group) -> None:

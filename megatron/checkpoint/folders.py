@@ -31,7 +31,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
-_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
+_STALE = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
 def checkpoints_in(source: Path) -> Path:
@@ -114,7 +114,7 @@ def commit_checkpoint(temporary: Path, target: Path) -> None:
         log.warning(f"{target} is complete, but its name may not have reached the disk: {error}")
 
 
-def remove_leftovers(root: Path, prefixes: tuple[str, ...] = _LEFTOVER) -> None:
+def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
     """Delete what killed saves and removals left in ``root``; what cannot be deleted costs a warning only."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(prefixes):
@@ -160,7 +160,7 @@ def check_writable(root: Path) -> None:
 
 # Which checkpoints of a folder stay, and the deletion of the others.
 
-UNASKED = "unasked"
+AUTOMATIC = "unasked"
 """In the state of a checkpoint that no flag asked for."""
 
 
@@ -169,15 +169,15 @@ class RetentionPolicy:
     """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
 
     Attributes:
-        last: None: all but those that ``unasked`` is about.
-        unasked: without ``last``: of those that nobody asked for so many stay; None: all.
+        last: None: all but those that ``automatic`` is about.
+        automatic: without ``last``: of those that nobody asked for so many stay; None: all.
         earlier: up to this sequence number they are of an earlier run, and are neither counted nor deleted.
     """
 
     last: int | None = None
     every: int | None = None
     loaded: Path | None = None
-    unasked: int | None = None
+    automatic: int | None = None
     earlier: int = 0
 
     def protects(self, path: Path) -> bool:
@@ -188,7 +188,7 @@ class RetentionPolicy:
 
     def counts(self, content: Manifest) -> bool:
         """Tell whether it is one of those of which only so many stay."""
-        is_one = self.last is not None or bool(content.state.get(UNASKED))
+        is_one = self.last is not None or bool(content.state.get(AUTOMATIC))
         return is_one and content.sequence > self.earlier
 
 
@@ -208,7 +208,7 @@ def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
     A damaged one does not count among the last ones. One whose manifest cannot be read, because it is broken or a later
     version wrote it, is left alone.
     """
-    number = keep.unasked if keep.last is None else keep.last
+    number = keep.automatic if keep.last is None else keep.last
     if number is None:
         return
     kept = 0

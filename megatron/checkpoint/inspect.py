@@ -132,15 +132,15 @@ def state_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[
 
 
 def _difference(name: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
-    told = [_format_tensor(checkpoint, name) for checkpoint in (first, second)]
-    if None in told:
-        return Difference(name, ONE_SIDE, told[0], told[1])
+    tensors = [_format_tensor(checkpoint, name) for checkpoint in (first, second)]
+    if None in tensors:
+        return Difference(name, ONE_SIDE, tensors[0], tensors[1])
     if first.shape(name) != second.shape(name):
-        return Difference(name, SHAPE, told[0], told[1])
+        return Difference(name, SHAPE, tensors[0], tensors[1])
     one, other = read_whole(first, name), read_whole(second, name)
     if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
         return None
-    return Difference(name, VALUES, told[0], told[1], *_apart(one, other))
+    return Difference(name, VALUES, tensors[0], tensors[1], *_apart(one, other))
 
 
 def _format_tensor(checkpoint: Checkpoint, name: str) -> str | None:

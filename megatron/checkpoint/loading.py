@@ -166,8 +166,8 @@ def segments(name: str, size: int) -> list[Segment]:
 def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
     names = sorted({segment.name for segment in own})
     patience = FileVisibility()
-    told = {name: _size_problem(path / name, content.files[name], patience) for name in names}
-    found = {name: problem for name, problem in told.items() if problem}
+    problems = {name: _size_problem(path / name, content.files[name], patience) for name in names}
+    found = {name: problem for name, problem in problems.items() if problem}
     readable = [segment for segment in own if segment.name not in found]
     with ThreadPoolExecutor(_num_threads()) as pool:
         read = pool.map(lambda one: files.segment_crc(path / one.name, one.start, one.stop), readable)

@@ -69,12 +69,12 @@ def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[li
         share = local()
     except Exception as error:  # told to all ranks below: one that left here would let the others wait
         failure = error
-    told = _gather(world, (share, cause(failure) if failure else None))
+    gathered = _gather(world, (share, cause(failure) if failure else None))
     verdict: Any = None
     problem: CheckpointError | None = None
     if world.rank == 0:
         try:
-            verdict = judge(_shares(told))
+            verdict = judge(_shares(gathered))
         except Exception as error:
             failure = failure or error
             problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))

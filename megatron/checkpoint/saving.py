@@ -46,7 +46,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     loaded: Path | None = None,
-    keep_unasked: int | None = None,
+    keep_automatic: int | None = None,
     earlier: int = 0,
 ) -> Path:
     """Write the checkpoint ``root/step-00000020`` and return its path. Collective over ``world``.
@@ -57,7 +57,7 @@ def save(
         keep_last: afterwards delete all but so many complete checkpoints (at least 1); None keeps all.
         keep_every: never delete one whose step is a multiple of this.
         loaded: the checkpoint that this run started from, which is never deleted.
-        keep_unasked: without ``keep_last``: delete all but so many of those whose state says ``keeping.UNASKED``.
+        keep_automatic: without ``keep_last``: delete all but so many of those whose state says ``folders.AUTOMATIC``.
         earlier: never delete one of this sequence number or a lower one.
 
     Raises:
@@ -65,7 +65,7 @@ def save(
         ConfigError: ``keep_last`` or ``keep_every`` is below 1.
     """
     check_keep(keep_last, keep_every)
-    keep = RetentionPolicy(keep_last, keep_every, loaded, keep_unasked, earlier)
+    keep = RetentionPolicy(keep_last, keep_every, loaded, keep_automatic, earlier)
     return save_from(lambda: records, root, step, state, world, keep)
 
 
@@ -100,11 +100,11 @@ def save_from(
         left = world.broadcast_object(writer.abandon(str(error)) if world.rank == 0 else "")
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}{left}") from error
     if world.rank == 0:
-        _tidy(root, path, keep)
+        _clean_up(root, path, keep)
     return path
 
 
-def _tidy(root: Path, path: Path, keep: RetentionPolicy) -> None:
+def _clean_up(root: Path, path: Path, keep: RetentionPolicy) -> None:
     """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
     folders.write_latest(root, path)
     try:
@@ -222,7 +222,7 @@ class AsyncSaver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         loaded: Path | None = None,
-        keep_unasked: int | None = None,
+        keep_automatic: int | None = None,
         earlier: int = 0,
     ) -> Staged:
         """Copy the tensors and begin to write them as ``saving.save`` would; return when they are copied. Collective.
@@ -236,11 +236,11 @@ class AsyncSaver:
         began = time.perf_counter()
         self._join()
         waited_s = time.perf_counter() - began
-        told = copy.deepcopy(state) if self._world.rank == 0 else {}
+        own_state = copy.deepcopy(state) if self._world.rank == 0 else {}
         source, num_bytes = self._copy(records)
         staged = Staged(step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
-        keep = RetentionPolicy(keep_last, keep_every, loaded, keep_unasked, earlier)
-        write = partial(save_from, source, root, step, told, self._world, keep)
+        keep = RetentionPolicy(keep_last, keep_every, loaded, keep_automatic, earlier)
+        write = partial(save_from, source, root, step, own_state, self._world, keep)
         # a daemon: a job that fails does not wait for a disk
         self._thread = Thread(target=self._write, args=(write, step, num_bytes), name=f"save-{step}", daemon=True)
         self._thread.start()

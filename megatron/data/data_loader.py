@@ -62,13 +62,13 @@ def predictions_of(dataset: Any) -> Callable[[int], int] | None:
     if ordered is None:
         own = getattr(dataset, "num_predicted", None)
         return own if callable(own) else None
-    told = [getattr(part, "num_predicted", None) for part in ordered.parts.values()]
-    if not all(map(callable, told)):
+    counts = [getattr(part, "num_predicted", None) for part in ordered.parts.values()]
+    if not all(map(callable, counts)):
         return None
 
     def of_any(index: int) -> int:
         number, place = ordered.order.locate(index)
-        return told[number](place)  # type: ignore[misc]
+        return counts[number](place)  # type: ignore[misc]
 
     return of_any
 
@@ -232,8 +232,8 @@ class PrefetchWorkers:
 
         Torch raises such an error by a signal, wherever this process happens to be.
         """
-        told = str(error).splitlines()[0] if str(error) else ""
-        match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", told)
+        first_line = str(error).splitlines()[0] if str(error) else ""
+        match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", first_line)
         if match is None:
             return error
         dead = [int(pid) for pid in match.group(1).split(",")]

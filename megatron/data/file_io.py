@@ -249,7 +249,7 @@ def roll_forward(prefix: str) -> None:
         ) from error
 
 
-def remove_leftovers(prefix: str) -> None:
+def remove_stale(prefix: str) -> None:
     """Delete temporary files of processes of this machine that are no more."""
     opening = f".{socket.gethostname()}-"
     for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):

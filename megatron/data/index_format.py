@@ -366,14 +366,14 @@ def check_belongs(
     Raises:
         DataError: it describes others.
     """
-    told = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
+    expected = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
     found = f"{num_documents} documents of {num_tokens} tokens"
     if idx_crc32 is not None and sidecar.idx_crc32 != idx_crc32:
-        told, found = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
-    if told != found:
+        expected, found = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
+    if expected != found:
         raise DataError(
-            f"{path}: describes another .idx ({told}) than the one beside it ({found}). Delete it if the .bin and .idx "
-            "are right, else build all three again."
+            f"{path}: describes another .idx ({expected}) than the one beside it ({found}). Delete it if the .bin and "
+            ".idx are right, else build all three again."
         )
 
 

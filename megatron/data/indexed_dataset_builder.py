@@ -63,7 +63,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         file_io.roll_forward(self.prefix)
-        file_io.remove_leftovers(self.prefix)
+        file_io.remove_stale(self.prefix)
         try:
             self._tokens = self._open.enter_context(StreamedFile(self._temporary[0]))
             self._sizes = self._open.enter_context(StreamedFile(self._sizes_path))

@@ -173,8 +173,8 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
         fixed = ("format", "layout", "family", "micro_batch_size", "dtype", "seed")
         differing = [key for key in fixed if kept.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
         if differing:
-            told = ", ".join(f"{key} {kept.get(key)} and now {facts.get(key)}" for key in differing)
-            raise ValueError(f"{folder} holds the dump of another run ({told})")
+            changes = ", ".join(f"{key} {kept.get(key)} and now {facts.get(key)}" for key in differing)
+            raise ValueError(f"{folder} holds the dump of another run ({changes})")
     files.make_folder(folder)
     files.replace_bytes(path, orjson.dumps(facts, option=orjson.OPT_INDENT_2) + b"\n")
 

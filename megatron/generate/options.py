@@ -148,7 +148,7 @@ def _field(line: str, name: str, place: str) -> str:
         value = json.loads(line)[name]
         if isinstance(value, str):
             return value
-        told = f"{name!r} is not a text"
+        problem = f"{name!r} is not a text"
     except (ValueError, KeyError, TypeError) as error:
-        told = f"{type(error).__name__}: {error}"
-    raise DataError(f"{place}: each line must be a JSON object with a text under {name!r} (--field): {told}")
+        problem = f"{type(error).__name__}: {error}"
+    raise DataError(f"{place}: each line must be a JSON object with a text under {name!r} (--field): {problem}")

@@ -202,8 +202,8 @@ class TextGenerator:
             on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
             given = {"keys": [keys[place] for place in batch], "on_token": on_token}
             found.update(zip(batch, self._generate([rows[place] for place in batch], **given), strict=True))
-        told = self.data.gather_objects(found)
-        found = {place: tokens for one in told for place, tokens in one.items()}
+        answers = self.data.gather_objects(found)
+        found = {place: tokens for one in answers for place, tokens in one.items()}
         return [
             self._answer(text, row, found[place]) for place, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]

@@ -23,7 +23,7 @@ from megatron import log
 from megatron.launch.attempt import BOARD_S, MEET_S, RankGroup
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
-from megatron.launch.outcome import RESTARTED, NodeBoard, Restarts, settle
+from megatron.launch.outcome import RESTARTED, NodeBoard, Restarts, job_result
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import NodeRendezvous
 from megatron.training import failure
@@ -112,9 +112,9 @@ class LaunchAgent(SimpleElasticAgent):
             log.error(f"launch: {end}; starting again {reason} ({which})")
         else:
             durable, most = self._restarts.durable, self._restarts.most
-            self.job_code, told = settle(end, self._signals, durable, restarts=most, reason=reason)
-            if told is not None:
-                log.error(f"launch: {told}")
+            self.job_code, message = job_result(end, self._signals, durable, restarts=most, reason=reason)
+            if message is not None:
+                log.error(f"launch: {message}")
         self._remaining_restarts = int(goes_on)  # the elastic agent starts again while some remain
         return RunResult(WorkerState.FAILED)
 

@@ -247,7 +247,7 @@ class RankGroup:
         start = time.monotonic()
         named: Exit | None = None
         while any(one.is_alive for one in self.ranks):
-            verdict = self._culprit()
+            verdict = self._root_cause()
             if verdict != named or not self.failure_file.exists():
                 self._write_failure(verdict)
                 self._board.report_failed(verdict)
@@ -262,28 +262,28 @@ class RankGroup:
                     one.terminate()
             self._signals.wait(0.02)
             self._reap()
-        return self._settle()
+        return self._conclude()
 
-    def _settle(self) -> int:
+    def _conclude(self) -> int:
         self._board.report_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._leave()
         end = time.monotonic() + MEET_S
         while not self._board.all_left() and time.monotonic() < end and not self._signals.is_ended:
             self._signals.wait(0.02)
-        self._verdict = self._culprit()
+        self._verdict = self._root_cause()
         return 4 if self._verdict is None else self._verdict.job_code
 
-    def _culprit(self) -> Exit | None:
+    def _root_cause(self) -> Exit | None:
         return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:
         """Put the failure file in place in one step."""
         if verdict is None:
-            told = f"the job ends: {self._late() or 'another node failed, or node 0 was lost'}"
+            reason = f"the job ends: {self._late() or 'another node failed, or node 0 was lost'}"
         else:
-            told = f"{'the job ends' if verdict.words else 'a peer died'}: {verdict}"
+            reason = f"{'the job ends' if verdict.words else 'a peer died'}: {verdict}"
         temporary = self.failure_file.with_suffix(".tmp")
-        temporary.write_text(told + "\n")
+        temporary.write_text(reason + "\n")
         temporary.replace(self.failure_file)
 
     def _end_at_once(self) -> int:

@@ -142,7 +142,7 @@ def _signal_name(number: int) -> str:
 # | ``failed`` | a node that lost a rank | that it happened |
 # | ``verdict/R`` | node R | its culprit, as JSON |
 # | ``left`` | every node | how many nodes have no rank left |
-# | ``vote/R`` | node R, once all have left | why it would not start again; empty if it would |
+# | ``restart/R`` | node R, once all have left | why it would not start again; empty if it would |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |
 # | ``gone`` | every node | how many nodes have read what they want to know |
 #
@@ -202,15 +202,15 @@ class NodeBoard:
         """
         if self._num_nodes == 1:
             return (False, against) if against else (True, go())
-        self._ask(lambda: self._store.set(f"vote/{self._node_rank}", against), None)
+        self._ask(lambda: self._store.set(f"restart/{self._node_rank}", against), None)
         if self._node_rank == 0:
             against = self._count_votes(timeout_s)
-            told = f"stop {against}" if against else f"go {go()}"
-            self._ask(lambda: self._store.set("decision", told), None)
+            decision = f"stop {against}" if against else f"go {go()}"
+            self._ask(lambda: self._store.set("decision", decision), None)
         else:
             self._wait(lambda: self._ask(lambda: self._store.check(["decision"]), True), 2 * timeout_s)
-            told = self._ask(lambda: self._read("decision"), "") or "stop node 0 was lost"
-        word, _, reason = told.partition(" ")
+            decision = self._ask(lambda: self._read("decision"), "") or "stop node 0 was lost"
+        word, _, reason = decision.partition(" ")
         return word == "go", reason
 
     def leave(self, timeout_s: float) -> None:
@@ -223,14 +223,14 @@ class NodeBoard:
 
     def _count_votes(self, timeout_s: float) -> str:
         """Return why the job does not start again, or "" if all nodes would."""
-        keys = [f"vote/{node}" for node in range(self._num_nodes)]
+        keys = [f"restart/{node}" for node in range(self._num_nodes)]
         self._wait(lambda: self._ask(lambda: self._store.check(keys), True), timeout_s)
         missing = [
             str(node) for node, key in enumerate(keys) if not self._ask(partial(self._store.check, [key]), False)
         ]
         if missing:
             return f"node {', '.join(missing)} did not answer"
-        return next((vote for vote in map(self._read, keys) if vote), "")
+        return next((reason for reason in map(self._read, keys) if reason), "")
 
     def _read(self, key: str) -> str:
         """Return what a key holds, or "" if nobody wrote it."""
@@ -358,15 +358,17 @@ class End:
             ended = f"ended by {verdict}" if verdict is not None else "ended by another node, or node 0 was lost"
             return self.late or ended
         also = [str(one.rank) for one in self.exits if one.is_stuck and one.rank != verdict.rank]
-        told = f"ended by {verdict}"
+        text = f"ended by {verdict}"
         if verdict.is_stuck and also:
-            told += f", as had rank {', '.join(also)}"
+            text += f", as had rank {', '.join(also)}"
         if verdict.words and not self.is_said:
-            told += f": {verdict.words}"
-        return told + (f" ({verdict.hint})" if verdict.hint else "")
+            text += f": {verdict.words}"
+        return text + (f" ({verdict.hint})" if verdict.hint else "")
 
 
-def settle(end: End, signals: Signals, durable: int | None, *, restarts: int, reason: str) -> tuple[int, str | None]:
+def job_result(
+    end: End, signals: Signals, durable: int | None, *, restarts: int, reason: str
+) -> tuple[int, str | None]:
     """Return the job's exit code and the line that says so, by the table at the top of this file.
 
     Args:

@@ -100,8 +100,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given
     ) -> torch.Tensor:
-        wants = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
-        work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, wants)
+        needs = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, needs)
         total = work.run()
         ctx.save_for_backward(work.of_x, work.of_table, work.of_bias)
         ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
@@ -148,22 +148,22 @@ class _Work:
     """One forward: its memory, and what it adds up.
 
     Args:
-        wants: whether gradients of x, table and bias are made.
+        needs: whether gradients of x, table and bias are made.
     """
 
     def __init__(
-        self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given, wants: list[bool]
+        self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given, needs: list[bool]
     ) -> None:
         self.x, self.given = x, given
         self.table, self.bias = table[: given.num_real], None if bias is None else bias[: given.num_real]
         self.wide = given.weights.dtype
         self.total = given.weights.new_zeros(())
-        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
-        self.of_table = torch.empty_like(table, dtype=self.wide) if wants[1] else None
+        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+        self.of_table = torch.empty_like(table, dtype=self.wide) if needs[1] else None
         if self.of_table is not None:
             untouched = given.num_real if len(x) and table.dtype == self.wide else 0  # the first product sets the rest
             self.of_table[untouched:].zero_()
-        self.of_bias = torch.zeros_like(bias, dtype=self.wide) if wants[2] and bias is not None else None
+        self.of_bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
         """Return the sum; a chunk's numbers travel while the next one's logits are made."""

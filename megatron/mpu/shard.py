@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+import tds.gradients
 from megatron.mpu.groups import SINGLE, Group
-from tds import gradients as sums
 
 # Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need.
 
@@ -141,4 +141,4 @@ def global_norm(
     Args:
         holders: replicas each of which has other parts of the gradients.
     """
-    return sums.global_norm(gradients, [holders.handle, model.handle], device)
+    return tds.gradients.global_norm(gradients, [holders.handle, model.handle], device)

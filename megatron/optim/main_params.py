@@ -43,7 +43,7 @@ class MainParams:
         data: the replicas.
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
-        arrival: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
+        param_init: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
 
     Attributes:
         are_apart: a parameter is not its own master: an update is to be brought into it.
@@ -55,7 +55,7 @@ class MainParams:
         *,
         zero_stage: int = 0,
         offload: OffloadConfig = NOTHING,
-        arrival: ParamInit | None = None,
+        param_init: ParamInit | None = None,
     ) -> None:
         self.data_group = data
         self.offload = offload
@@ -65,15 +65,15 @@ class MainParams:
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, ParamPartition] = {}
-        self._arrival = arrival if self._has_homes else None
-        self._are_away = self._arrival is not None
+        self._param_init = param_init if self._has_homes else None
+        self._are_away = self._param_init is not None
 
-    def adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Let ``parameter`` have ``dtype`` from now on and return its master."""
         is_wide = dtype in WIDE
         cut = partition_of(parameter, self.data_group.size) if self._is_cut else None
-        if self._arrival is not None:
-            self._arrival.come(parameter, is_cut=cut is not None)
+        if self._param_init is not None:
+            self._param_init.come(parameter, is_cut=cut is not None)
         if is_wide:
             parameter.data = parameter.data.to(dtype)
         self.of[parameter] = parameter
@@ -82,8 +82,8 @@ class MainParams:
         parameter.data = parameter.data.to(dtype)
         if cut is not None and self._has_homes:
             self.homes[parameter] = self._home(parameter, cut, is_wide)
-            if self._arrival is not None:
-                self._arrival.leave(parameter)
+            if self._param_init is not None:
+                self._param_init.leave(parameter)
         return self.of[parameter]
 
     def is_cut(self, parameter: torch.nn.Parameter) -> bool:
@@ -162,7 +162,7 @@ class MainParams:
     def _own_part(self, parameter: torch.nn.Parameter, cut: ParamPartition) -> torch.Tensor:
         """Return this replica's part of ``parameter``, where that is trained."""
         part = cut.part(parameter.detach(), self.data_group.rank)
-        return part if self._arrival is None else part.to(self._arrival.device)
+        return part if self._param_init is None else part.to(self._param_init.device)
 
 
 # The gradients of a step, added up over its micro-batches: whole ones, which the engine sums over the replicas.
@@ -179,7 +179,7 @@ class Gradients(Protocol):
     holders: Group
     are_summed: bool
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
+    def register(self, parameter: torch.nn.Parameter) -> None:
         """Take what backward leaves in ``parameter``, which has its dtype, from now on."""
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -219,7 +219,7 @@ class MainGradients:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
+    def register(self, parameter: torch.nn.Parameter) -> None:
         if parameter.dtype not in WIDE:
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)
 
@@ -325,9 +325,9 @@ class OverlappedMainGradients(MainGradients):
         self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out)
         self._is_last = False
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
-        super().adopt(parameter)
-        self._order.adopt(parameter)
+    def register(self, parameter: torch.nn.Parameter) -> None:
+        super().register(parameter)
+        self._order.register(parameter)
 
     def begin_last_backward(self) -> None:
         self._is_last = True
@@ -372,7 +372,7 @@ class SequenceParallelGradients:
         self._parameters: list[torch.nn.Parameter] = []
         self._are_summed = False
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
+    def register(self, parameter: torch.nn.Parameter) -> None:
         """Sum the gradient of ``parameter`` from now on, if it is a summand."""
         if self._group.size > 1 and is_partial(parameter):
             self._parameters.append(parameter)

@@ -119,7 +119,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         overlaps_sums: with ZeRO 0 and 1 sum gradients over the replicas here, while the backward runs that
             ``begin_last_backward`` announces; else the engine does it. From ZeRO 2 on they always are.
         offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
-        arrival: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
+        param_init: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -147,7 +147,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         zero_stage: int = 0,
         overlaps_sums: bool = False,
         offload: OffloadConfig = NOTHING,
-        arrival: ParamInit | None = None,
+        param_init: ParamInit | None = None,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
@@ -158,11 +158,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = MainParams(data, zero_stage=zero_stage, offload=offload, arrival=arrival)
+        self._masters = MainParams(data, zero_stage=zero_stage, offload=offload, param_init=param_init)
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._units: ParamUnits | None = None
-        masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
+        masters = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
 
@@ -329,10 +329,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return (parameter, gradient) pairs in the order of the groups."""
         return [(parameter, self._gradients.of(parameter)) for parameter in self._masters.of]
 
-    def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-        master = self._masters.adopt(parameter, dtype)
-        self._gradients.adopt(parameter)
-        self._partial.adopt(parameter)
+    def _register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+        master = self._masters.register(parameter, dtype)
+        self._gradients.register(parameter)
+        self._partial.register(parameter)
         return master
 
     @property

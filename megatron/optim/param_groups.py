@@ -71,7 +71,7 @@ def build_optimizer(
     overlaps_sums: bool = False,
     offload: OffloadConfig = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
-    arrival: ParamInit | None = None,
+    param_init: ParamInit | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -121,7 +121,7 @@ def build_optimizer(
         zero_stage=zero_stage,
         overlaps_sums=overlaps_sums,
         offload=offload,
-        arrival=arrival,
+        param_init=param_init,
     )
 
 

@@ -21,7 +21,7 @@ from megatron.models.registry import FAMILIES, build_model, load
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
-from megatron.planner.machine import CUT, Machine, Sample, Tempos, fitted, slowdown
+from megatron.planner.machine import CUT, EfficiencyFactors, Machine, Sample, fitted, slowdown
 from megatron.planner.microbenchmarks import TimingBudget
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
@@ -99,7 +99,7 @@ def rows_of(family: str) -> Mapping[str, str]:
 #
 # A model of one layer makes forwards and backwards as a training does. Marks at the ends of its layers, set by hooks of
 # modules and of gradients, share the time out among the layers and what lies around them: embedding, norm, head, loss.
-# What was timed beside what its operations add up to gives the ``Tempos`` of each kind of unit.
+# What was timed beside what its operations add up to gives the ``EfficiencyFactors`` of each kind of unit.
 #
 # Where there are several ranks, each with a core of its own, models are timed that are cut over all of them, too, in
 # the first format: their products are smaller, and at each sum the faster rank waits. How many times as long that takes
@@ -247,14 +247,16 @@ def with_pieces(machine: Machine, found: Sequence[LayerTimings]) -> Machine:
     """Return ``machine`` with the tempos that make its layers take what was timed, and the pace of its updates."""
     whole, cut = ([one for one in found if (one.tensor > 1) == is_cut] for is_cut in (False, True))
     samples = _by_kind(machine, whole)
-    tempos: dict[str, dict[str, Tempos]] = defaultdict(dict)
+    tempos: dict[str, dict[str, EfficiencyFactors]] = defaultdict(dict)
     for (dtype, kind), pairs in samples.items():
-        tempos[dtype][kind] = Tempos(fitted([each for each, _ in pairs]), fitted([each for _, each in pairs]))
+        tempos[dtype][kind] = EfficiencyFactors(
+            fitted([each for each, _ in pairs]), fitted([each for _, each in pairs])
+        )
     timed = replace(machine, tempos=tempos, update_bandwidth=_update_bandwidth(whole) or machine.update_bandwidth)
-    slowed: dict[str, dict[str, Tempos]] = {dtype: dict(kinds) for dtype, kinds in tempos.items()}
+    slowed: dict[str, dict[str, EfficiencyFactors]] = {dtype: dict(kinds) for dtype, kinds in tempos.items()}
     for (dtype, kind), pairs in _by_kind(timed, cut).items():
         own = tempos[dtype][kind]
-        slowed[dtype][kind + CUT] = Tempos(
+        slowed[dtype][kind + CUT] = EfficiencyFactors(
             own.forward.times(slowdown([each for each, _ in pairs], own.forward)),
             own.backward.times(slowdown([each for _, each in pairs], own.backward)),
         )

@@ -177,13 +177,13 @@ def said_schedule(layout: Layout) -> str | None:
 def given_flags(config: Any) -> list[str]:
     """Return the flags that were given and are told neither by variables nor by the layout."""
     family = FAMILIES[config.family]
-    told = SHOWN | set(family.variables.values())
+    named = SHOWN | set(family.variables.values())
     if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
-        told |= {"enc_layers", "dec_layers"}
+        named |= {"enc_layers", "dec_layers"}
     recipe, words = scan(family.recipe, (), config.family).values, []
     sections = config.sections()
     for section, option in all_options():
-        if section in sections and option.name in config.given and option.name not in told:
+        if section in sections and option.name in config.given and option.name not in named:
             value = getattr(sections[section], option.name)
             if recipe.get(option.name) != value:
                 words += _spelled(option, value)
@@ -200,9 +200,9 @@ def _spelled(option: Option, value: Any) -> list[str]:
 
 def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
     """Return the lines for a shell: variables, and the run script with its flags."""
-    told = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
+    assignments = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
     start = f"bash {FAMILIES[config.family].run_script} {shlex.join(flags(config, layout))}"
-    return [" ".join(told[:4]) + " \\", "  " + " ".join(told[4:]) + " \\", "  " + start]
+    return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + start]
 
 
 # Whether the training would take a layout: its own checks, on the configuration that the pasted lines would make.

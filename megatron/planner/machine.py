@@ -44,21 +44,21 @@ class EfficiencyFactor:
 
 
 @dataclass(frozen=True)
-class Tempos:
+class EfficiencyFactors:
     """Of a forward and of a backward."""
 
     forward: EfficiencyFactor
     backward: EfficiencyFactor
 
 
-Table = Mapping[str, Mapping[str, Tempos]]
+Table = Mapping[str, Mapping[str, EfficiencyFactors]]
 """Format of numbers -> kind of unit ("gpt2 layer", "t5 head") -> its tempos."""
 CUT = ", cut over tensor ranks"
 """What the kind of a unit ends with whose layers are cut: smaller products, and ranks that wait for the slower one."""
-LAYER = Tempos(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
+LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
 """What is kept of a layer is written once in forward and read about once more by the operation that follows; backward
 reads it, and writes a gradient for about as much. Norms, dropout and sums with the residual stream all pass so."""
-HEAD = Tempos(EfficiencyFactor(1.0, 3.0), EfficiencyFactor(1.0, 2.0))
+HEAD = EfficiencyFactors(EfficiencyFactor(1.0, 3.0), EfficiencyFactor(1.0, 2.0))
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
     return EfficiencyFactor(*best)
 
 
-def slowdown(samples: Sequence[Sample], tempo: EfficiencyFactor) -> float:
-    """Return how many times as long as ``tempo`` says the samples took: their median, 1 at least."""
-    said = [(one.seconds, tempo.of(one.parts)) for one in samples]
+def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
+    """Return how many times as long as ``efficiency`` says the samples took: their median, 1 at least."""
+    said = [(one.seconds, efficiency.of(one.parts)) for one in samples]
     ratios = [own / other for own, other in said if other > 0]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
@@ -121,7 +121,7 @@ def read(value: Mapping[str, Any]) -> Table:
     """
     return {
         dtype: {
-            kind: Tempos(EfficiencyFactor(**own["forward"]), EfficiencyFactor(**own["backward"]))
+            kind: EfficiencyFactors(EfficiencyFactor(**own["forward"]), EfficiencyFactor(**own["backward"]))
             for kind, own in kinds.items()
         }
         for dtype, kinds in value.items()
@@ -132,8 +132,8 @@ def numbers(table: Table) -> Iterator[tuple[str, float]]:
     """Yield every factor with its name."""
     for dtype, kinds in table.items():
         for kind, own in kinds.items():
-            for way, tempo in asdict(own).items():
-                yield from ((f"tempos of {dtype}, {kind}, {way}: {name}", value) for name, value in tempo.items())
+            for way, efficiency in asdict(own).items():
+                yield from ((f"tempos of {dtype}, {kind}, {way}: {name}", value) for name, value in efficiency.items())
 
 
 # What a device and the wires between devices can do, in numbers that can be measured, as JSON and back.
@@ -253,7 +253,7 @@ class Machine:
         """
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
-    def tempo(self, dtype: str, kind: str, otherwise: Tempos = LAYER) -> Tempos:
+    def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
         """Return how often products and passes of a kind of unit count."""
         return self.tempos.get(dtype, {}).get(kind, otherwise)
 

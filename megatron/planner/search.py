@@ -266,7 +266,7 @@ def overflow(found: Estimate, usable: int) -> Overflow | None:
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
     """Return the changes that make ``layout`` fit, the one with the shortest step first; single ones if any do."""
     single = list(changes(planner, layout))
-    found = list(_fitting(planner, [((told,), changed) for told, changed in single]))
+    found = list(_fitting(planner, [((flags,), changed) for flags, changed in single]))
     if not found:
         pairs: list[tuple[tuple[str, ...], Layout]] = [
             ((first, second), changed)
@@ -316,14 +316,14 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     tensor = layout.tensor * HALF
     is_whole = all(size % tensor == 0 for size in [*cut, getattr(own, "num_query_groups", tensor)])
     if is_whole and layout.optimizer != "adafactor":
-        told = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
-        yield told + _less(layout, fewer), replace(fewer, tensor=tensor)
+        flags = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
+        yield flags + _less(layout, fewer), replace(fewer, tensor=tensor)
     pipe = layout.pipe * HALF
     if pipe * layout.chunks <= planner.config.total_layers:
         schedule = ONE_CHUNK[0] if layout.pipe == 1 and layout.chunks == 1 else layout.schedule
         piped = _with_stage(fewer, min(fewer.zero_stage, 1))
-        told = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
-        yield told + _less(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
+        flags = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
+        yield flags + _less(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
 
 
 def _with_stage(layout: Layout, stage: int) -> Layout:
@@ -333,13 +333,13 @@ def _with_stage(layout: Layout, stage: int) -> Layout:
 
 def _less(layout: Layout, changed: Layout) -> str:
     """Return the words for what ``changed`` has less of ZeRO than ``layout``."""
-    told = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
-    return told + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
+    flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
+    return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 
 def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[LayoutChange]:
     known = set()
-    for told, layout in tried:
+    for flags, layout in tried:
         is_new = layout not in known
         known.add(layout)
         fits = (
@@ -348,7 +348,7 @@ def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> I
             and overflow_of(planner.memory(layout), planner.machine.usable_bytes) <= 0
         )
         if fits and not problems(planner.config, layout):
-            yield LayoutChange(told, planner.estimate(layout))
+            yield LayoutChange(flags, planner.estimate(layout))
 
 
 def overflow_of(memory: list[Memory], usable: int) -> int:

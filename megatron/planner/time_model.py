@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.models.common.cost import Costs, Product, Work
 from megatron.models.common.memory import BYTES, Kept, State
 from megatron.planner.layout import SPLITTING, Layout
-from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, Link, Machine, Tempos, Wire
+from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, EfficiencyFactors, Link, Machine, Wire
 
 # Seconds that one rank spends in the units of a model on one micro-batch, messages apart.
 #
@@ -20,8 +20,8 @@ from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, Link, M
 # | operations | each has its overhead | twice as many |
 # | gradients of weights | | read, and added to the sum of the micro-batches: 10 bytes in 16 bits, 12 in 32 |
 #
-# How often products and passes count says the machine's ``Tempos``, for layers that are cut over tensor ranks their
-# own. Recomputation adds a forward to the backward: of the layers, or of the cores of attention.
+# How often products and passes count says the machine's ``EfficiencyFactors``, for layers that are cut over tensor
+# ranks their own. Recomputation adds a forward to the backward: of the layers, or of the cores of attention.
 
 CORE_BACKWARD = 2.5
 """A fused kernel makes the scores once more: five products in place of two."""
@@ -56,7 +56,7 @@ class Parts:
         passed: one pass over what is kept, ``scored`` one over the scores of attention.
         started: the overhead of the operations of a forward.
         adding: gradients of weights.
-        beside, beside_back: passes that no tempo counts.
+        beside, beside_back: passes that no efficiency counts.
         cores: one pass over what attention keeps between its products.
         is_again: full recomputation runs the unit again.
     """
@@ -74,17 +74,17 @@ class Parts:
     cores: float = 0.0
     is_again: bool = False
 
-    def forward(self, tempo: EfficiencyFactor) -> float:
+    def forward(self, efficiency: EfficiencyFactor) -> float:
         """Return the seconds of a forward."""
-        return tempo.of(self.forward_parts) + self.forward_rest
+        return efficiency.of(self.forward_parts) + self.forward_rest
 
-    def backward(self, tempo: EfficiencyFactor) -> float:
+    def backward(self, efficiency: EfficiencyFactor) -> float:
         """Return the seconds of a backward, without what is recomputed."""
-        return tempo.of(self.backward_parts) + self.backward_rest
+        return efficiency.of(self.backward_parts) + self.backward_rest
 
     @property
     def forward_parts(self) -> tuple[float, float, float]:
-        """Seconds of products, of a pass and of one over the scores, which tempos count."""
+        """Seconds of products, of a pass and of one over the scores, which factors count."""
         return self.products + self.core, self.passed, self.scored
 
     @property
@@ -93,7 +93,7 @@ class Parts:
 
     @property
     def forward_rest(self) -> float:
-        """Seconds that no tempo changes."""
+        """Seconds that no efficiency changes."""
         return self.started + self.beside
 
     @property
@@ -135,11 +135,11 @@ class Clock:
             found.append(known[key])
         return found
 
-    def tempos(self, unit: int, layout: Layout) -> Tempos:
+    def factors(self, unit: int, layout: Layout) -> EfficiencyFactors:
         """Return how often products and passes of a unit count."""
         kind, closed = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
-        whole = self._machine.tempo(layout.dtype, kind, closed)
-        return self._machine.tempo(layout.dtype, kind + CUT, whole) if layout.tensor > 1 else whole
+        whole = self._machine.efficiency(layout.dtype, kind, closed)
+        return self._machine.efficiency(layout.dtype, kind + CUT, whole) if layout.tensor > 1 else whole
 
     def _parts(self, work: Work, kept: Kept, parameters: int, logits: int | None, layout: Layout) -> Parts:
         machine = self._machine
@@ -162,14 +162,14 @@ class Clock:
         )
 
     def _unit(self, number: int, parts: Parts, layout: Layout) -> Seconds:
-        tempos = self.tempos(number, layout)
-        forward, backward = parts.forward(tempos.forward), parts.backward(tempos.backward)
+        factors = self.factors(number, layout)
+        forward, backward = parts.forward(factors.forward), parts.backward(factors.backward)
         again = 0.0
         if layout.recompute == "full" and parts.is_again:
             again = forward
         elif layout.recompute == "selective" and parts.is_again:
-            again = tempos.forward.of((parts.core, parts.cores, parts.scored))
-        factor = tempos.backward.products
+            again = factors.forward.of((parts.core, parts.cores, parts.scored))
+        factor = factors.backward.products
         return Seconds(forward, backward + again, again, factor * parts.products, factor * parts.columns)
 
     def _products(self, products: Sequence[Product], dtype: str) -> float:

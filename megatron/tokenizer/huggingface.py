@@ -310,9 +310,9 @@ def from_bert_files(path: Path) -> LibraryTokenizer:
 def _is_lower_case(config: Path, tokens: Iterable[str]) -> bool:
     if config.exists():
         try:
-            told = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case")
+            value = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case")
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{config} must be a JSON object; reading it failed: {error}") from error
-        if told is not None:
-            return bool(told)
+        if value is not None:
+            return bool(value)
     return not any(token != token.lower() for token in tokens if not token.startswith("["))

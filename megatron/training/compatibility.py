@@ -175,13 +175,13 @@ def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_cha
     saved = state.get("tokenizer")
     if saved is None or identity is None or saved == identity:
         return
-    told = f"saved {saved[:12]}, now {identity[:12]} (SHA-256 of its files and settings)"
+    identities = f"saved {saved[:12]}, now {identity[:12]} (SHA-256 of its files and settings)"
     if not allow_change:
         raise CheckpointError(
-            f"the tokenizer must be that of the checkpoint, {told}: the weights would read other words. Name the same "
-            "files, or add --allow-vocab-change if the ids mean the same or the model is to learn new ones"
+            f"the tokenizer must be that of the checkpoint, {identities}: the weights would read other words. Name the "
+            "same files, or add --allow-vocab-change if the ids mean the same or the model is to learn new ones"
         )
-    log.info(f"the tokenizer is not that of the checkpoint, {told}: taken, as --allow-vocab-change says")
+    log.info(f"the tokenizer is not that of the checkpoint, {identities}: taken, as --allow-vocab-change says")
 
 
 def _layout(topology: Topology) -> str:

@@ -278,11 +278,11 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
-    told = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
-    problem = next((one.problem for one in told if one.problem), None) or disagreement(told)
+    ranks = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
+    problem = next((one.problem for one in ranks if one.problem), None) or disagreement(ranks)
     if problem:
         raise DataError(problem)
-    known = next((one for one in told if one.reads), told[0])
+    known = next((one for one in ranks if one.reads), ranks[0])
     return RunData(datasets, known.fingerprint, known.order, known.corpora, "train" in known.prints)
 
 
@@ -375,14 +375,14 @@ def resumed(data: RunData, state: Mapping[str, Any], *, allow_change: bool) -> B
 
 def _take_unknown(consumed: int, allow_change: bool) -> None:
     """Refuse a checkpoint that says nothing of what it has read, or say what is taken to be so."""
-    told = f"the checkpoint does not say of which data the {consumed} samples were that it has read"
+    problem = f"the checkpoint does not say of which data the {consumed} samples were that it has read"
     if not allow_change:
         raise CheckpointError(
-            f"a checkpoint must say which data it has read, but {told}: some may come again. Give the data set of your "
-            "own that it was trained on, --allow-data-change to go on as if they had been the first of the data given "
-            "now, or --finetune to start anew from the weights."
+            f"a checkpoint must say which data it has read, but {problem}: some may come again. Give the data set of "
+            "your own that it was trained on, --allow-data-change to go on as if they had been the first of the data "
+            "given now, or --finetune to start anew from the weights."
         )
-    log.info(f"data: {told}; going on as if they had been the first of the data given now")
+    log.info(f"data: {problem}; going on as if they had been the first of the data given now")
 
 
 def to_save(data: RunData, samples_consumed: int, loaded: Saved) -> Saved:

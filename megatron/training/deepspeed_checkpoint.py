@@ -43,7 +43,7 @@ from tds.engine.checkpointing import make_safe
 
 FORMAT = "deepspeed"
 _TAG = re.compile(r"global_step(\d+)(-\d+)?")
-_LEFTOVER = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
+_STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
 def prepare(root: Path, step: int) -> Path:
     """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
     files.make_folder(root)
-    folders.remove_leftovers(root, _LEFTOVER)
+    folders.remove_stale(root, _STALE)
     temporary = root / f".tmp-global_step{step}-{os.getpid()}"
     files.make_folder(temporary)
     return temporary
@@ -96,7 +96,7 @@ def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, F
     return target
 
 
-def tidy(path: Path, keep: RetentionPolicy) -> None:
+def clean_up(path: Path, keep: RetentionPolicy) -> None:
     """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
     root = path.parent
     try:
@@ -182,15 +182,15 @@ def save(
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
     """
-    host, told = world.grid.host, json.loads(json.dumps({**state, "format": FORMAT}))  # no class but JSON's
-    client = {CLIENT: {"state": told, "rng": _rng_of_replicas(world)}}
+    host, plain = world.grid.host, json.loads(json.dumps({**state, "format": FORMAT}))  # no class but JSON's
+    client = {CLIENT: {"state": plain, "rng": _rng_of_replicas(world)}}
     temporary: Path | None = None
     try:
         temporary = gather_verdict(host, lambda: None, lambda _: prepare(root, step))
         with _writing_to(engine) as written:
             engine.save_checkpoint(str(root), tag=temporary.name, client_state=client, save_latest=False)
         path: Path = gather_verdict(
-            host, written.facts, lambda shares: commit(temporary, step, told, _joined(shares))
+            host, written.facts, lambda shares: commit(temporary, step, plain, _joined(shares))
         )  # fmt: skip
     except CheckpointError as error:
         if world.rank == 0 and temporary is not None:
@@ -198,7 +198,7 @@ def save(
                 files.remove_tree(temporary)
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}") from error
     if world.rank == 0:
-        tidy(path, keep)
+        clean_up(path, keep)
     return path
 
 
@@ -227,17 +227,17 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
         CheckpointError: naming both layouts.
     """
     layout = checkpoint.state["layout"]
-    told = layout_text(layout, now)
+    difference = layout_text(layout, now)
     if layout["tensor"] != now.tensor or (layout["pipe"] > 1) != (now.pipe > 1):
         raise CheckpointError(
             f"{checkpoint.path} is in DeepSpeed's layout, whose files load with the tensor size that saved them, and "
-            f"with a pipeline or without one as they were saved: {told}. Start with that layout, and save with "
+            f"with a pipeline or without one as they were saved: {difference}. Start with that layout, and save with "
             "--checkpoint-format native, which every layout loads"
         )
-    if takes_optimizer and (told_cut := _other_cut(checkpoint, config, now)):
+    if takes_optimizer and (stated_cut := _other_cut(checkpoint, config, now)):
         raise CheckpointError(
             f"{checkpoint.path} is in DeepSpeed's layout, whose optimizer states load only where every stage has the "
-            f"layers that it had: {told_cut}. Start as it was saved and save with --checkpoint-format native, which "
+            f"layers that it had: {stated_cut}. Start as it was saved and save with --checkpoint-format native, which "
             "every layout loads; or take the weights alone with --load-weights-only or --finetune"
         )
 

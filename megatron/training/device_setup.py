@@ -150,11 +150,11 @@ def configure_determinism(config: Config, kind: str) -> None:
     if not config.run.deterministic or kind == "cpu":
         return
     if kind == "cuda":
-        _settle_workspace()
+        _configure_workspace()
     torch.use_deterministic_algorithms(True)
 
 
-def _settle_workspace() -> None:
+def _configure_workspace() -> None:
     asked = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if asked not in WORKSPACES:
         raise ConfigError(
@@ -258,5 +258,5 @@ def device_rows(kind: str) -> Iterator[tuple[str, str]]:
     plugin = accelerators.find(kind)
     if plugin is None or not plugin.adaptors:
         return
-    told = [f"{a.part}: {a.name} ({len(a.patches)}){'' if is_on(a) else ', off'}" for a in plugin.adaptors]
-    yield "adaptors", "; ".join(told)
+    adaptors = [f"{a.part}: {a.name} ({len(a.patches)}){'' if is_on(a) else ', off'}" for a in plugin.adaptors]
+    yield "adaptors", "; ".join(adaptors)

@@ -211,8 +211,8 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     settings = config.optimizer
     shared = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
     if shared and replicas > 1:
-        told = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
-        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {told}"
+        names = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
+        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}"
     states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.optimizer != "adamw":
         states = "masters and optimizer states, updated there"
@@ -252,7 +252,7 @@ def _pipeline_rows(
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
     idle_share, about = forecast or bubble, "" if forecast else "about "
-    told = []
+    bubbles = []
     for name in candidates(schedule, chunks):
         idle, at_best = (100 * idle_share(stages, m, name, chunks, given) for given in (costs, None))
         what = (
@@ -260,9 +260,9 @@ def _pipeline_rows(
             if is_known
             else (f"{at_best:.1f} % with equal stages")
         )
-        told.append(f"{name}: {what}" if schedule == AUTO else what)
+        bubbles.append(f"{name}: {what}" if schedule == AUTO else what)
     note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
-    yield "pipeline bubble", "; ".join(told) + note
+    yield "pipeline bubble", "; ".join(bubbles) + note
 
 
 def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
     A process that was started alone stays so: nothing is set.
     """
     if "RANK" in env:
-        return [*_number_problems(env, OURS, "the environment"), *_settle_address(env, "export MASTER_ADDR=HOST")]
+        return [*_number_problems(env, OURS, "the environment"), *_set_address(env, "export MASTER_ADDR=HOST")]
     starter = next((each for each in STARTERS if any(name in env for name in each.variables[:2])), None)
     if starter is None or not _is_of_several(env, starter):
         return list(_lonely_problems(env))
@@ -86,7 +86,7 @@ def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
         for ours, theirs in zip(OURS, starter.variables, strict=True):
             if theirs in env:
                 env[ours] = _first_number(env[theirs])
-        problems = list(_settle_address(env, starter.hand_over))
+        problems = list(_set_address(env, starter.hand_over))
     return problems
 
 
@@ -113,7 +113,7 @@ def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: st
         yield f"{rank} must be below {size}, got {env[rank]} and {env[size]}. Ranks count from 0"
 
 
-def _settle_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
+def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
     """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first does not, or that the second is none."""
     size = env.get("WORLD_SIZE")
     if not env.get("MASTER_ADDR"):

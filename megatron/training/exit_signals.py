@@ -101,18 +101,18 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
     loads_here = _is_folder(given.get("--load"), folder) or (saves_here and "--resume" in given)
     losing = [name for name in LOSING if name in given]
     if loads_here:
-        told = "Go on with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
+        command = "Go on with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
     else:
         script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
         instead = [name for name in ("--load", "--resume", *LOSING) if name in given]
         without = f" in place of {' and '.join(instead)}" if instead else ""
-        told = f"Go on with the same command {script}and --load {where}{without}"
+        command = f"Go on with the same command {script}and --load {where}{without}"
     job = env.get("SLURM_JOB_ID")
     if job is None:
-        return told
+        return command
     if loads_here and not losing:
-        return f"{told}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
-    return f"{told}; with --save {where} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
+        return f"{command}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
+    return f"{command}; with --save {where} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
 
 
 def _is_folder(given: str | None, folder: Path) -> bool:

@@ -360,8 +360,8 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         at = heartbeat_now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
-        told = failure if isinstance(failure, JobError) else error
-        print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(told).__name__}: {told}'}")
+        cause = failure if isinstance(failure, JobError) else error
+        print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(cause).__name__}: {cause}'}")
         note_reported()
         if not isinstance(failure, JobError) and is_first_to_report():
             traceback.print_exception(error, file=sys.stderr)

@@ -57,7 +57,7 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
     if grid.world.size == 1:
         return
     mine = facts(config)
-    common = sorted((name, told) for name, told in mine.items() if not name.startswith("code"))
+    common = sorted((name, value) for name, value in mine.items() if not name.startswith("code"))
     digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
     found = grid.host.gather_objects((digest, mine.get("code")))  # some 100 bytes; all else only if something differs
     if len({digest for digest, _ in found}) == 1 and len({code for _, code in found if code is not None}) == 1:
@@ -82,14 +82,14 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
     chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
     ranks_of: dict[tuple[str, str], dict[int, str]] = {}
     places = grid.host.gather_objects((gethostname(), identity(place), chosen))
-    for rank, (host, device_there, told) in enumerate(places):
+    for rank, (host, device_there, device_name) in enumerate(places):
         if device_there:
-            ranks_of.setdefault((host, device_there), {})[rank] = told
+            ranks_of.setdefault((host, device_there), {})[rank] = device_name
     shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
     if not shared:
         return
     rows = [
-        f"{which} of {host}: " + "; ".join(f"rank {rank} ({told})" for rank, told in ranks.items())
+        f"{which} of {host}: " + "; ".join(f"rank {rank} ({device_name})" for rank, device_name in ranks.items())
         for (host, which), ranks in shared.items()
     ]
     raise ConfigError(
@@ -103,7 +103,7 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
 
 def facts(config: Config) -> dict[str, str]:
     """Return what must be the same on all ranks, by name; the code on the first rank of each machine only."""
-    found = {f"arguments: {name}": told for name, told in _flat(config.to_dict()) if name not in _OWN}
+    found = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
     found |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
     found |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
     json_file = config.run.deepspeed_config
@@ -122,8 +122,8 @@ def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
             if name in one or not name.startswith("code"):
                 ranks_of.setdefault(one.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
-            told = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
-            yield f"{name}: {'; '.join(told)}"
+            values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
+            yield f"{name}: {'; '.join(values)}"
 
 
 def code_checksum(root: Path = ROOT) -> int:

@@ -99,13 +99,13 @@ def require_checkpoint(source: Path) -> None:
         found_instead = "a file" if place.exists() else "not there"
         raise CheckpointError(f"--load must name a folder of checkpoints; {place} is {found_instead}")
     if not (place / MANIFEST_NAME).exists() and not any(place.glob("step-*")):
-        told = f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020"
+        message = f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020"
         if deepspeed_checkpoint.foreign_tags_in(source):
-            told += (
+            message += (
                 ". What DeepSpeed wrote without --checkpoint-format deepspeed does not say where a run stood; "
                 "tools/import_checkpoint.py takes the weights"
             )
-        raise CheckpointError(told)
+        raise CheckpointError(message)
 
 
 def is_run_folder(source: Path) -> bool:
@@ -184,8 +184,8 @@ def check_shared(folder: Path, world: World) -> None:
     if world.local_rank == 0:
         FileVisibility().wait_for(probe)
     is_blind = world.local_rank == 0 and not probe.exists()
-    told = host.gather_objects(platform.node() if is_blind else None)
-    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in told if name is not None})))
+    hosts = host.gather_objects(platform.node() if is_blind else None)
+    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in hosts if name is not None})))
 
 
 def _leave_probe(folder: Path) -> Path:
@@ -267,7 +267,7 @@ def describe(folder: Path, config: Config, world: World, step: int) -> None:
         step: behind which this start goes on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    _remove_stale(folder)
     files.replace_bytes(folder / "config.json", _json(config.to_dict()))
     with open(folder / "command.txt", "a", encoding="utf-8") as file:
         recipe = os.environ.get("MEGATRON_DEFAULTS", "")
@@ -279,7 +279,7 @@ def describe(folder: Path, config: Config, world: World, step: int) -> None:
         file.write(json.dumps(started) + "\n")
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _remove_stale(folder: Path) -> None:
     """Delete the files that killed starts were writing."""
     for path in folder.glob(".*"):
         if path.is_file() and (".tmp-" in path.name or path.name.startswith(".probe-")):

@@ -70,7 +70,7 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
         ) from error
 
 
-def arrival_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
+def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
     """Return how the weights of ``module`` come, which lie on the host; None where all come together."""
     if not is_asked_for(config, world):
         return None
@@ -252,13 +252,13 @@ def build_weights(
     check_chunks(module, config.parallel.chunks)
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
     device_setup.use_norms(config, module)
-    arrival = arrival_of(config, module, world, weight_rule(config))
-    if arrival is None:
+    param_init = param_init_of(config, module, world, weight_rule(config))
+    if param_init is None:
         put_in_place(config, module, world)
     if config.parallel.compile:
         compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
-    optimizer = make_optimizer(config, module, world, arrival)
-    if arrival is not None:
+    optimizer = make_optimizer(config, module, world, param_init)
+    if param_init is not None:
         put_in_place(config, module, world)  # what is left: frozen weights, buffers
     return module, optimizer
 
@@ -306,7 +306,7 @@ def weight_rule(config: Config) -> Rule:
 
 
 def make_optimizer(
-    config: Config, module: torch.nn.Module, world: World, arrival: ParamInit | None = None
+    config: Config, module: torch.nn.Module, world: World, param_init: ParamInit | None = None
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
     settings, precision = config.optimizer, config.precision
@@ -327,7 +327,7 @@ def make_optimizer(
         overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
         offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
         adam=_adam(config),
-        arrival=arrival,
+        param_init=param_init,
     )
 
 

@@ -175,9 +175,9 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
     is_named = found.startswith(name)
     if is_named:
         failure.note_state(failure.LATE)  # the launcher, too, is to name this rank
-    told = found if is_named else f"{found}. This rank {own.words}"
+    message = found if is_named else f"{found}. This rank {own.words}"
     limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
-    failure.leave(PeerError(f"{told}. It may get no further for {limit}"), name, linger)
+    failure.leave(PeerError(f"{message}. It may get no further for {limit}"), name, linger)
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:

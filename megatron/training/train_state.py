@@ -217,8 +217,8 @@ def save_state(
 
 def kept_by(flags: CheckpointConfig) -> dict[str, int | None]:
     """Return how many checkpoints the flags keep, in the words of ``megatron.checkpoint.save``."""
-    unasked = DEFAULT_KEPT if flags.is_default_interval else None
-    return {"keep_last": flags.keep_last, "keep_every": flags.keep_every, "keep_unasked": unasked}
+    automatic = DEFAULT_KEPT if flags.is_default_interval else None
+    return {"keep_last": flags.keep_last, "keep_every": flags.keep_every, "keep_automatic": automatic}
 
 
 def described(
@@ -353,14 +353,14 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: b
     saved = checkpoint.state.get("data_fingerprint")
     if not saved or not fingerprint or saved == fingerprint:
         return
-    told = f"got fingerprint {fingerprint} now and {saved} in {checkpoint.path}"
+    fingerprints = f"got fingerprint {fingerprint} now and {saved} in {checkpoint.path}"
     if not allow_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, {told}: samples would be repeated or lost. Give the same "
-            "--data-path, --split, --seed and lengths, --allow-data-change to go on at the same number of samples, or "
-            "--finetune to start anew from the weights."
+            f"the data must be those of the checkpoint, {fingerprints}: samples would be repeated or lost. Give the "
+            "same --data-path, --split, --seed and lengths, --allow-data-change to go on at the same number of "
+            "samples, or --finetune to start anew from the weights."
         )
-    log.info(f"the data are not those of the checkpoint, {told}: going on at the same number of samples")
+    log.info(f"the data are not those of the checkpoint, {fingerprints}: going on at the same number of samples")
 
 
 # Which checkpoints of a run folder are on a run's way, and which on one that it has left or never took.
@@ -411,7 +411,7 @@ class Saves:
         last_at: ``time.monotonic()`` of the last save, also one that failed, or of the start.
         stalled_s: seconds in which the training has waited for saves since they were last told.
         failure: of the last save, if it failed, and its step.
-        branch: which checkpoints of the folder are this run's; known on rank 0.
+        lineage: which checkpoints of the folder are this run's; known on rank 0.
     """
 
     background: AsyncSaver | None = None
@@ -419,7 +419,7 @@ class Saves:
     stalled_s: float = 0.0
     failure: CheckpointError | None = None
     failed_step: int = -1
-    branch: CheckpointLineage = field(default_factory=CheckpointLineage)
+    lineage: CheckpointLineage = field(default_factory=CheckpointLineage)
 
     def share_since_last(self, stall_s: float) -> float:
         """Return ``stall_s`` as a share of the time since the save before, and begin to count anew."""

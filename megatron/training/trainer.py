@@ -274,8 +274,8 @@ class Trainer:
         found = next(
             (text for each in self.due("find_nonfinite") if (text := each.find_nonfinite(error)) is not None), ""
         )
-        told = f"step {self.samples.step} ({self.samples.text}): {error}"
-        placed = NumericsError(f"{told} Here {found}." if found else told)
+        message = f"step {self.samples.step} ({self.samples.text}): {error}"
+        placed = NumericsError(f"{message} Here {found}." if found else message)
         placed.is_of_this_rank = bool(found)
         return placed
 

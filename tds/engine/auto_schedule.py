@@ -43,7 +43,7 @@ class Auto:
 
     Args:
         set_schedule: called with the name of the schedule of the steps to come; ``Plan.set``, as a schedule that a
-            program sets by ``engine.set_schedule`` calls ``settle``.
+            program sets by ``engine.set_schedule`` calls ``keep_schedule``.
         group: all ranks.
     """
 
@@ -58,36 +58,36 @@ class Auto:
         self._measured: list[Costs] = []
         self._chosen_for: int | None = None
         self.choice: str | None = None
-        self.is_settled = num_stages == 1
+        self.is_chosen = num_stages == 1
         self._set_schedule(first_name(num_chunks))
-        if self.is_settled:
+        if self.is_chosen:
             self._log(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
 
     @property
     def measures(self) -> bool:
         """True if ``observe`` needs the times of the step that comes."""
-        return not self.is_settled and self._step in MEASURED
+        return not self.is_chosen and self._step in MEASURED
 
-    def settle(self) -> None:
+    def keep_schedule(self) -> None:
         """Leave the schedule as it is from now on: the program has set one."""
-        self.is_settled, self._chosen_for = True, None
+        self.is_chosen, self._chosen_for = True, None
 
     def before_step(self, num_micro_batches: int) -> None:
         """Set the schedule of the step that comes; choose again if its number of micro-batches is another."""
-        if not self.is_settled:
+        if not self.is_chosen:
             self._set_schedule(trials(self._num_chunks)[self._step])
         elif self._chosen_for not in (None, num_micro_batches):
             self._choose(num_micro_batches)
 
     def observe(self, work: Iterable[Work] | None, num_micro_batches: int) -> None:
         """Take the times of a step that ended; after the last trial, choose. Collective over all ranks."""
-        if self.is_settled:
+        if self.is_chosen:
             return
         if work is not None and self.measures:
             self._measured.append(self._average(work))
         self._step += 1
         if self._step == NUM_TRIALS:
-            self.is_settled = True
+            self.is_chosen = True
             self._choose(num_micro_batches)
 
     def _choose(self, num_micro_batches: int) -> None:

@@ -50,11 +50,11 @@ def check_keys(section: Mapping[str, Any]) -> None:
     unknown = [key for key in section if key not in KEYS]
     if not unknown:
         return
-    told = []
+    problems = []
     for key in unknown:
         close = difflib.get_close_matches(str(key), KEYS, n=1)
-        told.append(f'"{key}"' + (f' (did you mean "{close[0]}"?)' if close else ""))
-    raise ValueError(f'"pipeline" in the JSON has no {", ".join(told)}; its keys are {", ".join(KEYS)}')
+        problems.append(f'"{key}"' + (f' (did you mean "{close[0]}"?)' if close else ""))
+    raise ValueError(f'"pipeline" in the JSON has no {", ".join(problems)}; its keys are {", ".join(KEYS)}')
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:

@@ -437,9 +437,9 @@ def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str
     for rank, (each, _) in enumerate(found):
         ranks.setdefault(each, []).append(rank)
     if len(ranks) > 1:
-        told = "; ".join(f"{_name(each, pointer)} on {_listed(those)}" for each, those in ranks.items())
+        tags = "; ".join(f"{_name(each, pointer)} on {_listed(those)}" for each, those in ranks.items())
         raise CheckpointError(
-            f"all ranks must load the same checkpoint, got {told}, in {load_dir}. Let every host see the same folder, "
+            f"all ranks must load the same checkpoint, got {tags}, in {load_dir}. Let every host see the same folder, "
             "or pass the tag"
         )
     if chosen is None and engine.load_universal_checkpoint():

@@ -398,8 +398,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         """Say once, on one rank of each stage, whose backward a schedule could split."""
         self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
-            told = self._stage.splitter.describe_split(dict(self.module.named_parameters()))
-            log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {told}")
+            description = self._stage.splitter.describe_split(dict(self.module.named_parameters()))
+            log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {description}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
         return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)
@@ -428,7 +428,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
                 to the list of that stage's actions (``tds.schedule``), which is proven to run before it is used.
         """
         self._plan.set(schedule)
-        self._seeing.settle()
+        self._seeing.keep_schedule()
 
     def set_wait_limit(self, limit_s: float) -> None:
         """Let this rank wait for others for ``limit_s`` seconds at most from now on, in messages and collectives.

@@ -138,9 +138,9 @@ _ADVICE = (
 def checksum(value: Any, before: int = 0) -> int:
     """Return a checksum over all tensors of ``value``, their types and shapes, and how they are nested."""
     if isinstance(value, torch.Tensor):
-        told = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)
+        header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)
         flat = value.detach().cpu().contiguous().reshape(-1)
-        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), told)
+        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), header_crc)
     if isinstance(value, Mapping):
         value = [part for key in value for part in (str(key), value[key])]
     if isinstance(value, (tuple, list)):

@@ -80,7 +80,7 @@ class Tracing:
         self._picture = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
 
     @property
-    def wants_step(self) -> bool:
+    def records_step(self) -> bool:
         """True if the step that comes is to be traced."""
         return self._left > 0
 
@@ -103,8 +103,8 @@ class Tracing:
 
     def _give_up(self, error: OSError) -> None:
         """Trace no more. No run ends for a trace."""
-        rank, told = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
-        _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, told)
+        rank, problem = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
+        _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, problem)
         self._left, self._file = 0, None
 
 
@@ -358,7 +358,7 @@ class EngineMonitor:
         """Record the actions of a step for the trace and "auto"; an error loses nothing of what was recorded."""
         if self._auto is not None:
             self._auto.before_step(self._engine.micro_batches)
-        is_traced = self._tracing is not None and self._tracing.wants_step
+        is_traced = self._tracing is not None and self._tracing.records_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
         about = {"step": self._engine.global_steps, "schedule": self._plan.name}
         self._stage.recorder = self._recorder if is_recorded else None
@@ -382,10 +382,10 @@ class EngineMonitor:
         with self.watchdog.over(phase):
             yield
 
-    def settle(self) -> None:
+    def keep_schedule(self) -> None:
         """Let "auto" leave the schedule alone from now on: the program has set one, on every rank."""
         if self._auto is not None:
-            self._auto.settle()
+            self._auto.keep_schedule()
 
     def bubble(self, reader: str = "program") -> float | None:
         """Return the share of idle time in the training steps since this reader's last call.

@@ -275,8 +275,8 @@ class Stage:
             inputs, leaves = self.exchange.recv_forward(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        told = _adding_note(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
-        with call.part(FORWARD), told, self._splitting(action), self._recomputing():
+        noting = _adding_note(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
+        with call.part(FORWARD), noting, self._splitting(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
             checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
@@ -356,8 +356,8 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         given = output, labels
-        told = _adding_note(lambda: f"the loss function was given {describe_structure(given)}")
-        with call.part(FORWARD), told, self._splitting(action):
+        noting = _adding_note(lambda: f"the loss function was given {describe_structure(given)}")
+        with call.part(FORWARD), noting, self._splitting(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
             share = call.meter.add(loss, action.micro_batch)

@@ -213,11 +213,11 @@ class _Weaver:
     def _start(self, stage: int) -> type[Action] | None:
         """Begin what ``stage`` can do now; return which kind it is."""
         forwards, backwards = self.forwards_done[stage], self.backwards_done[stage]
-        wants_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
-        if wants_forward and self._has_forward(stage):
+        takes_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
+        if takes_forward and self._has_forward(stage):
             self.actions[stage].append(Forward(*self.forwards[forwards]))
             return Forward
-        if not (wants_forward and self.rounds_are_whole) and self._has_backward(stage):
+        if not (takes_forward and self.rounds_are_whole) and self._has_backward(stage):
             self.actions[stage].append(Backward(*self.backwards[backwards]))
             return Backward
         return None

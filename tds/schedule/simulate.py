@@ -285,11 +285,11 @@ def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], 
     """Tell the step time of the choice, and those of the others or what else decided."""
     longest = max(timeline.step_s for timeline in timelines.values())
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
-    told = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}
-    reason = f"{chosen}: predicted {told[chosen]} {unit} a step"
+    times = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}
+    reason = f"{chosen}: predicted {times[chosen]} {unit} a step"
     others = sorted((name for name in timelines if name != chosen), key=lambda name: timelines[name].step_s)
     if others:
-        reason += " against " + ", ".join(f"{told[name]} ({name})" for name in others)
+        reason += " against " + ", ".join(f"{times[name]} ({name})" for name in others)
     tied = [name for name in fastest if name != chosen]
     if tied:
         held = ", ".join(f"{peaks[name]} ({name})" for name in tied)

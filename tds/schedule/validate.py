@@ -168,8 +168,8 @@ class _Run:
         while stage is not None and stage in waiting and stage not in chain:
             chain.append(stage)
             stage = self._waits_for(waiting[stage])
-        told = [f"stage {i} at {waiting[i].action} for stage {self._waits_for(waiting[i])}" for i in chain]
-        return "; ".join(told) + ("" if stage in waiting else ", which has no more to do")
+        links = [f"stage {i} at {waiting[i].action} for stage {self._waits_for(waiting[i])}" for i in chain]
+        return "; ".join(links) + ("" if stage in waiting else ", which has no more to do")
 
 
 def _format_content(channel: Channel, content: Content) -> str:

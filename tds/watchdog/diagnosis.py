@@ -123,8 +123,8 @@ def verdict(
     silent = [rank for rank in range(len(names)) if rank not in reports]
     if silent:
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
-        told = f"{listed} did not come and does not answer: stopped, dead or cut off"
-        return told + "".join(
+        text = f"{listed} did not come and does not answer: stopped, dead or cut off"
+        return text + "".join(
             f"; the last word of rank {rank} was: {place}" for rank, place in (last_places or {}).items()
         )
     rank, seen = asking, {asking}

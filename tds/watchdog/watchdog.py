@@ -76,7 +76,7 @@ class Watchdog:
         self._number = 0
         self._lock = threading.Lock()
         self._asked = self._has_reported = False
-        self._heard, self._settled = threading.Event(), threading.Event()
+        self._heard, self._finished = threading.Event(), threading.Event()
         self._verdict: str | None = None
         self._closed, self._wake = threading.Event(), threading.Event()
         own = weakref.ref(self)
@@ -120,10 +120,10 @@ class Watchdog:
         """The store is gone: the timer goes on alone."""
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
-        """Do what is to be done once the verdict is there, and ``_settle`` it.
+        """Do what is to be done once the verdict is there, and ``_finish`` it.
 
         Args:
-            number: of what the alarm was about, for ``_settle``.
+            number: of what the alarm was about, for ``_finish``.
             found: who did not come; None: the rank that raised the alarm left before it could say so.
             own: what this rank is at.
             linger: what to wait for ahead of leaving (the others may still read the verdict from a store of this
@@ -141,10 +141,10 @@ class Watchdog:
         with self._lock:
             if number != self._number:
                 return
-            self._settled.clear()
+            self._finished.clear()
             self._asked = True
         self._wake.set()
-        if not self._settled.wait(PATIENCE_S + LINGER_S) and number == self._number and not self._closed.is_set():
+        if not self._finished.wait(PATIENCE_S + LINGER_S) and number == self._number and not self._closed.is_set():
             own = self._report()
             self._write_report(own)
             self._answered = self._seen
@@ -187,12 +187,12 @@ class Watchdog:
         self._write_report(own)
         self._conclude(number, alarms.answer(own), own, alarms.linger)
 
-    def _settle(self, number: int, found: str | None) -> None:
+    def _finish(self, number: int, found: str | None) -> None:
         """Keep the verdict, unless what it was about is over."""
         with self._lock:
             if number == self._number:
                 self._verdict, self._asked = found, False
-                self._settled.set()
+                self._finished.set()
 
     # What this rank is at.
 
@@ -262,10 +262,10 @@ class EngineWatchdog(Watchdog):
             with self._own_collectives.at_work():
                 yield
         except RuntimeError as error:
-            told = self._explain(error)
-            if told is None:
+            explanation = self._explain(error)
+            if explanation is None:
                 raise
-            raise communicator.PeerLost(f"{told}. {error}") from error
+            raise communicator.PeerLost(f"{explanation}. {error}") from error
         finally:
             self._now = OUTSIDE
             self._forget()
@@ -279,7 +279,7 @@ class EngineWatchdog(Watchdog):
             self._asked = self._has_reported = False
             self._verdict = None
             self._heard.clear()
-            self._settled.clear()
+            self._finished.clear()
 
     def _explain(self, error: RuntimeError) -> str | None:
         """Return who did not come, if ``error`` is a wait that timed out or comes of another's."""
@@ -287,9 +287,9 @@ class EngineWatchdog(Watchdog):
         if lost is None or not (is_timeout(lost) or self._heard.is_set()):
             return None
         with self._lock:
-            self._asked = not self._settled.is_set()
+            self._asked = not self._finished.is_set()
         self._wake.set()
-        if self._listener.is_alive() and not self._settled.wait(PATIENCE_S):
+        if self._listener.is_alive() and not self._finished.wait(PATIENCE_S):
             self._verdict = STORE_LOST
         self._write_report(self._report())
         return self._verdict or self._is_cut_off
@@ -306,12 +306,12 @@ class EngineWatchdog(Watchdog):
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
-        self._settled.set()
+        self._finished.set()
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
         if linger is not None:
             linger()
-        self._settle(number, self._is_cut_off or found)
+        self._finish(number, self._is_cut_off or found)
 
 
 class RunWatchdog(Watchdog):
@@ -399,7 +399,7 @@ class RunWatchdog(Watchdog):
         return [diagnosis.format_operations(self._groups), *(super()._past() if self.exchange.history else [])]
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
-        self._settle(number, found)
+        self._finish(number, found)
         self._on_stuck(found or "a rank raised the alarm and left before it could say who did not come", own, linger)
 
 

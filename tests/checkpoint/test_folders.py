@@ -6,7 +6,7 @@ import pytest
 
 from megatron import files
 from megatron.checkpoint import open_latest, save
-from megatron.checkpoint.folders import UNASKED
+from megatron.checkpoint.folders import AUTOMATIC
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone
@@ -81,20 +81,20 @@ def test_every_so_many_steps_alone_deletes_nothing(tmp_path):
 
 
 def _save_unasked(root, step, **settings):
-    return save(root, step, records_for(0, 1, step), {UNASKED: True}, SINGLE, **settings)
+    return save(root, step, records_for(0, 1, step), {AUTOMATIC: True}, SINGLE, **settings)
 
 
 def test_of_those_that_nobody_asked_for_the_last_few_stay_beside_all_others(tmp_path):
     _save_unasked(tmp_path, 10)
     save_alone(tmp_path, 20)
     for step in (30, 40, 50):
-        _save_unasked(tmp_path, step, keep_unasked=2)
+        _save_unasked(tmp_path, step, keep_automatic=2)
     assert _names(tmp_path) == ["step-00000020", "step-00000040", "step-00000050"]
 
 
 def test_whoever_says_what_to_keep_gets_that(tmp_path):
     for step in (10, 20, 30, 40, 50):
-        _save_unasked(tmp_path, step, keep_unasked=2, keep_last=3, keep_every=20)
+        _save_unasked(tmp_path, step, keep_automatic=2, keep_last=3, keep_every=20)
     assert _names(tmp_path) == ["step-00000020", "step-00000030", "step-00000040", "step-00000050"]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.errors import exit_code
 from megatron.launch import machine
-from megatron.launch.outcome import RESTARTED, End, Exit, settle
+from megatron.launch.outcome import RESTARTED, End, Exit, job_result
 from megatron.training import failure
 from tests.helpers.harness import fork_ranks
 from tests.helpers.launch_jobs import Job
@@ -220,7 +220,7 @@ def test_what_becomes_of_a_job_by_its_table(
 ) -> None:
     verdict = None if status is None else Exit(rank=1, pid=9, status=status, at=0.0)
     end = End(code=code, verdict=verdict, exits=[], late="", was_asked_to_stop=True, is_said=True, is_alike=status == 2)
-    found, line = settle(end, Heard(*numbers), durable, restarts=1, reason="")  # type: ignore[arg-type]
+    found, line = job_result(end, Heard(*numbers), durable, restarts=1, reason="")  # type: ignore[arg-type]
     assert found == settled
     assert (line is None) == (told is None) and (told or "") in (line or "")
 

@@ -44,8 +44,8 @@ CONTRACT = (
     Mutant(
         "checksums see bytes alone",
         "tds/engine/micro_batches.py",
-        '        told = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)\n',
-        "        told = before\n",
+        '        header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)\n',
+        "        header_crc = before\n",
         (f"{AGREES}::test_a_checksum_sees_values_types_shapes_and_nesting",),
     ),
     Mutant(

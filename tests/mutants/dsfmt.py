@@ -45,7 +45,7 @@ DSFMT = (
     Mutant(
         "a killed save is left for ever",
         "megatron/training/deepspeed_checkpoint.py",
-        "    folders.remove_leftovers(root, _LEFTOVER)\n",
+        "    folders.remove_stale(root, _STALE)\n",
         "",
         (CRASH,),
     ),

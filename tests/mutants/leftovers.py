@@ -57,14 +57,14 @@ LEFTOVERS = (
     Mutant(
         "whole weights are brought to the device",
         "megatron/optim/main_params.py",
-        "self._arrival.come(parameter, is_cut=cut is not None)",
-        "self._arrival.come(parameter, is_cut=False)",
+        "self._param_init.come(parameter, is_cut=cut is not None)",
+        "self._param_init.come(parameter, is_cut=False)",
         (DEVICE,),
     ),
     Mutant(
         "whole weights stay where they were filled",
         "megatron/optim/main_params.py",
-        "                self._arrival.leave(parameter)\n",
+        "                self._param_init.leave(parameter)\n",
         "                pass\n",
         (DEVICE, ONCE),
     ),
@@ -78,8 +78,8 @@ LEFTOVERS = (
     Mutant(
         "weights of ZeRO 1 are asked to come",
         "megatron/optim/main_params.py",
-        "self._arrival = arrival if self._has_homes else None",
-        "self._arrival = arrival",
+        "self._param_init = param_init if self._has_homes else None",
+        "self._param_init = param_init",
         (OTHERS,),
         refuses=True,
     ),
@@ -114,7 +114,7 @@ LEFTOVERS = (
     Mutant(
         "frozen weights stay unset",
         "megatron/training/setup.py",
-        "    if arrival is not None:\n        put_in_place(config, module, world)",
+        "    if param_init is not None:\n        put_in_place(config, module, world)",
         "    if False:\n        put_in_place(config, module, world)",
         (SAME,),
         refuses=True,
@@ -122,7 +122,7 @@ LEFTOVERS = (
     Mutant(
         "the model is filled and moved whole ahead of ZeRO 3",
         "megatron/training/setup.py",
-        "    if arrival is None:\n        put_in_place(config, module, world)\n",
+        "    if param_init is None:\n        put_in_place(config, module, world)\n",
         "    put_in_place(config, module, world)\n",
         (WHOLE,),
     ),

@@ -28,9 +28,9 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "the last micro-batch in 16 bits comes behind the sum",
         FILE,
-        "        super().adopt(parameter)\n        self._order.adopt(parameter)\n",
+        "        super().register(parameter)\n        self._order.register(parameter)\n",
         "        parameter.register_post_accumulate_grad_hook(lambda p: self._is_last and self._reducer._arrive(p))\n"
-        "        super().adopt(parameter)\n        self._order.adopt(parameter)\n",
+        "        super().register(parameter)\n        self._order.register(parameter)\n",
         (BITS,),
         refuses=True,  # a gradient that is added to when its sum has started
     ),

@@ -47,15 +47,15 @@ SAVES = (
     Mutant(
         "saves that nobody asked for fill the disk",
         "megatron/training/callbacks/checkpointer.py",
-        "is_unasked=flags.is_default_interval",
-        "is_unasked=False",
+        "is_automatic=flags.is_default_interval",
+        "is_automatic=False",
         (f"{SAVER}::test_a_save_knows_whether_anybody_asked_for_it",),
     ),
     Mutant(
         "saves that somebody asked for are deleted",
         "megatron/training/callbacks/checkpointer.py",
-        "is_unasked=flags.is_default_interval",
-        "is_unasked=True",
+        "is_automatic=flags.is_default_interval",
+        "is_automatic=True",
         (f"{SAVER}::test_a_save_knows_whether_anybody_asked_for_it",),
     ),
     Mutant(
@@ -84,8 +84,8 @@ SAVES = (
         "the wait for the save before is under the limit of a step",
         "megatron/training/callbacks/checkpointer.py",
         "        with trainer.phases.over(SAVING):  # the wait for the save before, too\n"
-        "            self.settle_here()\n",
-        "        self.settle_here()\n        with trainer.phases.over(SAVING):\n",
+        "            self.wait_here()\n",
+        "        self.wait_here()\n        with trainer.phases.over(SAVING):\n",
         (f"{SAVER}::test_the_wait_for_the_save_before_is_under_the_limit_of_saving",),
     ),
     Mutant(
@@ -112,14 +112,14 @@ SAVES = (
     Mutant(
         "a run goes back to a checkpoint of an earlier one",
         "megatron/training/callbacks/checkpointer.py",
-        " and (sequence is None or self.saves.branch.has(sequence))",
+        " and (sequence is None or self.saves.lineage.has(sequence))",
         "",
         (BACK,),
     ),
     Mutant(
         "a run goes back to a branch that it has left",
         "megatron/training/callbacks/checkpointer.py",
-        "                self.saves.branch.go_on_from(checkpoint.sequence, last_sequence(saved_in(trainer.folder)))\n",
+        "                self.saves.lineage.go_on_from(checkpoint.sequence, last_sequence(saved_in(trainer.folder)))\n",
         "                pass\n",
         (LEFT,),
     ),

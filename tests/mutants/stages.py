@@ -80,8 +80,8 @@ STAGES = (
     Mutant(
         "the weights of a loss function are never put off",
         "tds/engine/stage.py",
-        "with call.part(FORWARD), told, self._splitting(action):\n            loss = ",
-        "with call.part(FORWARD), told:\n            loss = ",
+        "with call.part(FORWARD), noting, self._splitting(action):\n            loss = ",
+        "with call.part(FORWARD), noting:\n            loss = ",
         ("tests/tds/engine/test_split.py::test_weights_of_a_loss_function_are_put_off_too[False]",),
     ),
     Mutant(

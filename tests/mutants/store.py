@@ -123,15 +123,15 @@ STORE = (
     Mutant(
         "the number of those that nobody asked for holds for all",
         "megatron/checkpoint/folders.py",
-        "is_one = self.last is not None or bool(content.state.get(UNASKED))",
+        "is_one = self.last is not None or bool(content.state.get(AUTOMATIC))",
         "is_one = True",
         (f"{FOLDERS}::test_of_those_that_nobody_asked_for_the_last_few_stay_beside_all_others",),
     ),
     Mutant(
         "the number of those that nobody asked for counts more than a flag",
         "megatron/checkpoint/folders.py",
-        "    number = keep.unasked if keep.last is None else keep.last\n",
-        "    number = keep.unasked or keep.last\n",
+        "    number = keep.automatic if keep.last is None else keep.last\n",
+        "    number = keep.automatic or keep.last\n",
         (f"{FOLDERS}::test_whoever_says_what_to_keep_gets_that",),
     ),
     Mutant(

@@ -186,7 +186,7 @@ ZERO_PARTS = (
     Mutant(
         "a bucket that is not filled holds up those behind it",
         "tds/gradient_reducer.py",
-        "        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))\n",
+        "        self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))\n",
         "        pass\n",
         (f"{HELD_UP}[2]",),
     ),

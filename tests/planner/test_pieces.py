@@ -19,10 +19,10 @@ from megatron.planner.machine import (
     CUT,
     LAYER,
     EfficiencyFactor,
+    EfficiencyFactors,
     Link,
     Machine,
     Sample,
-    Tempos,
     device,
     fitted,
     slowdown,
@@ -32,11 +32,11 @@ from megatron.planner.time_model import Messages
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
 SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
-SLOW = Tempos(EfficiencyFactor(1.5, 6.0, 2.0), EfficiencyFactor(1.25, 7.0, 3.0))
-SLOW_HEAD = Tempos(EfficiencyFactor(3.0, 4.0), EfficiencyFactor(0.5, 0.25))
+SLOW = EfficiencyFactors(EfficiencyFactor(1.5, 6.0, 2.0), EfficiencyFactor(1.25, 7.0, 3.0))
+SLOW_HEAD = EfficiencyFactors(EfficiencyFactor(3.0, 4.0), EfficiencyFactor(0.5, 0.25))
 
 
-def kinds_of(family: str) -> dict[str, Tempos]:
+def kinds_of(family: str) -> dict[str, EfficiencyFactors]:
     layers = {"t5": ("t5 encoder", "t5 decoder")}.get(family, (f"{family} layer",))
     return dict.fromkeys(layers, SLOW) | {f"{family} head": SLOW_HEAD}
 
@@ -50,7 +50,8 @@ def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 
     kinds = kinds_of(family)
     if tensor > 1:
         kinds = {
-            kind + CUT: Tempos(one.forward.times(longer), one.backward.times(longer)) for kind, one in kinds.items()
+            kind + CUT: EfficiencyFactors(one.forward.times(longer), one.backward.times(longer))
+            for kind, one in kinds.items()
         }
     planner = Planner(layer_benchmarks.config_of(family, "bf16", shape), replace(machine, tempos={"bf16": kinds}))
     layout = replace(layout_of(planner.config, 1), tensor=tensor)
@@ -115,7 +116,7 @@ def test_layouts_with_tensor_ranks_take_the_tempos_of_cut_layers() -> None:
 
 def test_a_machine_that_timed_nothing_keeps_its_closed_forms() -> None:
     assert with_pieces(PLAIN, []) == PLAIN
-    assert PLAIN.tempo("bf16", "gpt2 layer") == LAYER
+    assert PLAIN.efficiency("bf16", "gpt2 layer") == LAYER
 
 
 def test_plans_take_the_tempo_of_their_family_and_format() -> None:

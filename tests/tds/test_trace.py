@@ -212,7 +212,7 @@ def _train_without_a_folder(rank: int, place: str, breaks_at: int) -> tuple[list
         if rank and step == breaks_at:
             (folder / "trace-rank1.json").unlink(missing_ok=True) if step else None
         engine.train_batch(iter(toy.batches()))
-        wants.append(engine._seeing._tracing.wants_step)
+        wants.append(engine._seeing._tracing.records_step)
     return [line for line in heard if "without a trace" in line], wants
 
 
@@ -274,7 +274,7 @@ def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytes
     owner = HostClock()  # anything that can go
     own = monitor.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
     own.write([], step=0, schedule="1f1b", num_micro_batches=1)
-    assert not own.wants_step and drawn == []
+    assert not own.records_step and drawn == []
     own.close()
     own.close()
     del owner

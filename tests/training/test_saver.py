@@ -35,7 +35,7 @@ class Stand(Checkpointer):
         self.records: list[tuple[int, dict[str, Any]]] = []
         self.written: list[int] = []
         self.attempts: list[int] = []
-        self.unasked: list[int] = []
+        self.automatic: list[int] = []
         self.told: list[int] = []
         self.fails = self.is_asked = False
         self.progress, self.phases = TrainState(), Sections()
@@ -60,10 +60,10 @@ class Stand(Checkpointer):
         if path is not None:
             self.told.append(step)
 
-    def _write(self, is_unasked: bool) -> Path | Staged:
+    def _write(self, is_automatic: bool) -> Path | Staged:
         step = self.progress.step
-        if is_unasked:
-            self.unasked.append(step)
+        if is_automatic:
+            self.automatic.append(step)
         if self.saves.background is not None:
             self.written.append(step)
             return Staged(step, 0.25, 1000, 0.0)
@@ -135,19 +135,19 @@ def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) 
     run.step()
     run.progress.step = 9
     run.save()
-    assert run.unasked == [1], "the last one of a run is always wanted"
+    assert run.automatic == [1], "the last one of a run is always wanted"
     asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
     asked.later(2)
     asked.step()
-    assert asked.written == [1] and asked.unasked == []
+    assert asked.written == [1] and asked.automatic == []
 
 
 @pytest.mark.parametrize(
     ("flags", "kept"),
     [
-        ({}, {"keep_last": None, "keep_every": None, "keep_unasked": 2}),
+        ({}, {"keep_last": None, "keep_every": None, "keep_automatic": 2}),
         ({"save_interval": 5, "keep_last": 3, "keep_every": 10},
-         {"keep_last": 3, "keep_every": 10, "keep_unasked": None}),
+         {"keep_last": 3, "keep_every": 10, "keep_automatic": None}),
     ],
 )  # fmt: skip
 def test_only_the_default_interval_has_a_number_of_its_own(flags: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ def test_a_failure_in_the_background_does_not_hide_why_a_run_ends(tmp_path: Path
     for _ in range(2):
         run.step()
     disk.outcomes.append(CheckpointError("the disk is full"))
-    run.settle()
+    run.wait()
     assert len(run.errors) == 1 and "step 2: NOT SAVED" in run.errors[0]
 
 

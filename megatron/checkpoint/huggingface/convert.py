@@ -184,8 +184,12 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
     hf_format = format_of(config.family)
     kind = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
     loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
-    model, told = loaded
-    odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}
+    model, loading_info = loaded
+    odd = {
+        what: sorted(loading_info[what])
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if loading_info[what]
+    }
     if odd:
         raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
     model.eval()

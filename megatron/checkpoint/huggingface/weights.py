@@ -202,8 +202,8 @@ class Pretrained:
             check_model(self.config.identity(), config)
         except CheckpointError as error:
             is_other = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
-            told = ", or --resize-vocab for the vocabulary" if is_other else ""
-            raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{told}") from None
+            remedy = ", or --resize-vocab for the vocabulary" if is_other else ""
+            raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{remedy}") from None
 
     @property
     def flags(self) -> str:

@@ -68,7 +68,7 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
 
 def _config(found: LegacyWeights, wishes: Wishes) -> Config:
     """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
-    strange = [told for key, told in _UNKNOWN_HERE.items() if found.settings.get(key)]
+    strange = [explanation for key, explanation in _UNKNOWN_HERE.items() if found.settings.get(key)]
     norm = found.settings.get("normalization") or "LayerNorm"
     strange += [f"{norm} for LayerNorm"] * (norm != "LayerNorm")
     positions = found.settings.get("position_embedding_type") or _LEARNED

@@ -257,8 +257,8 @@ def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple
     if lengths.num_documents:
         quantiles = [lengths.quantile(share) for share in (0.0, 0.5, 0.99, 1.0)]
         names = ("shortest", "median", "99 % up to", "longest")
-        told = [f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True)]
-        yield "tokens a document", ", ".join([*told[:2], f"mean {lengths.mean:,.1f}", *told[2:]])
+        cells = [f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True)]
+        yield "tokens a document", ", ".join([*cells[:2], f"mean {lengths.mean:,.1f}", *cells[2:]])
         yield "empty documents", f"{lengths.num_empty:,}"
     yield "end of document", _ends(facts)
     yield "largest id", str(facts.max_token_id) if facts.num_tokens else "none, there are no tokens"
@@ -276,18 +276,18 @@ def _ends(facts: Facts) -> str:
 def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
     sidecar = facts.sidecar
     if sidecar is None:
-        told = "not known, there is no .meta.json"
+        text = "not known, there is no .meta.json"
     elif not sidecar.tokenizer:
-        told = f"{sidecar.vocab_size:,} ids, of a tokenizer that is not named"
+        text = f"{sidecar.vocab_size:,} ids, of a tokenizer that is not named"
     else:
-        told = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_SHOWN_OF_AN_IDENTITY]}"
+        text = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_SHOWN_OF_AN_IDENTITY]}"
     if tokenizer is None:
-        return told
+        return text
     if sidecar is None or not sidecar.tokenizer:
         fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
-        return f"{told}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
+        return f"{text}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
     same = "the tokenizer given is that one" if sidecar.tokenizer == tokenizer.identity else "the one given is ANOTHER"
-    return f"{told}; {same}"
+    return f"{text}; {same}"
 
 
 def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:

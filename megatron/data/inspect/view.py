@@ -187,12 +187,12 @@ def heading(stream: Stream, section: Section) -> str:
     """Return the line above a document: which tokens it is, their positions, and whether it stands apart."""
     start, stop, number = section
     name = "padding" if number == PADDING else f"document {number}"
-    told = [f"---- {name}: tokens {start}-{stop - 1}"]
+    lines = [f"---- {name}: tokens {start}-{stop - 1}"]
     if stream.positions is not None and number != PADDING:
-        told.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
+        lines.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
     if number != PADDING and (number or stop < len(stream.tokens)):
-        told.append("kept apart" if stream.documents is not None else "not kept apart from the others")
-    return ", ".join(told)
+        lines.append("kept apart" if stream.documents is not None else "not kept apart from the others")
+    return ", ".join(lines)
 
 
 def text(stream: Stream, section: Section, words: Words) -> Text:

@@ -227,8 +227,8 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
     """Return whether the files of a finished job are still there, and say where they are not."""
     try:
         file = IndexedDataset(prefix)
-        told = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
-        reason = "" if told else "they are those of another job, or without .meta.json"
+        is_complete = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
+        reason = "" if is_complete else "they are those of another job, or without .meta.json"
     except (DataError, KeyError) as error:
         reason = str(error)
     if reason:

@@ -95,7 +95,7 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_by_lengths(file)),
         "largest id": (sidecar.max_token_id, highest),
     }
-    if wrong := [f"{name} {told}, found {found}" for name, (told, found) in counts.items() if told != found]:
+    if wrong := [f"{name} {stated}, found {found}" for name, (stated, found) in counts.items() if stated != found]:
         raise DataError(
             f"{file.prefix}.bin and .idx must be what {file.prefix}.meta.json says; {'; '.join(wrong)}. "
             "They are damaged: build them again."

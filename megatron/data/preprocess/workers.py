@@ -99,7 +99,7 @@ def _do(work: Work, unit: Unit, connection: Connection) -> Report:
 
 
 def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
-    encoder, counts, told = work.encoder, Counts(), time.monotonic()
+    encoder, counts, reported_s = work.encoder, Counts(), time.monotonic()
     is_checked = compression_of(unit.path) is None
     with PartWriter(work.parts, unit.number) as writer:
         for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
@@ -109,9 +109,9 @@ def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
                 is_checked = True
             counts = total((counts, encoded.counts))
             writer.add(encoded, counts)
-            if encoded.bad or time.monotonic() - told >= _SECONDS_BETWEEN_REPORTS:
+            if encoded.bad or time.monotonic() - reported_s >= _SECONDS_BETWEEN_REPORTS:
                 connection.send(Running(counts))
-                told = time.monotonic()
+                reported_s = time.monotonic()
         return writer.finish()
 
 

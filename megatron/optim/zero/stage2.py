@@ -171,9 +171,9 @@ class PartitionedGradients:
         self._order = AgreedOrder(self.holders.handle)
         self._pending: Sum | None = None
 
-    def adopt(self, parameter: torch.nn.Parameter) -> None:
+    def register(self, parameter: torch.nn.Parameter) -> None:
         parameter.register_post_accumulate_grad_hook(self._take)
-        self._order.adopt(parameter)
+        self._order.register(parameter)
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter not in self._parts:

@@ -73,11 +73,11 @@ class GatherOrder:
             self._is_seen.synchronize()
         said, self._seen = self._seen.tolist(), None
         if len(set(said)) > 1:
-            told = ", ".join(f"replica {replica} {self._text(number)}" for replica, number in enumerate(said[:8]))
+            orders = ", ".join(f"replica {replica} {self._text(number)}" for replica, number in enumerate(said[:8]))
             more = f" and {len(said) - 8} others" if len(said) > 8 else ""
             raise ConfigError(
                 "under --zero-stage 3 replicas must call the same layers in the same order, for each holds a part of "
-                f"every weight, got replicas that call other layers: {told}{more}. The weights are as before this "
+                f"every weight, got replicas that call other layers: {orders}{more}. The weights are as before this "
                 "step. Let all replicas take the same way through the model, or use --zero-stage 2"
             )
 
@@ -350,13 +350,15 @@ class ParamUnits:
         if not sizes:
             return
         largest, total = self.units[sizes.index(max(sizes))].name, sum(sizes)
-        told = f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
+        message = (
+            f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
+        )
         if max(sizes) > MUCH * total:
             log.warn_once(
-                f"{told}. So much is held at once: put layers in a ModuleList, whose elements come one by one"
+                f"{message}. So much is held at once: put layers in a ModuleList, whose elements come one by one"
             )
         else:
-            log.info(told)
+            log.info(message)
 
     def _warn_uncalled(self, output: Any) -> None:
         """After the first pass of all that backward may follow, name the layers that it has not called."""

@@ -11,8 +11,8 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, open_checkpoint, open_latest
 from megatron.checkpoint.folders import (
+    AUTOMATIC,
     CHECKPOINTS,
-    UNASKED,
     RetentionPolicy,
     last_sequence,
     list_checkpoints,
@@ -116,9 +116,9 @@ class Checkpointer(Callback):
         self.origin = checkpoint.path if taken == EVERYTHING else None
         if self.is_same_run:
             self.saved, self.saved_step = checkpoint.path, trainer.progress.step
-            self.saves.branch = CheckpointLineage.of(state)
+            self.saves.lineage = CheckpointLineage.of(state)
             if world.rank == 0:
-                self.saves.branch.go_on_from(checkpoint.sequence, last_sequence(saved_in(trainer.folder)))
+                self.saves.lineage.go_on_from(checkpoint.sequence, last_sequence(saved_in(trainer.folder)))
         log.info(f"loaded {checkpoint.path}: going on after step {trainer.progress.step}")
         if moved := layout_text(state["layout"], world.grid.topology):
             anew = "; torch's generators start from --seed" if taken.generators else ""
@@ -141,7 +141,7 @@ class Checkpointer(Callback):
     def _leave_earlier_alone(self) -> None:
         folder = self.trainer.folder
         found = newest_first(saved_in(folder))
-        self.saves.branch = CheckpointLineage(last_sequence(found))
+        self.saves.lineage = CheckpointLineage(last_sequence(found))
         if found:
             log.warning(
                 f"{folder} holds {len(found)} checkpoints of an earlier run, which stay as they are; --resume goes on "
@@ -171,7 +171,7 @@ class Checkpointer(Callback):
         if self.is_held:
             return
         try:
-            self._save(is_unasked=flags.is_default_interval, stops=flags.on_save_error == "stop")
+            self._save(is_automatic=flags.is_default_interval, stops=flags.on_save_error == "stop")
         except CheckpointError as error:
             if flags.on_save_error == "stop":
                 raise
@@ -202,7 +202,7 @@ class Checkpointer(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         if isinstance(error, NumericsError):  # of all ranks: what they have staged is still to become durable
-            self.settle()
+            self.wait()
 
     def save(self) -> None:
         """Write a checkpoint of now, unless this step has one. Collective.
@@ -220,11 +220,11 @@ class Checkpointer(Callback):
         """
         if self.saves.background is None:
             return
-        self.settle()
+        self.wait()
         if self.saves.failure is not None and self.saves.failed_step == self.trainer.progress.step:
             raise self.saves.failure
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the save in the background has ended; a failure is told only. Collective."""
         if self.saves.background is not None:
             with self.trainer.phases.over(SAVING):
@@ -243,7 +243,7 @@ class Checkpointer(Callback):
         """
         trainer = self.trainer
         with trainer.phases.over(LOADING):
-            self.settle_here()
+            self.wait_here()
             checkpoint = self._newest(up_to_step)
             trainer.progress = restore(
                 checkpoint,
@@ -256,7 +256,7 @@ class Checkpointer(Callback):
             )
         trainer.load_state_dict(callback_states(checkpoint.state))
         if trainer.world.rank == 0 and checkpoint.path.parent == trainer.folder / CHECKPOINTS:
-            self.saves.branch.go_on_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
+            self.saves.lineage.go_on_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
         self.saved, self.saved_step = checkpoint.path, trainer.progress.step
         trainer.call("on_load_end", trainer.progress.step)
         trainer.print_line(f"step {trainer.progress.step} | went back to {checkpoint.path}")
@@ -269,7 +269,7 @@ class Checkpointer(Callback):
 
         def is_on_the_way(path: Path) -> bool:
             sequence = read_sequence(path)  # None: damaged, which is found and named
-            return step_of(path) <= up_to_step and (sequence is None or self.saves.branch.has(sequence))
+            return step_of(path) <= up_to_step and (sequence is None or self.saves.lineage.has(sequence))
 
         try:
             return open_latest(root, host, accept=is_on_the_way)
@@ -283,20 +283,20 @@ class Checkpointer(Callback):
 
     # One save.
 
-    def _save(self, *, is_unasked: bool = False, stops: bool = False) -> None:
+    def _save(self, *, is_automatic: bool = False, stops: bool = False) -> None:
         trainer, saves = self.trainer, self.saves
         if saves.background is None and self.saved_step == trainer.progress.step:
             return
         began = time.perf_counter()
         with trainer.phases.over(SAVING):  # the wait for the save before, too
-            self.settle_here()
+            self.wait_here()
             if stops and saves.failure is not None:
                 raise saves.failure
             step = trainer.progress.step
             if self.saved_step == step:
                 return
             saves.failure = None
-            written = self._write(is_unasked)
+            written = self._write(is_automatic)
         self.saved_step, stall_s = step, time.perf_counter() - began
         stall = {"save_stall_s": stall_s, "save_stall_share": saves.share_since_last(stall_s)}
         if isinstance(written, Staged):
@@ -306,8 +306,8 @@ class Checkpointer(Callback):
         else:
             self._note_saved(step, written, f"saved {written}", {"durable_s": stall_s, **stall})
 
-    def settle_here(self) -> None:
-        """As ``settle``, within a phase already."""
+    def wait_here(self) -> None:
+        """As ``wait``, within a phase already."""
         if self.saves.background is not None:
             self._take(self.saves.background.finish)
 
@@ -338,10 +338,10 @@ class Checkpointer(Callback):
             log.error(f"step {step}: NOT SAVED: {str(error).rstrip('.')}. Older checkpoints are untouched ({kept})")
         self.trainer.call("on_save_end", step, None, {"failed": 1})
 
-    def _write(self, is_unasked: bool) -> Path | Staged:
+    def _write(self, is_automatic: bool) -> Path | Staged:
         """Write the checkpoint of now, or stage it. Collective."""
-        trainer, branch, background = self.trainer, self.saves.branch, self.saves.background
-        left_alone = sys.maxsize if self.is_held else branch.earlier  # of a run amidst bad steps one is the way back
+        trainer, lineage, background = self.trainer, self.saves.lineage, self.saves.background
+        left_alone = sys.maxsize if self.is_held else lineage.earlier  # of a run amidst bad steps one is the way back
         known = to_save(trainer.data, trainer.progress.samples_consumed, self._data_loaded)
         states = trainer.state_dict()
         beside = {GUARD: states.pop(GUARD)} if GUARD in states else {}
@@ -350,8 +350,8 @@ class Checkpointer(Callback):
             "job": job(),
             **beside,
             **({"callbacks": states} if states else {}),
-            **branch.state(),
-            **({UNASKED: True} if is_unasked else {}),
+            **lineage.state(),
+            **({AUTOMATIC: True} if is_automatic else {}),
         }
         said: dict[str, Any] = {
             "config": trainer.config,
@@ -364,7 +364,7 @@ class Checkpointer(Callback):
         flags, step = trainer.config.checkpoint, trainer.progress.step
         if flags.is_deepspeed:
             state = described(trainer.progress, **said)
-            keep = RetentionPolicy(flags.keep_last, None, self.loaded, kept_by(flags)["keep_unasked"], left_alone)
+            keep = RetentionPolicy(flags.keep_last, None, self.loaded, kept_by(flags)["keep_automatic"], left_alone)
             engine = trainer.engine.engine
             return deepspeed_checkpoint.save(trainer.folder, step, state, engine, trainer.world, keep=keep)
         given = {**said, "module": trainer.engine.module, "loaded": self.loaded, "earlier": left_alone}

@@ -43,8 +43,8 @@ def draw(trace: str, folder: Path, patience_s: float) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        log.warning(f"no picture of the pipeline's trace in {trace}: {told[-1] if told else error}")
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        log.warning(f"no picture of the pipeline's trace in {trace}: {lines[-1] if lines else error}")
         return None
     from tds import plot  # it imports matplotlib
 

@@ -120,13 +120,14 @@ def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> Numeric
     Args:
         step, since: of this comparison and the last one that found nothing.
     """
-    told = "; ".join(drift.text for drift in found if drift.is_reported_here)
+    mismatches = "; ".join(drift.text for drift in found if drift.is_reported_here)
     error = NumericsError(
-        f"all copies of a weight must be equal, bit for bit, got at step {step}: {told or 'a difference elsewhere'}. "
-        f"Memory or a sum of gradients has failed since step {since}: go on from a checkpoint of that step or older "
-        "(--load), and test the machine of a rank that is named twice."
+        f"all copies of a weight must be equal, bit for bit, got at step {step}: "
+        f"{mismatches or 'a difference elsewhere'}. Memory or a sum of gradients has failed "
+        f"since step {since}: go on from a checkpoint of that step or older (--load), and "
+        "test the machine of a rank that is named twice."
     )
-    error.is_of_this_rank = bool(told)
+    error.is_of_this_rank = bool(mismatches)
     return error
 
 

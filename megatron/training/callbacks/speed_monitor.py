@@ -87,9 +87,9 @@ class SpeedMonitor(Callback):
         waited = 0.0 if batches is None else batches.drain_waited_s()
         own_s, steps = self.trainer.engine.busy()
         held = device.peak_memory_bytes(world.kind) / MIB
-        told = torch.zeros(4, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-        told[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), held])
-        waited_s, own, waited_each_s, memory = all_reduce(told, world.grid.world).tolist()
+        values = torch.zeros(4, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+        values[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), held])
+        waited_s, own, waited_each_s, memory = all_reduce(values, world.grid.world).tolist()
         return RankMetrics(waited_s, own, waited_each_s, [MIB * each for each in memory])
 
 
@@ -171,6 +171,6 @@ def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequen
 
 def most_of_each_stage(number: float, world: World) -> dict[str, float]:
     """Return by stage the greatest of the bytes that each rank gives. Collective."""
-    told = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-    told[world.rank] = number / MIB
-    return by_stage([MIB * each for each in all_reduce(told, world.grid.world).tolist()], world.grid.topology, max)
+    values = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+    values[world.rank] = number / MIB
+    return by_stage([MIB * each for each in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)

@@ -230,8 +230,8 @@ class StabilityGuard(Callback):
         trainer.progress.samples_consumed = samples.last + 1
         self._count_return(step, before)
         if self.history.returns > MOST_RETURNS:
-            told = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
-            raise self._gives_up(reason, told)
+            note = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
+            raise self._gives_up(reason, note)
         left_out = {"first_sample": first, "last_sample": samples.last}
         self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": before.streak,
                       **left_out, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip

@@ -38,9 +38,9 @@ class StragglerWarning(Callback):
         if monitor is None:
             return
         topology = self.trainer.world.grid.topology
-        told = self._detector.judge(slowest(monitor.ranks.own_s, monitor.ranks.waited_each_s, topology))
-        if told is not None:
-            self.trainer.print_line(f"step {self.trainer.progress.step} | {told}")
+        warning = self._detector.judge(slowest(monitor.ranks.own_s, monitor.ranks.waited_each_s, topology))
+        if warning is not None:
+            self.trainer.print_line(f"step {self.trainer.progress.step} | {warning}")
 
 
 class Straggler(NamedTuple):

@@ -94,7 +94,7 @@ def result(case: Case, group: Group, *, cuts: bool) -> tuple[torch.Tensor, Any]:
     assert set(seen) == {length // ranks for length in lengths}, "layers hand parts on"
     partial = SequenceParallelGradients(group)
     for parameter in model.parameters():
-        partial.adopt(parameter)
+        partial.register(parameter)
     partial.sum(lambda parameter: parameter.grad)
     return loss[0].detach(), gradients_of(model)
 

@@ -23,10 +23,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(arrival: ParamInit | None, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
+def make(param_init: ParamInit | None, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
     """Return the model and its optimizer on the second of three replicas, which are never asked."""
     module = Model()
-    return module, build_optimizer(module.parameters(), zero_stage=3, data=REPLICAS, arrival=arrival, **settings)
+    return module, build_optimizer(module.parameters(), zero_stage=3, data=REPLICAS, param_init=param_init, **settings)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -73,7 +73,7 @@ def test_weights_are_filled_once_before_they_are_cut() -> None:
     module = Model()
     names.update({parameter: name for name, parameter in module.named_parameters()})
     optimizer = build_optimizer(
-        module.parameters(), zero_stage=3, data=REPLICAS, arrival=ParamInit(torch.device("cpu"), fill)
+        module.parameters(), zero_stage=3, data=REPLICAS, param_init=ParamInit(torch.device("cpu"), fill)
     )
     assert sorted(seen) == sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
     for name, parameter in module.named_parameters():
@@ -84,6 +84,6 @@ def test_weights_are_filled_once_before_they_are_cut() -> None:
 
 def test_other_stages_let_weights_lie_where_they_are() -> None:
     module = Model()
-    arrival = ParamInit(DEVICE, lambda parameter: pytest.fail("it was asked to come"))
-    build_optimizer(module.parameters(), zero_stage=1, data=REPLICAS, arrival=arrival)
+    param_init = ParamInit(DEVICE, lambda parameter: pytest.fail("it was asked to come"))
+    build_optimizer(module.parameters(), zero_stage=1, data=REPLICAS, param_init=param_init)
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -175,7 +175,7 @@ def test_buckets_are_those_in_which_stage_0_sums(monkeypatch: pytest.MonkeyPatch
         theirs = [[id(p) for p in bucket] for bucket in gradients.buckets(parameters)]
         order = gradient_reducer.AgreedOrder(None)
         for parameter in parameters:
-            order.adopt(parameter)
+            order.register(parameter)
         assert sorted([id(p) for p in bucket] for bucket in order._guessed()) == sorted(theirs)
 
 

@@ -117,7 +117,7 @@ def test_the_number_of_micro_batches_decides() -> None:
     auto.before_step(64)
     auto.before_step(64)
     assert set_to == ["1f1b", "zb-h1", "1f1b"]
-    auto.settle()
+    auto.keep_schedule()
     auto.before_step(2)
     assert len(set_to) == 3
 
@@ -159,4 +159,4 @@ def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(Auto, "_log", lambda self, reason: told.append(reason))
     auto = Auto(told.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
-    assert auto.is_settled and told == ["1f1b", "1f1b: with one stage there is nothing to choose"]
+    assert auto.is_chosen and told == ["1f1b", "1f1b: with one stage there is nothing to choose"]

@@ -219,7 +219,7 @@ def test_a_late_wait_that_ends_with_its_call_is_not_concluded(is_over: bool, mon
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     dog = _watching(0, dist.HashStore(), limit_s=1.0)
     monkeypatch.setattr(dog, "_is_late", lambda: True)
-    monkeypatch.setattr(dog._settled, "wait", lambda limit_s: dog._forget() if is_over else None)
+    monkeypatch.setattr(dog._finished, "wait", lambda limit_s: dog._forget() if is_over else None)
     concluded: list[Any] = []
     monkeypatch.setattr(dog, "_conclude", lambda *seen: concluded.append(seen))
     dog._look()
