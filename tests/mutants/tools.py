@@ -29,6 +29,13 @@ TOOLS = (
         (f"{STORIES}::test_languages_take_turns_and_no_story_comes_twice",),
     ),
     Mutant(
+        "a text that T5 is to fill has no gap",
+        "run_t5.sh",
+        "旺旺去小河边散步。<extra_id_0>",
+        "旺旺去小河边散步。",
+        (f"{STORIES}::test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languages[run_t5.sh]",),
+    ),
+    Mutant(
         "Chinese names have other tokens in each sentence",
         "tools/make_sample_data.py",
         '    return CHINESE_WORDS.sub(r"\\n\\g<0>\\n", text)\n',
