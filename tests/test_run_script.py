@@ -15,6 +15,7 @@ from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 from tests.helpers.launch_jobs import free_port
+from tests.helpers.token_data import write
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("gpt2", "t5")
@@ -214,9 +215,14 @@ FLAGS_OF_USERS = [
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
-def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, family):
+def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp_path, family):
     run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script)
+    sample = write(tmp_path / "sample", [400] * 9).prefix  # in place of that of the checkout, which may not be made yet
     of_the_sample = passed_on(fake_python)
+    made = ROOT / "data" / "sample"
+    for name, defaults in of_the_sample.items():
+        defaults = defaults.replace(str(made / "gpt2_text_document"), str(sample))
+        of_the_sample[name] = defaults.replace(str(made / "tokenizer.json"), str(ROOT / "tests/golden/tokenizer.json"))
     assert bool(parse([], world_size=4, env=of_the_sample, family=family).seeing.sample_prompts) == (family != "bert")
     run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script, DATA_PATH="mine")
     of_other_data = passed_on(fake_python)

@@ -17,7 +17,7 @@ from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tests.generate.models import save_model
-from tests.generate.test_cache import LENGTHS, ROUNDING, STEPS, differ, rows_of
+from tests.helpers.cached_rows import LENGTHS, ROUNDING, STEPS, differ, rows_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.huggingface_models import build
 from tests.helpers.model_samples import filled

@@ -13,24 +13,12 @@ from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
+from tests.helpers.cached_rows import LENGTHS, ROUNDING, STEPS, differ, rows_of
 from tests.helpers.llama_samples import llama_sizes
-from tests.helpers.model_samples import SMALL, VOCAB, filled, small_sizes
+from tests.helpers.model_samples import SMALL, filled, small_sizes
 
-ROUNDING = 1e-13
-LENGTHS, STEPS = [4, 1, 6], 5
 T5 = {**SMALL, "max_position_embeddings": 24, "enc_layers": 2, "dec_layers": 2}
 NEAR = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
-
-
-def rows_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
-
-
-def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
-    assert found is not None
-    whole = torch.stack(wanted)
-    return float((found[:, :VOCAB] - whole[:, :VOCAB]).abs().max() / whole.abs().max())
 
 
 @pytest.mark.parametrize(
