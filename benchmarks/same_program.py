@@ -445,11 +445,14 @@ def step_time(job: Job, where: Checkout, case: str) -> dict[str, float]:
     return {"step": statistics.median(json.loads(out.read_text())["contenders"]["ours"]["turns_s"])}
 
 
+BALANCED = "5+3"
+
+
 def pipeline(job: Job, where: Checkout, case: str) -> dict[str, float]:
-    """Return seconds by schedule and cut: cuts, which are chosen by times, are compared where both have them."""
+    """Return seconds by schedule, at the cut that balances the eight layers on two equal cores."""
     out = job.folder / "pipeline"
-    flags = f"--cases main --micro-batches 8 --cuts 3 --only {case} --rounds 3 --out {out}"
-    where.run(f"benchmarks/pipeline.py {flags}")
+    flags = f"--cases main --micro-batches 4 --cuts 2 --warm-up 1 --rounds 3 --out {out} --only"
+    where.run(["benchmarks/pipeline.py", *flags.split(), *(f"ours {schedule} {BALANCED}" for schedule in case.split())])
     turns: dict[str, list[float]] = {}
     for row in map(json.loads, (out / "turns.jsonl").read_text().splitlines()):
         if row["what"] == "turn" and row["counts"]:

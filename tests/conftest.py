@@ -28,6 +28,7 @@ import torch
 import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
 
 from megatron.ops import causal_attention
+from tests.helpers import large_pages
 
 causal_attention.is_built()  # loads it: here, for the same reason
 torch.set_num_threads(1)
@@ -56,6 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Random properties take the same examples in each short run, and new ones in a long run."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        large_pages.begin()
     hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
     hypothesis.settings.load_profile("ours")
     kind = config.getoption("--gpu-device")

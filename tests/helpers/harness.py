@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.large_pages import use_large_pages
+
 GROUP_TIMEOUT_S = 20
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -59,6 +61,7 @@ def fork_ranks(
         sys.stdout.flush()
         sys.stderr.flush()
         _import_ahead()
+        use_large_pages()
         children = [_fork(rank, num_ranks, place, function, args, init) for rank in range(num_ranks)]
         codes = _wait(children, deadline_s)
         results: list[Any] = [None] * num_ranks

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 
 from megatron.launch.__main__ import main
+from tests.helpers.large_pages import use_large_pages
 
 RANK_SCRIPT = """\
 import json, os, signal, sys, time
@@ -173,6 +174,7 @@ def free_port() -> int:
 
 
 def _fork(argv: list[str], output: Path) -> int:
+    use_large_pages()
     pid = os.fork()
     if pid:
         return pid
