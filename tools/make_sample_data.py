@@ -50,7 +50,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1234, help="of the stories (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=2400)
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), help="processes that encode")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.number < 1:
+        parser.error(f"--number must be at least 1, got {args.number}")
+    return args
 
 
 def key_of(documents: list[str], vocab_size: int) -> str:

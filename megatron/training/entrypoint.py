@@ -228,7 +228,8 @@ def pretrain(
                 family=family,
             )
         except JobError:
-            raise_own(unsettled)
+            if "--dry-run" not in sys.argv:  # which starts no ranks
+                raise_own(unsettled)
             raise
         if config.run.dry_run:
             dry_run(config, world_size)

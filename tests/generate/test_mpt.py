@@ -17,7 +17,7 @@ from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tests.generate.models import save_model
-from tests.helpers.cached_rows import LENGTHS, ROUNDING, STEPS, differ, rows_of
+from tests.helpers.cached_rows import LENGTHS, STEPS, check_passes, rows_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.huggingface_models import build
 from tests.helpers.model_samples import filled
@@ -34,20 +34,7 @@ def test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one(changes
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None])[:, 0] for row in rows]  # each [s, v]
     reader = DecoderReader(stage_of(model), max(LENGTHS) + STEPS)
-    tokens = torch.full((3, max(LENGTHS)), 7)
-    for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
-        own[:length] = row[:length]
-    found = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), torch.tensor(LENGTHS) - 1)
-    assert differ(found, [own[length - 1] for own, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
-    held = [0, 1, 2]
-    for step in range(STEPS):
-        if step == 2:
-            reader.keep([0, 2])
-            held = [0, 2]
-        places = [LENGTHS[row] + step for row in held]
-        tokens = torch.stack([rows[row][place] for row, place in zip(held, places, strict=True)])[:, None]
-        found = reader.read(tokens, torch.tensor(places)[:, None], torch.zeros(len(held), dtype=torch.long))
-        assert differ(found, [alone[row][place] for row, place in zip(held, places, strict=True)]) < ROUNDING
+    check_passes(reader, rows, alone)
 
 
 def test_a_pass_makes_its_bias_once_for_all_layers() -> None:

@@ -128,9 +128,16 @@ TOLD = (
     Mutant(
         "a wrong flag hides that a process does not know its rank",
         "megatron/training/entrypoint.py",
-        "        except JobError:\n            raise_own(unsettled)\n",
-        "        except JobError:\n",
+        "                raise_own(unsettled)\n            raise\n",
+        "                pass\n            raise\n",
         (OWN,),
+    ),
+    Mutant(
+        "a plan for many ranks names no wrong flag",
+        "megatron/training/entrypoint.py",
+        'if "--dry-run" not in sys.argv:',
+        "if sys.argv:",
+        ("tests/training/test_started_by.py::test_a_plan_for_many_ranks_names_the_wrong_flags",),
     ),
     Mutant(
         "a port that is none is found by the rendezvous",

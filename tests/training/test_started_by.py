@@ -139,3 +139,19 @@ def test_a_flag_that_all_ranks_find_wrong_is_not_said_by_each_and_a_device_index
     code, told = start("--local_rank", "1")
     assert code == 2
     assert told.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_RANK" in told
+
+
+def test_a_plan_for_many_ranks_names_the_wrong_flags(tmp_path: Path) -> None:
+    """As docs/migration.md begins: one process with a WORLD_SIZE asks which flags of a script are refused."""
+
+    def start(rank: int) -> None:
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        sys.argv = ["pretrain_gpt2.py", "--dry-run", "--vocab-size", "64", "--num-experts", "8", "--adam-beta2", "2"]
+        os.environ.clear()
+        os.environ.update(WORLD_SIZE="8")
+        pretrain(None, None, None)  # type: ignore[arg-type]
+
+    codes, *_ = fork_ranks(1, start, init=False)
+    text = (tmp_path / "log").read_text()
+    assert codes == [2] and "--num-experts is refused" in text and "RANK" not in text, (codes, text)

@@ -13,7 +13,7 @@ from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
-from tests.helpers.cached_rows import LENGTHS, ROUNDING, STEPS, differ, rows_of
+from tests.helpers.cached_rows import LENGTHS, ROUNDING, STEPS, check_passes, differ, rows_of
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import SMALL, filled, small_sizes
 
@@ -37,21 +37,7 @@ def test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_wit
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None], torch.arange(len(row))[None])[:, 0] for row in rows]  # each [s, v]
     reader = DecoderReader(stage_of(model), max(LENGTHS) + STEPS)
-    tokens = torch.full((3, max(LENGTHS)), 7)
-    for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
-        own[:length] = row[:length]
-    last = torch.tensor(LENGTHS) - 1
-    found = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last)
-    assert differ(found, [own[length - 1] for own, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
-    held = [0, 1, 2]
-    for step in range(STEPS):
-        if step == 2:
-            reader.keep([0, 2])
-            held = [0, 2]
-        places = [LENGTHS[row] + step for row in held]
-        tokens = torch.stack([rows[row][place] for row, place in zip(held, places, strict=True)])[:, None]
-        found = reader.read(tokens, torch.tensor(places)[:, None], torch.zeros(len(held), dtype=torch.long))
-        assert differ(found, [alone[row][place] for row, place in zip(held, places, strict=True)]) < ROUNDING
+    check_passes(reader, rows, alone)
 
 
 @pytest.mark.parametrize("width", [1, 3], ids=["a token a pass", "three tokens a pass"])
