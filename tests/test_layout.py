@@ -49,7 +49,6 @@ BESIDE = ("benchmarks", "examples", "tds", "tools")
 STARTED = (
     "launch/test_signals.py",
     "models/common/test_recompute.py",
-    "tools/test_data_tools.py",
     "training/test_pretrained.py",
 )
 """Files that reach what they test by a program that they start, or through tests/helpers."""

@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 from tests.helpers.launch_jobs import free_port
 from tests.helpers.token_data import write
+from tools import make_sample_data
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("gpt2", "t5")
@@ -216,7 +217,7 @@ FLAGS_OF_USERS = [
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
 def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp_path, family):
-    run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script)
+    run(fake_python, script=ROOT / FAMILIES[family].run_script)
     sample = write(tmp_path / "sample", [400] * 9).prefix  # in place of that of the checkout, which may not be made yet
     of_the_sample = passed_on(fake_python)
     made = ROOT / "data" / "sample"
@@ -234,20 +235,22 @@ def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp
         parse(flags.split(), world_size=4, env=of_the_sample, family=family)
 
 
-@every_model
-def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path, model):
-    """In a tree without data, whose path needs quotes."""
+@pytest.mark.parametrize(("model", "is_there"), [("gpt2", True), ("t5", False)])
+def test_a_dry_run_counts_with_the_sample_that_the_run_will_make(tmp_path, model, is_there):
+    """In a tree without data, or with data of another version, whose path needs quotes."""
     tree = tmp_path / "it's a tree"
     (tree / "tools").mkdir(parents=True)
     for name in ("tools/run.sh", "tools/setup.sh", "tools/set_up.py", f"run_{model}.sh"):
         shutil.copy(ROOT / name, tree / name)
     for name in ("megatron", "tds", f"pretrain_{model}.py", f"ds_config_{model}.json", "pyproject.toml"):
         (tree / name).symlink_to(ROOT / name)
+    if is_there:
+        (tree / "data" / "sample").mkdir(parents=True)
+        shutil.copy(ROOT / "tests" / "golden" / "tokenizer.json", tree / "data" / "sample")
     done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
-    assert "the sample data are not made yet" in done.stderr
-    assert f"vocabulary {'2500' if model == 't5' else '2400'}" in done.stdout
-    assert not (tree / "data").exists()
+    assert f"vocabulary {make_sample_data.VOCAB_SIZE + 100 * (model == 't5')}" in done.stdout
+    assert sorted(path.name for path in tree.rglob("sample/*")) == ["tokenizer.json"] * is_there
 
 
 def test_sample_data_is_made_only_when_no_data_is_given(fake_python, plain):

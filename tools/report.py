@@ -11,18 +11,45 @@ may be under way, cut off, or without a record yet. Open it in a browser; docs/s
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.report_parts.folder import RunFolder, names_of, read_run, run_folders  # noqa: E402
-from tools.report_parts.page import POINTS, page  # noqa: E402
+from megatron.log import human_bytes, human_count, human_time  # noqa: E402
+from tools.report_parts.runs import (  # noqa: E402
+    RunFolder,
+    chart_data,
+    names_of,
+    number,
+    read_run,
+    run_data,
+    run_folders,
+    timeline,
+)
+from tools.report_parts.words import (  # noqa: E402
+    OF_SCRIPTS,
+    ZH,
+    Html,
+    bilingual,
+    html,
+    joined,
+    section,
+    table,
+    tag,
+)
 
 NAME = "report.html"
+POINTS = 2000
+PARTS_OF_PAGE = ROOT / "tools" / "report_parts"
 
 
 def main() -> int:
@@ -94,6 +121,356 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+# The page: it fetches nothing, and what it shows of a run is escaped.
+
+
+def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
+    """Return the page.
+
+    Args:
+        limit: about so many points of a curve are drawn.
+    """
+    of_runs = [run_data(run, limit) for run in runs]
+    parts = {
+        "title": html(title),
+        "when": bilingual(
+            "{} run, {}" if len(runs) == 1 else "{} runs, {}", len(runs), time.strftime("%Y-%m-%d %H:%M")
+        ),
+        "notes": _notes(runs),
+        "summary": summary(runs),
+        "sections": joined(_sections(runs)),
+        "data": as_script({"runs": of_runs, "charts": (charts := chart_data(of_runs)), "zh": _chinese(charts)}),
+        "script": (PARTS_OF_PAGE / "report.js").read_text(encoding="utf-8"),
+    }
+    template = (PARTS_OF_PAGE / "page.html").read_text(encoding="utf-8")
+    template = re.sub(r"\[\[(.+?)\]\]", lambda found: bilingual(found.group(1)), template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], template)
+
+
+def _chinese(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the words that scripts write."""
+    of_charts = [chart[name] for chart in charts for name in ("title", "about") if chart[name]]
+    return {text: ZH[text] for text in (*OF_SCRIPTS, *of_charts)}
+
+
+def as_script(value: object) -> str:
+    """Return JSON that can stand within a script element: nothing in it ends the element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _sections(runs: Sequence[RunFolder]) -> list[Html]:
+    return [
+        section(bilingual("Settings"), differences(runs), id_="settings"),
+        *_of_each(runs, "Stages", "stages", stage_table),
+        *_of_each(runs, "Memory, estimated and measured", "memory", memory_table),
+        *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
+        *_of_each(runs, "Pipeline", "pipeline", timeline),
+        *_of_each(runs, "Operators that take longest", "operators", operator_table),
+        *_of_each(runs, "Commands and versions", "commands", _commands),
+    ]
+
+
+def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]) -> list[Html]:
+    """Return a section with what ``make`` gives of each run, none where that is nothing."""
+    made = [(run, found) for run in runs if (found := make(run)) is not None]
+    within = [joined([tag("h3", run.name), found]) for run, found in made]
+    return [section(bilingual(title), *within, id_=name)] if made else []
+
+
+def _commands(run: RunFolder) -> Html | None:
+    """Return how each start was made, with which versions, and what the run has read."""
+    train = run.of_kind("train")
+    samples = number(train[-1].get("samples")) if train else None
+    told: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
+    told += [bilingual("{} samples read", f"{samples:,}")] if samples is not None else []
+    if not told and not run.commands:
+        return None
+    return tag("div", tag("p", joined(told, ", ")), tag("pre", "\n".join(run.commands)))
+
+
+def _notes(runs: Sequence[RunFolder]) -> Html:
+    return joined(tag("p", f"{run.name}: {note}", class_="note") for run in runs for note in run.notes)
+
+
+# The table of runs: a line about each, how far it came, how good it is, how fast it was.
+
+HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s", "MFU",
+        "memory", "skipped", "starts")  # fmt: skip
+
+
+def summary(runs: Sequence[RunFolder]) -> Html:
+    """Return the table of all runs; a click on a row hides its curves."""
+    return table(
+        [*map(bilingual, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
+    )
+
+
+def facts(run: RunFolder) -> list[str]:
+    """Return the cells of a run behind its name; "" where nothing is known."""
+    train = run.of_kind("train")
+    last = train[-1] if train else {}
+    memory = [v for v in map(number, _dictionary(last.get("memory_bytes")).values()) if v is not None]
+    valid = [loss for record in run.of_kind("valid") if (loss := number(record.get("loss"))) is not None]
+    tested = run.of_kind("test") or run.evaluations
+    test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
+    return [
+        bilingual(*state(run)),
+        _model(run),
+        _layout(run),
+        f"{last.get('step', 0):,}",
+        _format(last.get("loss"), ".4f"),
+        _validation(valid),
+        f"{test[-1]:.4f}" if test else "",
+        human_count(tokens) if (tokens := number(last.get("tokens"))) is not None else "",
+        human_time(_seconds(run, train)) if train else "",
+        _format(_median(train, "tokens_per_s"), ",.0f"),
+        f"{100 * mfu:.1f} %" if (mfu := _median(train, "mfu")) is not None else "",
+        human_bytes(max(memory)) if memory else "",
+        str(last.get("skipped", "")),
+        str(len(run.starts) or ""),
+    ]
+
+
+def _validation(losses: Sequence[float]) -> str:
+    if not losses:
+        return ""
+    best = min(losses)
+    return f"{losses[-1]:.4f}" + (f" (best {best:.4f})" if best < losses[-1] else "")
+
+
+def state(run: RunFolder) -> tuple[str, ...]:
+    """Say how far the run came: a text and its values, for ``bilingual``."""
+    train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
+    if not train:
+        return ("evaluated" if run.of_kind("test") or run.evaluations else "no record",)
+    step = train[-1]["step"]
+    if number(train[-1].get("loss")) is None:
+        return "loss not finite at step {}", f"{step:,}"
+    if total is None or step >= total:
+        return ("finished",) if total is not None else ("at step {}", f"{step:,}")
+    return "at step {} of {}", f"{step:,}", f"{total:,.0f}"
+
+
+def _swatch(index: int, run: RunFolder) -> Html:
+    box = tag("input", type="checkbox", checked=True, data_run=index)
+    return tag("label", Html(box.replace("</input>", "")), tag("i", class_="swatch", data_run=index), html(run.name))
+
+
+def _model(run: RunFolder) -> str:
+    layers, hidden = run.setting("model", "num_layers"), run.setting("model", "hidden_size")
+    family = run.config.get("family", "")
+    if family == "t5":
+        layers = f"{run.setting('t5', 'enc_layers')} + {run.setting('t5', 'dec_layers')}"
+    return f"{family}, {layers} layers, hidden {hidden}" if layers is not None else str(family)
+
+
+def _layout(run: RunFolder) -> str:
+    ranks = run.versions.get("world_size")
+    pipe, tensor = run.setting("parallel", "pipe_parallel_size"), run.setting("parallel", "model_parallel_size")
+    if not isinstance(ranks, int) or not isinstance(pipe, int) or not isinstance(tensor, int):
+        return str(ranks or "")
+    stages = max(pipe, 1)
+    return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1))} x {tensor}"
+
+
+def _seconds(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
+    """Return the time from the first start to the last record; without their times that of the steps."""
+    ended = number(train[-1].get("time"))
+    began = next((number(start.get("time")) for start in run.starts), None)
+    if ended is not None and began is not None:
+        return train[-1]["time"] - run.starts[0]["time"]
+    before, seconds = 0, 0.0
+    for record in train:
+        seconds += (number(record.get("step_s")) or 0.0) * (record["step"] - before)
+        before = record["step"]
+    return seconds
+
+
+def _median(train: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [value for record in train if (value := number(record.get(name))) is not None]
+    return statistics.median(values) if values else None
+
+
+def _format(value: Any, form: str) -> str:
+    found = number(value)
+    return "" if found is None else format(found, form)
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+MISSING = "-"
+
+
+def settings(run: RunFolder) -> dict[str, str]:
+    """Return section.name -> value of a run's settings, and version.name -> value, as text."""
+    of_config = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(run.config)}
+    return {**of_config, **{f"version.{name}": str(value) for name, value in run.versions.items()}}
+
+
+def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
+    """Return (name, value of each run, whether they differ) of every setting."""
+    each = [settings(run) for run in runs]
+    names = dict.fromkeys(name for one in each for name in one)
+    rows = [(name, [one.get(name, MISSING) for one in each]) for name in names]
+    return [(name, values, len(set(values)) > 1) for name, values in rows]
+
+
+def differences(runs: Sequence[RunFolder]) -> Html:
+    """Return the table; rows in which nothing differs are hidden until all are asked for."""
+    rows = compared(runs)
+    found = sum(differs for _, _, differs in rows)
+    if len(runs) == 1:
+        told = bilingual("{} settings of the run.", len(rows))
+    else:
+        told = bilingual("{} of {} settings differ.", found, len(rows))
+    button = tag("button", bilingual("show all"), type="button", class_="all-settings", hidden=not rows)
+    head = tag("thead", tag("tr", tag("th", bilingual("setting")), *[tag("th", run.name) for run in runs]))
+    body = [
+        tag("tr", tag("th", name), *[tag("td", value) for value in values], class_=None if differs else "same")
+        for name, values, differs in rows
+    ]
+    table = tag("table", head, tag("tbody", *body), class_="settings only-differences")
+    return tag("div", tag("p", told, " ", button), tag("div", table, class_="scroll"))
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+STAGE_HEAD = ("stage", "layers", "parameters on a rank", "memory", "work in a step", "idle")
+PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Of the planner's estimate, those that lie on the device; they add up to it."""
+COMPARED = ("estimated", "before the model", "measured", "measured - before - estimated")
+ABOUT = (
+    "Estimated is what the planner counts for the model and its training on one rank: the columns to its left add up "
+    "to it. Measured is the most that a rank has held: on a GPU of torch's allocator, on a CPU the resident size of "
+    "the whole process.",
+    "So they differ by what was there before the model (Python, torch, libraries) and by the last column. Above 0 it "
+    "is what the estimate leaves out: temporary tensors within an operator, memory that the allocator keeps for reuse, "
+    "threads, files and data that are read ahead. Below 0 not all that is counted was held at one time, or it took "
+    "memory that was free already.",
+)
+MOST_OPERATORS = 20
+SPLITS = {"valid": "validation", "test": "test"}
+
+
+def stage_table(run: RunFolder) -> Html | None:
+    """Return the table of a run's stages with the numbers of its last record; None where nothing is known."""
+    train = run.of_kind("train")
+    last = train[-1] if train else {}
+    memory, work = _by_stage(last, "memory_bytes"), _by_stage(last, "work_s")
+    step_s = number(last.get("step_s"))
+    rows = {f"stage {row.get('stage')}": row for row in run.stages if isinstance(row, dict)}
+    names = list(dict.fromkeys([*rows, *memory, *work]))
+    if not names:
+        return None
+    found = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
+    return table([*map(bilingual, STAGE_HEAD), ""], found)
+
+
+def memory_table(run: RunFolder) -> Html | None:
+    """Return the planner's estimate by its parts beside what was measured; None where either is not known."""
+    train = run.of_kind("train")
+    measured, rows = _by_stage(train[-1] if train else {}, "memory_bytes"), []
+    stages = [each for each in run.stages if isinstance(each, dict)]
+    used = [name for name in PARTS if any(_parts(stage).get(name) for stage in stages)]
+    for stage in stages:
+        estimated, before = number(stage.get("estimated_bytes")), number(stage.get("before_bytes"))
+        held = measured.get(f"stage {stage.get('stage')}")
+        if estimated is None or held is None:
+            continue
+        rest = held - before - estimated if before is not None else None
+        values = [*(_parts(stage).get(name) for name in used), estimated, before, held]
+        rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(rest)])
+    told = [tag("p", bilingual(text)) for text in ABOUT]
+    return tag("div", *told, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
+
+
+def _parts(stage: Mapping[str, Any]) -> dict[str, float]:
+    return _by_stage(stage, "estimated_parts")
+
+
+def _bytes(value: float | None) -> str:
+    return human_bytes(value) if value is not None else ""
+
+
+def _signed(value: float | None) -> str:
+    return ("-" if value < 0 else "+") + human_bytes(abs(value)) if value is not None else ""
+
+
+def evaluation_table(run: RunFolder) -> Html | None:
+    """Return the evaluations of the run, then what --eval-only has found in this folder; None without one."""
+    rows = []
+    for each in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
+        loss, perplexity = (number(each.get(name)) for name in ("loss", "perplexity"))
+        losses = each.get("losses")
+        rows.append([
+            f"{each['step']:,}",
+            bilingual(SPLITS[each["kind"]]) if each["kind"] in SPLITS else each["kind"],
+            f"{loss:.4f}" if loss is not None else "",
+            f"{perplexity:.2f}" if perplexity is not None else "",
+            ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if number(value) is not None)
+            if isinstance(losses, dict)
+            else "",
+            each.get("checkpoint", ""),
+        ])  # fmt: skip
+    head = ("step", "split", "loss", "perplexity", "by corpus", "checkpoint")
+    return table([*map(bilingual, head)], rows) if rows else None
+
+
+def operator_table(run: RunFolder) -> Html | None:
+    """Return the operators that take longest, of the run's --profile; None without one."""
+    found = run.operators.get("operators")
+    if not isinstance(found, list) or not found:
+        return None
+    runs = (number(run.operators.get("steps")) or 1) * (number(run.operators.get("ranks")) or 1)
+    operators = [each for each in found if isinstance(each, dict)]
+    times = [name for name in ("device_us", "host_us") if any(number(each.get(name)) for each in operators)]
+    units = [bilingual("{} ms", bilingual(name.removesuffix("_us"))) for name in times]
+    head = [bilingual("operator"), *units, "", bilingual("calls")]
+    longest = max((number(each.get(times[0])) or 0 for each in operators), default=0) if times else 0
+    rows = []
+    for each in operators[:MOST_OPERATORS]:
+        cells = [f"{(number(each.get(name)) or 0) / 1e3 / runs:,.3f}" for name in times]
+        share = (number(each.get(times[0])) or 0) / longest if longest else 0
+        rows.append([each.get("name"), *cells, _bar(share), f"{(number(each.get('calls')) or 0) / runs:,.1f}"])
+    text = "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}"
+    told = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
+    return tag("div", tag("p", told), table(head, rows))
+
+
+def _row(name: str, row: Mapping[str, Any], memory: float | None, work_s: float | None, step_s: float | None) -> list:
+    parameters = number(row.get("parameters"))
+    idle = max(1 - work_s / step_s, 0.0) if work_s is not None and step_s else None
+    return [
+        bilingual("stage {}", name.removeprefix("stage ")),
+        row.get("layers", ""),
+        human_count(parameters) if parameters is not None else "",
+        _bytes(memory),
+        f"{1e3 * work_s:,.1f} ms" if work_s is not None else "",
+        f"{100 * idle:.1f} %" if idle is not None else "",
+        _bar(1 - idle) if idle is not None else "",
+    ]
+
+
+def _bar(share: float) -> Html:
+    return tag("span", tag("i", style=f"width:{100 * min(max(share, 0), 1):.1f}%"), class_="bar")
+
+
+def _by_stage(record: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = record.get(name)
+    if not isinstance(values, dict):
+        return {}
+    return {stage: value for stage, each in values.items() if (value := number(each)) is not None}
 
 
 if __name__ == "__main__":

@@ -73,13 +73,12 @@ recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe
   --deepspeed_config $(quoted "$home/ds_config_$model.json")"
 if [ -z "$has_data" ]; then
   sample=$root/data/sample                        # of every model: one token file and one vocabulary
-  if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi
   recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50 ${stories:-}"
-  if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then
+  if [ -z "$is_dry" ]; then
+    "$PYTHON" "$root/tools/make_sample_data.py"   # quick where it is of this version
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
-  elif [ -z "$TOKENIZER" ]; then
-    echo "the sample data are not made yet: counting with their vocabulary of 2,400 tokens" >&2
-    export MEGATRON_TEXT_VOCABULARY=2400          # of the texts; T5 adds to it as it will in the run
+  else                                            # whatever lies there: the run makes what is missing or older anew
+    export MEGATRON_TEXT_VOCABULARY=2400          # of make_sample_data.py; T5 adds to it as it will in the run
   fi
 fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tools import docs_site
+from tools import docs
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def test_every_page_has_a_sibling_in_chinese_or_a_reason() -> None:
     ],
 )
 def test_links_out_of_the_pages_and_into_them_are_pointed_at_copies(page: str, link: str, there: str) -> None:
-    assert docs_site.retarget(f"see [this]({link}), and", page) == f"see [this]({there}), and"
+    assert docs.retarget(f"see [this]({link}), and", page) == f"see [this]({there}), and"
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,7 @@ def test_dead_links_anchors_and_pictures_end_the_build(tmp_path: Path) -> None:
     dead = "[a](gone-page.md) [b](t5.md#gone-heading) ![c](pictures/gone-picture.png)"
     (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{dead}\n\n[there](t5.md#t5)\n")
     settings = {key: SETTINGS[key] for key in ("site_name", "validation", "use_directory_urls")}
-    settings |= {"hooks": [str(ROOT / "tools" / "docs_site.py")], "theme": {"name": None, "custom_dir": "theme"}}
+    settings |= {"hooks": [str(ROOT / "tools" / "docs.py")], "theme": {"name": None, "custom_dir": "theme"}}
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**settings, "plugins": [], "nav": ["index.md", "t5.md"]}))
     built = build(tmp_path, tmp_path / "site")
     assert built.returncode != 0

@@ -49,21 +49,21 @@ DOCS_MISTAKES = (
     ),
     Mutant(
         "links out of docs are not pointed at their copies",
-        "tools/docs_site.py",
+        "tools/docs.py",
         "else COPIES + aim",
         "else aim",
         (f"{SITE}::test_links_out_of_the_pages_and_into_them_are_pointed_at_copies",),
     ),
     Mutant(
         "anchors of copied links get lost",
-        "tools/docs_site.py",
+        "tools/docs.py",
         'posixpath.dirname(uri) or ".") + anchor',
         'posixpath.dirname(uri) or ".")',
         (f"{SITE}::test_links_out_of_the_pages_and_into_them_are_pointed_at_copies",),
     ),
     Mutant(
         "a page of docs is not linked to its sibling",
-        "tools/docs_site.py",
+        "tools/docs.py",
         '    return FRONT.get(uri) or (uri.removeprefix("zh/")',
         '    return FRONT.get(uri) or (uri.removeprefix("zh-/")',
         (BUILD,),
@@ -91,7 +91,7 @@ DOCS_MISTAKES = (
     ),
     Mutant(
         "the picture of ZeRO cuts gradients from stage 1 on",
-        "tools/docs_pictures.py",
+        "tools/docs.py",
         '"gradients": (4, 2)',
         '"gradients": (4, 1)',
         ("tests/docs/test_pictures.py::test_the_bytes_of_the_picture_are_those_of_the_table_of_memory",),

@@ -11,19 +11,19 @@ MERGE = "tests/tools/test_merge_data.py"
 COUNT = "tests/tools/test_count_tokens.py"
 BENCHMARK = "tests/benchmarks/test_data.py"
 SET_UP = "tests/tools/test_set_up.py"
-STORIES = "tests/tools/test_sample_stories.py"
+STORIES = "tests/tools/test_make_sample_data.py"
 
 TOOLS = (
     Mutant(
         "a seed of the stories changes nothing",
-        "tools/sample_stories.py",
+        "tools/make_sample_data.py",
         "random.Random(seed)",
         "random.Random(1234)",
         (f"{STORIES}::test_a_seed_gives_the_same_stories_on_every_machine",),
     ),
     Mutant(
         "one language comes first, so that the splits hold the other alone",
-        "tools/sample_stories.py",
+        "tools/make_sample_data.py",
         "chinese(draw) if index % 2 else english(draw)",
         "english(draw) if index < number // 2 else chinese(draw)",
         (f"{STORIES}::test_languages_take_turns_and_no_story_comes_twice",),
@@ -36,11 +36,18 @@ TOOLS = (
         (f"{STORIES}::test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languages[run_t5.sh]",),
     ),
     Mutant(
+        "a dry run counts with the vocabulary of an older sample",
+        "tools/run.sh",
+        """  if [ -z "$is_dry" ]; then\n    "$PYTHON" """,
+        """  if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then\n    [ -n "$is_dry" ] || "$PYTHON" """,
+        ("tests/test_run_script.py::test_a_dry_run_counts_with_the_sample_that_the_run_will_make",),
+    ),
+    Mutant(
         "Chinese names have other tokens in each sentence",
         "tools/make_sample_data.py",
         '    return CHINESE_WORDS.sub(r"\\n\\g<0>\\n", text)\n',
         "    return text\n",
-        ("tests/tools/test_data_tools.py::test_a_chinese_name_is_a_word_of_the_vocabulary",),
+        (f"{STORIES}::test_a_chinese_name_is_a_word_of_the_vocabulary",),
     ),
     Mutant(
         "the samples shown are not those asked for",

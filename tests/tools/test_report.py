@@ -20,9 +20,7 @@ from megatron.models.common.memory import Memory
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
-from tools.report_parts.charts import CHARTS
-from tools.report_parts.folder import RunFolder, at_step, columns, names_of, read_run, thinned
-from tools.report_parts.page import (
+from tools.report import (
     COMPARED,
     HEAD,
     PARTS,
@@ -34,6 +32,7 @@ from tools.report_parts.page import (
     stage_table,
     state,
 )
+from tools.report_parts.runs import CHARTS, RunFolder, at_step, columns, names_of, read_run, thinned
 from tools.report_parts.words import ZH, bilingual
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -193,7 +192,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr("tools.report_parts.page.facts", failing_facts)
+    monkeypatch.setattr("tools.report.facts", failing_facts)
     out = tmp_path / "page.html"
     assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out
@@ -393,7 +392,7 @@ def lab(light: np.ndarray) -> np.ndarray:
 def test_eight_runs_have_colours_that_everyone_tells_apart(theme: str) -> None:
     folder = Path(report.__file__).parent / "report_parts"
     palette = re.findall("#[0-9a-f]{6}", re.search(rf"{theme}: \[(.*?)\]", (folder / "report.js").read_text())[1])
-    card = re.findall("--card: (#[0-9a-f]{6})", (folder / "style.css").read_text())[theme == "dark"]
+    card = re.findall("--card: (#[0-9a-f]{6})", (folder / "page.html").read_text())[theme == "dark"]
     assert len(palette) == 8
     for eyes, seen in LINEAR_TO_SEEN.items():
         seen_by = [lab(np.clip(np.array(seen) @ linear(colour), 0, 1)) for colour in palette]

@@ -12,8 +12,8 @@ from PIL import Image
 
 from tests.tools.made_runs import make_run
 from tests.tools.test_report import CHROMIUM, QUIETLY, needs_chromium
-from tools.report_parts.folder import read_run
-from tools.report_parts.page import page
+from tools.report import page
+from tools.report_parts.runs import read_run
 
 
 def photograph(html: Path, anchor: str = "") -> NDArray[np.uint8]:

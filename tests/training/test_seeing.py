@@ -32,8 +32,8 @@ from megatron.training.train_state import Saves
 from megatron.training.trainer import Callback, Trainer
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import ROOT, flags, train_ranks
-from tools.report_parts.folder import read_run
-from tools.report_parts.page import state
+from tools.report import state
+from tools.report_parts.runs import read_run
 
 SHORT = "--train-iters 2 --fp64 --log-layer-norms --hidden-dropout 0 --attention-dropout 0"
 LAYOUTS = {"pipe 2 x tensor 2": (4, "--pipe-parallel-size 2 --model-parallel-size 2")}

@@ -1,7 +1,8 @@
-"""Draw the pictures of docs/parallelism.md and docs/pipelines.md anew.
+"""Draw the pictures of docs/parallelism.md and docs/pipelines.md anew, and make the site of docs/ with MkDocs.
 
-    python tools/docs_pictures.py                    # into docs/pictures
-    python tools/docs_pictures.py --out FOLDER --only grid layer
+    python tools/docs.py                    # pictures, into docs/pictures
+    python tools/docs.py --out FOLDER --only grid layer
+    mkdocs serve                            # the site; mkdocs.yml names this file for its hooks
 
 | picture | shows | made from |
 |---|---|---|
@@ -21,17 +22,13 @@ linear, stopped by --exit-interval 36 and gone on with), by Chromium with ``--he
 from __future__ import annotations
 
 import argparse
+import posixpath
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
-from matplotlib.patches import FancyBboxPatch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -67,8 +64,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """Return an empty figure, in inches, and its axes."""
+    from matplotlib.figure import Figure  # here and below: MkDocs, which loads this file too, does without
+
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots()
+
+
 def box(axes: Any, place: tuple[float, float], size: tuple[float, float], colour: str, text: str, **style: Any) -> None:
     """Draw a rounded box with a text in its middle."""
+    from matplotlib.patches import FancyBboxPatch
+
     patch = FancyBboxPatch(place, *size, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour, **style)
     axes.add_patch(patch)
     axes.text(place[0] + size[0] / 2, place[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
@@ -81,7 +88,7 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colou
 
 def draw_grid(path: Path) -> None:
     """Draw the ranks of GRID: stages from left to right, replicas from top to bottom, tensor ranks side by side."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.2))
+    figure, axes = canvas(8, 4.2)
     where = {}
     for rank in range(GRID.world_size):
         place = GRID.coordinate(rank)
@@ -121,7 +128,7 @@ def draw_grid(path: Path) -> None:
 
 def draw_layer(path: Path) -> None:
     """Draw a transformer layer cut over two tensor ranks."""
-    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    figure, axes = canvas(9, 3.6)
     columns = (
         ("x\n[s, b, h]", False), ("q, k, v\n[h, 3h/2]\ncolumns", True), ("attention\nof a/2\nheads", True),
         ("dense\n[h/2, h]\nrows", True), ("+", False), ("up\n[h, f/2]\ncolumns", True), ("down\n[f/2, h]\nrows", True),
@@ -150,7 +157,7 @@ def bytes_held(what: str, stage: int, replicas: int) -> float:
 
 def draw_zero(path: Path) -> None:
     """Draw the bytes of one parameter by ZeRO stage."""
-    figure, axes = pyplot.subplots(figsize=(7, 2.8))
+    figure, axes = canvas(7, 2.8)
     for stage in range(4):
         left = 0.0
         for what, colour in zip(HELD, COLOURS, strict=False):
@@ -163,7 +170,6 @@ def draw_zero(path: Path) -> None:
     axes.set_xlim(0, 20)
     axes.legend(loc="lower right", fontsize=9)
     figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float, float], path: Path) -> None:
@@ -172,7 +178,6 @@ def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float,
     axes.set_ylim(*up)
     axes.axis("off")
     figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 def draw_schedule(path: Path) -> None:
@@ -183,6 +188,87 @@ def draw_schedule(path: Path) -> None:
 
 
 PICTURES = {"grid": draw_grid, "layer": draw_layer, "zero": draw_zero, **dict.fromkeys(SCHEDULES, draw_schedule)}
+
+# Hooks of MkDocs.
+#
+# | pages link to | on the site |
+# |---|---|
+# | files of the repository outside docs/, such as ../tds/README.md | copies under repository/, pages rendered |
+# | headings, Chinese ones too | anchors as GitHub makes them |
+# | the page in the other language | a line below the title |
+
+COPIES = "repository/"
+FRONT = {"index.md": "zh/README.md", "zh/README.md": "index.md"}
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Give headings the anchors of GitHub."""
+    from pymdownx.slugs import slugify
+
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what pages link to outside docs/, and what these link to."""
+    from mkdocs.structure.files import File
+
+    root = Path(config.docs_dir).parent
+    waiting = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")]
+    seen = set(waiting)
+    while waiting:
+        page = waiting.pop()
+        for aim in sorted({aim for aim, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - seen):
+            if aim.startswith(("docs/", "..")) or not (root / aim).is_file():
+                continue  # MkDocs itself warns of what is missing
+            seen.add(aim)
+            files.append(File.generated(config, COPIES + aim, abs_src_path=str(root / aim)))
+            if aim.endswith(".md"):
+                waiting.append(aim)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links at their copies, and the page at its sibling."""
+    uri = page.file.src_uri
+    markdown = retarget(markdown, uri)
+    other = sibling(uri)
+    if uri.startswith(COPIES) or not files.get_file_from_path(other):
+        return markdown
+    link = posixpath.relpath(other, posixpath.dirname(uri) or ".")
+    title, _, rest = markdown.partition("\n")
+    return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{rest}"
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Say the language of a page to browsers."""
+    return output.replace('lang="en"', 'lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output
+
+
+def sibling(uri: str) -> str:
+    """Return where the page in the other language is, if there is one."""
+    return FRONT.get(uri) or (uri.removeprefix("zh/") if uri.startswith("zh/") else f"zh/{uri}")
+
+
+def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
+    """Yield (path in the repository, link as written) of each link of a page to a file."""
+    for _, target, _ in _LINK.findall(markdown):
+        name = target.partition("#")[0]
+        if name and not re.match(r"[a-z]+:", name):
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(page), name)), target
+
+
+def retarget(markdown: str, uri: str) -> str:
+    """Return the page with links to files outside docs/, or from there into it, as the site has them."""
+    page = uri.removeprefix(COPIES) if uri.startswith(COPIES) else f"docs/{uri}"
+    places = {}
+    for aim, target in aims(page, markdown):
+        place = aim.removeprefix("docs/") if aim.startswith("docs/") else COPIES + aim
+        anchor = target[len(target.partition("#")[0]) :]
+        places[target] = posixpath.relpath(place, posixpath.dirname(uri) or ".") + anchor
+    return _LINK.sub(lambda match: match[1] + places.get(match[2], match[2]) + match[3], markdown)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,24 +1,28 @@
-"""The stories of tools/sample_stories.py: the same for a seed, in two languages, of few words, hanging together."""
+"""The sample data: made once, of stories that are the same for a seed, in two languages, of few words."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tools import sample_stories
-from tools.sample_stories import PEOPLE, ZH_PEOPLE, stories
+from megatron.data import IndexedDataset
+from tools import make_sample_data
+from tools.make_sample_data import PEOPLE, ZH_PEOPLE, stories, with_words_apart
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = list(stories(2000))
 SHA256 = "b19cc29fab736b0a"
 """Of the first hundred, its beginning."""
-KINDS = {told.split()[0] for told in PEOPLE.values()}
+KINDS = {kind.split()[0] for kind in PEOPLE.values()}
 
 
 def test_a_seed_gives_the_same_stories_on_every_machine() -> None:
@@ -55,9 +59,13 @@ def test_a_named_animal_is_always_of_one_kind_and_one_pronoun() -> None:
         assert not re.search(rf"\b{other}\b", story, re.IGNORECASE), story
 
 
-def test_lines_of_json_are_what_preprocessing_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    sample_stories.main(["--number", "3", "--json"])
+def test_stories_are_printed_as_text_or_as_the_lines_that_preprocessing_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert make_sample_data.main(["--number", "3", "--print", "json"]) == 0
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == STORIES[:3]
+    make_sample_data.main(["--number", "3", "--print", "text"])
+    assert capsys.readouterr().out == "\n\n".join(STORIES[:3]) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -72,3 +80,26 @@ def test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languag
         for sentence in re.findall(r"[^.。]+[.。][”\"]?", re.sub(r"<extra_id_\d>", "", prompt)) or [prompt]:
             assert sentence.strip() in told, sentence
     assert [bool(re.search("[一-鿿]", prompt)) for prompt in prompts] == [False, True]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the tool as a user does, from another folder."""
+    command = [sys.executable, str(ROOT / "tools" / "make_sample_data.py"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ})
+
+
+def test_sample_data_is_made_once_and_again_when_the_stories_change(tmp_path: Path) -> None:
+    arguments = ["--output", "out", "--vocab-size", "400", "--workers", "1", "--number"]
+    first = start(tmp_path, *arguments, "20")
+    assert first.returncode == 0 and "20 documents" in first.stderr, first.stderr
+    made = (tmp_path / "out/gpt2_text_document.bin").read_bytes()
+    assert "up to date" in start(tmp_path, *arguments, "20").stderr
+    assert "22 documents" in start(tmp_path, *arguments, "22").stderr
+    assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 22
+    assert "20 documents" in start(tmp_path, *arguments, "20").stderr
+    assert (tmp_path / "out/gpt2_text_document.bin").read_bytes() == made
+
+
+def test_a_chinese_name_is_a_word_of_the_vocabulary() -> None:
+    assert with_words_apart("旺旺有一个红色的球。") == "\n旺旺\n有一个\n红色的球\n。"
+    assert with_words_apart("Max had a red ball.") == "Max had a red ball."

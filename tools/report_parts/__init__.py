@@ -1,1 +1,0 @@
-"""The parts of tools/report.py: run folders in, one HTML page out."""
