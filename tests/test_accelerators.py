@@ -56,8 +56,8 @@ def test_an_unknown_device_is_told_with_the_line_that_brings_it(make: Make) -> N
     make("npu")
     with pytest.raises(ConfigError) as error:
         parse(["--device", "tpu"], world_size=1, env={})
-    told = "--device must be auto, cpu, cuda or npu, got tpu. Another accelerator comes by a plug-in: "
-    assert told + '"import megatron_accelerator_tpu" in the script, or MEGATRON_ACCELERATOR=' in str(error.value)
+    message = "--device must be auto, cpu, cuda or npu, got tpu. Another accelerator comes by a plug-in: "
+    assert message + '"import megatron_accelerator_tpu" in the script, or MEGATRON_ACCELERATOR=' in str(error.value)
 
 
 def test_the_environment_imports_plug_ins_ahead_of_the_check(
@@ -99,7 +99,7 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "message"),
     [
         ({"name": "cuda"}, "must have a name of its own, got 'cuda'"),
         ({"name": "my device"}, "must have a name of its own, got 'my device'"),
@@ -112,8 +112,8 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
     ],
     ids=["taken", "spaced", "hook", "dtype", "no-dtype"],
 )
-def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(**facts)
 
 

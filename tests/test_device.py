@@ -77,8 +77,8 @@ def test_a_rank_without_a_device_of_its_own_is_told_how_many_it_sees(monkeypatch
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", bound.append)
     assert device.bind("cuda", 1) == torch.device("cuda", 1) and bound == [1]
-    told = "cuda devices that this process sees, got 2 and 2. Start .*or set LOCAL_RANK=0"
-    with pytest.raises(ConfigError, match=told) as error:
+    message = "cuda devices that this process sees, got 2 and 2. Start .*or set LOCAL_RANK=0"
+    with pytest.raises(ConfigError, match=message) as error:
         initialize._bind("cuda", 2)
     assert bound == [1] and error.value.is_of_this_rank
 
@@ -103,7 +103,7 @@ def test_no_other_file_calls_the_accelerator():
     assert found <= {"megatron/device.py"}
 
 
-@pytest.mark.parametrize(("threads", "told"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
-def test_a_cpu_is_named_with_its_threads(monkeypatch, threads, told):
+@pytest.mark.parametrize(("threads", "name"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_a_cpu_is_named_with_its_threads(monkeypatch, threads, name):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert device.name("cpu") == told
+    assert device.name("cpu") == name

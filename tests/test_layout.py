@@ -134,9 +134,9 @@ MOVED = [
 
 @pytest.mark.parametrize(("path", "name"), MOVED)
 def test_a_former_path_gives_the_name_and_says_where_it_is_now(path: str, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"{path}.{name} is (\S+) now") as told:
+    with pytest.warns(DeprecationWarning, match=rf"{path}.{name} is (\S+) now") as caught:
         found = getattr(importlib.import_module(path), name)
-    module, _, new = str(told[0].message).split(" is ")[1].removesuffix(" now").rpartition(".")
+    module, _, new = str(caught[0].message).split(" is ")[1].removesuffix(" now").rpartition(".")
     assert getattr(importlib.import_module(module), new) is found
 
 

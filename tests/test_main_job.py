@@ -56,9 +56,9 @@ def test_the_main_job_trains_saves_and_evaluates(place: Path) -> None:
 
     again = start(place, *extra, "--eval-only", "--load", "run", CHECKPOINT_PATH="run")
     assert again.returncode == 0, again.stderr
-    told = [line for line in (done.stdout + again.stdout).splitlines() if "| test loss" in line]
-    assert len(told) == 2
-    assert told[0] == told[1]
+    lines = [line for line in (done.stdout + again.stdout).splitlines() if "| test loss" in line]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
     assert read_metrics(run / "metrics.jsonl")[: len(before)] == before
 
 

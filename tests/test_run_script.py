@@ -151,9 +151,9 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
     config = parsed(fake_python, model=model)
     assert config.given == ("dry_run",)
     args = vars(config.namespace())
-    told = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(model).read_text(), re.M))
+    documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(model).read_text(), re.M))
     fields = {name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in EFFECTS[model].items()}
-    checked = {name: (str(args[fields[name]]), value) for name, value in told.items() if fields[name] in args}
+    checked = {name: (str(args[fields[name]]), value) for name, value in documented.items() if fields[name] in args}
     assert len(checked) == 7
     assert all(got == value for got, value in checked.values()), checked
     tensor = 1 if model == "t5" else 2  # Adafactor, on the sample data

@@ -54,9 +54,9 @@ def test_another_layout_evaluates_what_the_t5_job_saved_and_goes_on(place: Path)
     one = {"GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1", "CHECKPOINT_PATH": "first"}
     again = start(place, *SPLIT, "--eval-only", "--load", "first", **one)
     assert again.returncode == 0, again.stderr
-    told = [line for line in (first.stdout + again.stdout).splitlines() if "| test loss" in line]
-    assert len(told) == 2
-    assert told[0] == told[1]
+    lines = [line for line in (first.stdout + again.stdout).splitlines() if "| test loss" in line]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
     more = start(place, *SPLIT, "--eval-iters", "0", "--log-interval", "1", "--load", "first", TRAIN_ITERS="3", **one)
     assert more.returncode == 0, more.stderr
     assert [row["step"] for row in read_metrics(place / "first/metrics.jsonl") if row["kind"] == "train"][-1] == 3

@@ -379,6 +379,17 @@ def test_nothing_is_named_by_a_word_that_gave_way() -> None:
     assert not [(path, name) for path, name in named if WORDS & set(name.lower().split("_"))]
 
 
+def test_tests_and_tools_name_what_is_reported_by_another_word_than_told() -> None:
+    """The names of tests are sentences, and may have it."""
+    found = []
+    for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]):
+        if ROOT / "tests" / "benchmarks" in path.parents:
+            continue
+        names = made_names(ast.parse(path.read_text(encoding="utf-8")))
+        found += [(str(path), n) for n in names if not n.startswith("test_") and "told" in n.lower().split("_")]
+    assert found == []
+
+
 def other_words(text: str, modules: set[str]) -> list[str]:
     """The imports that call one of ``modules`` by another word than the end of its dotted name."""
     found = []

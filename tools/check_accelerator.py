@@ -225,10 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     plugin = accelerators.find(kind)
     for adaptor, state, target, why in accelerators.adaptor_rows(plugin.adaptors if plugin else ()):
         print(f"adaptor {adaptor:36} {state:4} {target}: {why}")
-    told = list(run_checks(kind))
-    for name, result in told:
+    results = list(run_checks(kind))
+    for name, result in results:
         print(f"check   {name:12} {result}")
-    return 0 if all(result == "ok" for _, result in told) else 1
+    return 0 if all(result == "ok" for _, result in results) else 1
 
 
 if __name__ == "__main__":

@@ -277,8 +277,8 @@ def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> i
     if file is not None:
         names = ("first_loss", "loss", "first_norm", "gradient")
         seen = {name: {"observed": row[1], "allowed": row[2]} for name, row in zip(names, rows, strict=True)}
-        told = {"is_equal": is_equal, "dtype": dtype, "ranks": len(many), "worst": found.worst, "seen": seen}
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        results = {"is_equal": is_equal, "dtype": dtype, "ranks": len(many), "worst": found.worst, "seen": seen}
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("verdict: equal" if is_equal else "verdict: NOT EQUAL. Please report the command line and this table.")
     return 0 if is_equal else 1
 

@@ -119,9 +119,9 @@ def draw_grid(path: Path) -> None:
         axes.text(4.2 * stage + 1.45, 1.75, f"stage {stage}: the same layers", ha="center", fontsize=10)
     for replica in range(GRID.data):
         axes.text(-0.25, -1.9 * replica + 0.5, f"replica {replica}", ha="right", va="center", fontsize=10)
-    told = (("tensor: all-reduce in every layer", COLOURS[3]), ("data: gradients, once a step", COLOURS[2]),
+    legend = (("tensor: all-reduce in every layer", COLOURS[3]), ("data: gradients, once a step", COLOURS[2]),
             ("pipe: activations, their gradients", "#555555"))  # fmt: skip
-    for number, (text, colour) in enumerate(told):
+    for number, (text, colour) in enumerate(legend):
         axes.text(-1.5 + 3.3 * number, -2.9, text, color=colour, fontsize=9)
     finish(figure, axes, (-1.5, 7.6), (-3.1, 2.1), path)
 
@@ -138,8 +138,8 @@ def draw_layer(path: Path) -> None:
     for text, is_cut in columns:
         width = 1.0 if text == "+" else 1.5 if is_cut else 1.1
         if not is_cut:
-            told = "all-\nreduce" if text == "+" else text
-            box(axes, (x, -1.4), (width, 2.6), "#dddddd", told, edgecolor="#888888")
+            label = "all-\nreduce" if text == "+" else text
+            box(axes, (x, -1.4), (width, 2.6), "#dddddd", label, edgecolor="#888888")
         for rank in range(2 * is_cut):
             box(axes, (x, 0.1 - 1.5 * rank), (width, 1.1), COLOURS[rank] + "55", text, edgecolor=COLOURS[rank])
         x += width + 0.35

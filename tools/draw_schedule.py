@@ -76,8 +76,8 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
         parser.error(f"{measured[0]} needs --trace DIR")
     missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(flags, name) is None]
     if flags.trace is None and missing:
-        told = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        parser.error(f"give --schedule, --stages and --micro-batches, or --trace DIR; {told} not given")
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        parser.error(f"give --schedule, --stages and --micro-batches, or --trace DIR; {named} not given")
     if flags.schedule is not None:
         check_schedule(parser, flags.schedule.lower(), flags.chunks or 1)
     if flags.out is not None and flags.out.suffix.lower() != ".png":

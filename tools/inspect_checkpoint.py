@@ -75,9 +75,9 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
     tensors = inspect.tensor_differences(one, other, weights_only=weights_only)
     state = inspect.state_differences(one, other)
     if as_json:
-        told = [dataclasses.asdict(difference) for difference in tensors]
+        differences = [dataclasses.asdict(difference) for difference in tensors]
         paths = {"first": str(one.path), "second": str(other.path)}
-        print_json({**paths, "equal": not tensors, "tensors": told, "state": state})
+        print_json({**paths, "equal": not tensors, "tensors": differences, "state": state})
         return 1 if tensors else 0
     if state:
         rows = [[key, *(value_text(value) for value in pair)] for key, pair in state.items()]

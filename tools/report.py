@@ -184,11 +184,11 @@ def _commands(run: RunFolder) -> Html | None:
     """Return how each start was made, with which versions, and what the run has read."""
     train = run.of_kind("train")
     samples = number(train[-1].get("samples")) if train else None
-    told: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
-    told += [bilingual("{} samples read", f"{samples:,}")] if samples is not None else []
-    if not told and not run.commands:
+    lines: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
+    lines += [bilingual("{} samples read", f"{samples:,}")] if samples is not None else []
+    if not lines and not run.commands:
         return None
-    return tag("div", tag("p", joined(told, ", ")), tag("pre", "\n".join(run.commands)))
+    return tag("div", tag("p", joined(lines, ", ")), tag("pre", "\n".join(run.commands)))
 
 
 def _notes(runs: Sequence[RunFolder]) -> Html:
@@ -325,9 +325,9 @@ def differences(runs: Sequence[RunFolder]) -> Html:
     rows = compared(runs)
     found = sum(differs for _, _, differs in rows)
     if len(runs) == 1:
-        told = bilingual("{} settings of the run.", len(rows))
+        about = bilingual("{} settings of the run.", len(rows))
     else:
-        told = bilingual("{} of {} settings differ.", found, len(rows))
+        about = bilingual("{} of {} settings differ.", found, len(rows))
     button = tag("button", bilingual("show all"), type="button", class_="all-settings", hidden=not rows)
     head = tag("thead", tag("tr", tag("th", bilingual("setting")), *[tag("th", run.name) for run in runs]))
     body = [
@@ -335,7 +335,7 @@ def differences(runs: Sequence[RunFolder]) -> Html:
         for name, values, differs in rows
     ]
     table = tag("table", head, tag("tbody", *body), class_="settings only-differences")
-    return tag("div", tag("p", told, " ", button), tag("div", table, class_="scroll"))
+    return tag("div", tag("p", about, " ", button), tag("div", table, class_="scroll"))
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -391,8 +391,8 @@ def memory_table(run: RunFolder) -> Html | None:
         rest = held - before - estimated if before is not None else None
         values = [*(_parts(stage).get(name) for name in used), estimated, before, held]
         rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(rest)])
-    told = [tag("p", bilingual(text)) for text in ABOUT]
-    return tag("div", *told, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
+    notes = [tag("p", bilingual(text)) for text in ABOUT]
+    return tag("div", *notes, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
 
 
 def _parts(stage: Mapping[str, Any]) -> dict[str, float]:
@@ -444,8 +444,8 @@ def operator_table(run: RunFolder) -> Html | None:
         share = (number(each.get(times[0])) or 0) / longest if longest else 0
         rows.append([each.get("name"), *cells, _bar(share), f"{(number(each.get('calls')) or 0) / runs:,.1f}"])
     text = "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}"
-    told = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
-    return tag("div", tag("p", told), table(head, rows))
+    about = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
+    return tag("div", tag("p", about), table(head, rows))
 
 
 def _row(name: str, row: Mapping[str, Any], memory: float | None, work_s: float | None, step_s: float | None) -> list:

@@ -241,8 +241,8 @@ def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key
     same = f"{line} {flag.rpartition(' ')[0]} {value}"
     assert merged(tmp_path, {"pipeline": key}, same, 2).parallel == config.parallel
     assert engine_dict(merged(tmp_path, {}, same, 2), 2)["pipeline"] == key
-    told = error_of(tmp_path, {"pipeline": key}, f"{line} {flag}", 2)
-    assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in told
+    message = error_of(tmp_path, {"pipeline": key}, f"{line} {flag}", 2)
+    assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in message
 
 
 def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_path):
@@ -254,8 +254,8 @@ def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_
         config = merged(tmp_path, content, words, 2)
         assert not config.parallel.overlap_grad_reduce
         assert engine_dict(config, 2)["pipeline"] == off["pipeline"]
-    told = error_of(tmp_path, off, f"{line} --overlap-grad-reduce", 2)
-    assert "got --overlap-grad-reduce and pipeline.overlap_reduction False" in told
+    message = error_of(tmp_path, off, f"{line} --overlap-grad-reduce", 2)
+    assert "got --overlap-grad-reduce and pipeline.overlap_reduction False" in message
 
 
 def test_a_pipeline_of_the_json_says_nothing_where_there_is_none(tmp_path):

@@ -101,7 +101,7 @@ def test_a_given_vocabulary_replaces_the_default_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "message"),
     [
         ("--lrr 1", "MEGATRON_DEFAULTS: unknown flag --lrr"),
         ("--lr x", "MEGATRON_DEFAULTS: --lr must be a finite number"),
@@ -109,8 +109,8 @@ def test_a_given_vocabulary_replaces_the_default_tokenizer(tmp_path):
         ("--mask-prob 1", "MEGATRON_DEFAULTS: --mask-prob is refused"),
     ],
 )
-def test_a_bad_default_names_the_variable(recipe, told):
-    assert told in error_of("", recipe)
+def test_a_bad_default_names_the_variable(recipe, message):
+    assert message in error_of("", recipe)
 
 
 def test_words_are_split_as_a_shell_does_and_flags_of_the_script_may_stand_there():

@@ -58,7 +58,7 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "content", "world_size", "told"),
+    ("line", "content", "world_size", "message"),
     [
         ("--partition-method uniform", None, 1, "--partition-method uniform has no effect without a pipeline"),
         ("--lr-decay-style constant --min-lr 1e-5", None, 1, "--min-lr 1e-05 has no effect"),
@@ -75,8 +75,8 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
         ("--pipe-parallel-size 2", {"flops_profiler": {"enabled": True}}, 2, '"flops_profiler" has no effect'),
     ],
 )
-def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, told):
-    assert any(told in note for note in read(line, tmp_path, content, world_size).notes)
+def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, message):
+    assert any(message in note for note in read(line, tmp_path, content, world_size).notes)
 
 
 def test_steps_of_a_trace_need_a_trace(tmp_path):
@@ -90,8 +90,8 @@ def test_steps_of_a_trace_need_a_trace(tmp_path):
 def test_a_recipe_for_pipelines_has_no_effect_without_one_and_says_so():
     config = parse([], world_size=1, env={"MEGATRON_DEFAULTS": "--pipeline-chunks 2 --pipeline-schedule auto"})
     assert config.parallel.chunks == 1
-    told = "--pipeline-schedule, --pipeline-chunks in the defaults has no effect without a pipeline"
-    assert told in config.notes
+    message = "--pipeline-schedule, --pipeline-chunks in the defaults has no effect without a pipeline"
+    assert message in config.notes
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,8 @@ def test_no_flag_that_people_use_is_unknown():
 
 
 def test_a_flag_has_one_reason():
-    told = [flag for flags in GROUPS.values() for flag in flags.split()]
-    assert len(told) == len(set(told)) and not set(told) & (set(CPM_REFUSED) | set(MEGATRON_REFUSED))
+    listed = [flag for flags in GROUPS.values() for flag in flags.split()]
+    assert len(listed) == len(set(listed)) and not set(listed) & (set(CPM_REFUSED) | set(MEGATRON_REFUSED))
 
 
 def test_what_to_use_instead_is_there():

@@ -15,7 +15,7 @@ def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "the following arguments are required: --size"),
         (["--size", "x"], "argument --size: invalid int value: 'x'"),
@@ -23,11 +23,11 @@ def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     ],
 )
 def test_an_error_is_one_line_and_code_2_or_raised(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         with_flags(OneLineParser(prog="tool.py")).parse_args(words)
-    assert (stop.value.code, capsys.readouterr().err) == (2, f"tool.py: {told}\n")
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"tool.py: {message}\n")
     with pytest.raises(ValueError) as raised:
         with_flags(RaisingParser(prog="tool.py")).parse_args(words)
-    assert str(raised.value) == told and capsys.readouterr().err == ""
+    assert str(raised.value) == message and capsys.readouterr().err == ""

@@ -83,15 +83,17 @@ def test_layers_of_a_chunk_say_how_many_chunks_there_are():
     assert read(f"{each} 3 --pipeline-chunks 2", 2).parallel.schedule == "interleaved"
     assert read(f"{each} 6", 2).parallel.schedule == "1f1b"
     assert "12 layers / (2 stages x 3) = 2 and 3. Leave one of them out" in error_of(f"{each} 3 --pipeline-chunks 3", 2)
-    told = error_of(f"{each} 5", 2)
-    assert "--num-layers must be a multiple of --pipe-parallel-size x --num-layers-per-virtual-pipeline-stage" in told
-    assert "got 12 and 2 x 5 = 10" in told
+    message = error_of(f"{each} 5", 2)
+    assert (
+        "--num-layers must be a multiple of --pipe-parallel-size x --num-layers-per-virtual-pipeline-stage" in message
+    )
+    assert "got 12 and 2 x 5 = 10" in message
 
 
 def test_the_namespace_has_the_names_of_megatron_and_cpm():
-    for given, told in ((0, 0), (1, 0), (2, 2)):
+    for given, expected in ((0, 0), (1, 0), (2, 2)):
         args = read(SMALL + f" --pipe-parallel-size {given} --tensor-model-parallel-size 2 --fp16", 4).namespace()
-        assert args.pipe_parallel_size == told
+        assert args.pipe_parallel_size == expected
         assert (args.model_parallel_size, args.tensor_model_parallel_size, args.fp16, args.bf16) == (2, 2, True, False)
         assert (args.micro_batch_size, args.ffn_hidden_size) == (args.batch_size, args.ff_hidden_size)
 
@@ -163,8 +165,8 @@ def test_a_global_batch_that_changes_the_recipes_sizes_is_said():
     env = {"MEGATRON_DEFAULTS": "--batch-size 8 --gas 4"}
     config = parse("--global-batch-size 30 --dry-run".split(), world_size=1, env=env)
     assert (config.batch.batch_size, config.batch.gas) == (6, 5)
-    told = "a global batch of 30 on 1 replica is --batch-size 6 x --gas 5, in place of 8 x 4"
-    assert [note for note in config.notes if told in note]
+    message = "a global batch of 30 on 1 replica is --batch-size 6 x --gas 5, in place of 8 x 4"
+    assert [note for note in config.notes if message in note]
     for same in ("--global-batch-size 32", "--global-batch-size 30 --batch-size 6 --gas 5", "--batch-size 6 --gas 5"):
         kept = parse([*same.split(), "--dry-run"], world_size=1, env=env)
         assert not [note for note in kept.notes if "in place of" in note]
@@ -349,8 +351,8 @@ def test_a_number_format_that_the_json_excludes_is_never_chosen(tmp_path, json_t
     (tmp_path / "ds.json").write_text(json_text)
     config = resolve_dtype(read(f"--deepspeed_config {tmp_path}/ds.json"), device)
     assert config.precision.dtype == chosen
-    is_told = any(f"number format: {chosen}" in note and f"{device}.enabled false" in note for note in config.notes)
-    assert is_told == (chosen != device)
+    is_noted = any(f"number format: {chosen}" in note and f"{device}.enabled false" in note for note in config.notes)
+    assert is_noted == (chosen != device)
     assert not hasattr(config.namespace(), "excluded")
 
 

@@ -27,8 +27,10 @@ def settings_of(folder, section: object, extra: str = "", world_size: int = 2):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_2_and_3_are_refused_with_the_reason_and_what_to_do(stage, is_json, tmp_path):
     name = "zero_optimization.stage of the JSON" if is_json else "--zero-stage"
-    told = f"{name} {stage} cannot be in a pipeline, got --pipe-parallel-size 2: .* traffic.* Use --zero-stage 1 with"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        f"{name} {stage} cannot be in a pipeline, got --pipe-parallel-size 2: .* traffic.* Use --zero-stage 1 with"
+    )
+    with pytest.raises(ConfigError, match=message):
         if is_json:
             settings_of(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
         else:
@@ -59,7 +61,7 @@ def test_one_replica_is_told_that_there_is_nothing_to_share():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--offload-parameters --zero-stage 2", "--offload-parameters keeps .* got --zero-stage 2"),
         ("--cpu-adam deepspeed", "--cpu-adam acts with --offload-optimizer only"),
@@ -73,8 +75,8 @@ def test_one_replica_is_told_that_there_is_nothing_to_share():
         ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
     ],
 )
-def test_what_cannot_go_together_is_refused(line, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_go_together_is_refused(line, message):
+    with pytest.raises(ConfigError, match=message):
         parsed(line)
 
 
@@ -105,6 +107,6 @@ def test_the_json_offloads_to_the_cpu_and_to_nothing_else(tmp_path):
             "pin_memory must be the same",
         ),
     ]
-    for section, extra, told in refused:
-        with pytest.raises(ConfigError, match=told):
+    for section, extra, message in refused:
+        with pytest.raises(ConfigError, match=message):
             settings_of(tmp_path, section, extra)

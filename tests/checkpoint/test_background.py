@@ -66,21 +66,21 @@ def _caught(finish):
 
 def _fail_and_go_on(rank, root):
     saver = AsyncSaver(world_of(rank, 2))
-    told = []
+    results = []
     with FailAt(1 if rank else 10**6, _disk_full, only="write"):
         saver.start(root, 20, records_for(rank, 2, 20), {})
-        told.append(_caught(saver.finish))
-    told.append(saver.poll())
+        results.append(_caught(saver.finish))
+    results.append(saver.poll())
     staging = saver._staging.copy
     if rank:
         saver._staging.copy = _out_of_memory
     saver.start(root, 30, records_for(rank, 2, 30), {})
-    told.append(_caught(saver.finish))
+    results.append(_caught(saver.finish))
     saver._staging.copy = staging
     saver.start(root, 40, records_for(rank, 2, 40), {}, keep_last=2)
     saver.close()
-    told.append(saver.finish().path.name)
-    return told
+    results.append(saver.finish().path.name)
+    return results
 
 
 def test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds(tmp_path):

@@ -48,14 +48,14 @@ def _save_where_one_raises(rank, root, error):
 
 
 def test_an_error_that_cannot_travel_is_told_all_the_same(tmp_path):
-    told = run_ranks(2, _save_where_one_raises, tmp_path, _CannotTravel("two", "words"))
-    assert told[0] == told[1] and "rank 1: _CannotTravel: two words" in told[0][1]
+    messages = run_ranks(2, _save_where_one_raises, tmp_path, _CannotTravel("two", "words"))
+    assert messages[0] == messages[1] and "rank 1: _CannotTravel: two words" in messages[0][1]
 
 
 def test_an_interrupt_ends_its_own_rank_as_it_would_anywhere_and_the_others_say_so(tmp_path):
     interrupted = KeyboardInterrupt()
-    (kind, told), own = run_ranks(2, _save_where_one_raises_and_stays, tmp_path, interrupted)
-    assert kind == "CheckpointError" and "rank 1: KeyboardInterrupt" in told and own == ("KeyboardInterrupt", "")
+    (kind, message), own = run_ranks(2, _save_where_one_raises_and_stays, tmp_path, interrupted)
+    assert kind == "CheckpointError" and "rank 1: KeyboardInterrupt" in message and own == ("KeyboardInterrupt", "")
 
 
 def _save_where_one_raises_and_stays(rank, root, error):
@@ -71,18 +71,18 @@ def _load_what_one_rank_lacks(rank, root):
     records = [TensorRecord("mask", torch.zeros(3, dtype=torch.bool), Shard((3,)))]
     if rank:
         records.append(TensorRecord("layers.9.up", torch.zeros(2), Shard((2,))))
-    told = None
+    message = None
     try:
         checkpoint.load(records)
     except CheckpointError as error:
-        told = str(error)
-    return told, bool(records[0].tensor.any())
+        message = str(error)
+    return message, bool(records[0].tensor.any())
 
 
 def test_a_tensor_that_one_rank_misses_stops_all_before_anything_is_read(tmp_path):
     path = save_alone(tmp_path, 20)
-    told = f"rank 1: {path} does not fit this model (1 tensors): layers.9.up: not in the checkpoint"
-    assert run_ranks(2, _load_what_one_rank_lacks, tmp_path) == [(told, False)] * 2
+    message = f"rank 1: {path} does not fit this model (1 tensors): layers.9.up: not in the checkpoint"
+    assert run_ranks(2, _load_what_one_rank_lacks, tmp_path) == [(message, False)] * 2
 
 
 def _spoil(path):

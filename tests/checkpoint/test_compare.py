@@ -16,10 +16,10 @@ def test_every_differing_key_is_listed_with_both_values():
     now = {"hidden_size": 128, "num_layers": 6, "activation": "gelu", "new": None}
     with pytest.raises(CheckpointError) as caught:
         compare_model_config(saved, now)
-    told = str(caught.value)
+    message = str(caught.value)
     for line in ("hidden_size: saved 64, now 128", "num_layers: saved 4, now 6", "old: saved 1, now absent"):
-        assert f"  {line}\n" in told
-    assert "new: saved absent, now None" in told and "4 values differ" in told and "activation" not in told
+        assert f"  {line}\n" in message
+    assert "new: saved absent, now None" in message and "4 values differ" in message and "activation" not in message
     assert exit_code(caught.value) == 3
 
 

@@ -14,9 +14,9 @@ from tests.helpers.harness import run_ranks
 
 @pytest.fixture
 def warnings(monkeypatch):
-    told = []
-    monkeypatch.setattr("megatron.log.warning", told.append)
-    return told
+    messages = []
+    monkeypatch.setattr("megatron.log.warning", messages.append)
+    return messages
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_a_truncated_shard_is_named_with_both_sizes_and_the_older_checkpoint_ser
     kept = int(len(whole) * part)
     two.write_bytes(whole[:kept])
     assert_holds(open_latest(two.parent.parent, SINGLE), 10)
-    assert any(f"rank-00000.safetensors is truncated: {kept} of {len(whole)} bytes" in told for told in warnings)
-    assert any("going back to step-00000010" in told for told in warnings)
+    assert any(f"rank-00000.safetensors is truncated: {kept} of {len(whole)} bytes" in message for message in warnings)
+    assert any("going back to step-00000010" in message for message in warnings)
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
@@ -43,7 +43,7 @@ def test_a_missing_file_is_named_and_the_older_checkpoint_serves(two, name, warn
     with pytest.raises(CheckpointError, match=f"{name}: No such file"):
         open_checkpoint(two.parent, SINGLE)
     if name != "manifest.json":
-        assert any("No such file" in told for told in warnings)
+        assert any("No such file" in message for message in warnings)
 
 
 def test_foreign_files_are_ignored_and_told_once(two, warnings):
@@ -58,7 +58,9 @@ def test_foreign_files_are_ignored_and_told_once(two, warnings):
     (root / "step-x").mkdir()
     assert_holds(open_latest(root, SINGLE), 20)
     assert_holds(open_latest(root, SINGLE), 20)
-    assert [told for told in warnings if ".manifest.json.swp, x.tmp" in told] == warnings and len(warnings) == 1
+    assert [message for message in warnings if ".manifest.json.swp, x.tmp" in message] == warnings and len(
+        warnings
+    ) == 1
 
 
 @pytest.mark.parametrize("hint", ["", "step-00000010\n", "step-00000999", "\x00\xff garbage", None])
@@ -78,13 +80,13 @@ def test_no_folder_an_empty_one_a_file_or_only_broken_ones_end_the_job_with_code
     empty.mkdir()
     other = tmp_path / "other"
     (other / "global_step20").mkdir(parents=True)
-    for path, told in [
+    for path, message in [
         (tmp_path / "typo", "typo is not there"),
         (empty, f"no checkpoint found in {empty}"),
         (other, "global_step20 is in DeepSpeed's format, which training alone reads"),
         (two, "is a file"),
     ]:
-        with pytest.raises(CheckpointError, match=told) as caught:
+        with pytest.raises(CheckpointError, match=message) as caught:
             open_latest(path, SINGLE)
         assert exit_code(caught.value) == 3
     two.unlink()
@@ -96,9 +98,9 @@ def test_no_folder_an_empty_one_a_file_or_only_broken_ones_end_the_job_with_code
 def _open(rank, root):
     from megatron import log
 
-    told = []
-    log.warning = told.append
-    return open_latest(root, world_of(rank, 2)).step, len(told)
+    messages = []
+    log.warning = messages.append
+    return open_latest(root, world_of(rank, 2)).step, len(messages)
 
 
 def _save(rank, root, step):

@@ -55,10 +55,10 @@ def _save_when_one_is_full(rank, root, culprit):
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_reported_by_all_with_that_rank_and_training_goes_on(tmp_path, culprit):
     save_alone(tmp_path, 10)
-    told = run_ranks(2, _save_when_one_is_full, tmp_path, culprit)
-    assert told[0] == told[1] and f"rank {culprit}: [Errno 28] No space left on device" in told[0]
-    assert f"rank {1 - culprit}:" not in told[0]
-    assert "needed" in told[0] and "free" in told[0]
+    messages = run_ranks(2, _save_when_one_is_full, tmp_path, culprit)
+    assert messages[0] == messages[1] and f"rank {culprit}: [Errno 28] No space left on device" in messages[0]
+    assert f"rank {1 - culprit}:" not in messages[0]
+    assert "needed" in messages[0] and "free" in messages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
 
 
@@ -81,9 +81,9 @@ def _save_with_file_limit(rank, root):
 
 def test_a_file_that_the_system_cuts_short_is_an_error_and_no_stump_stays(tmp_path):
     save_alone(tmp_path, 10)
-    [told] = run_ranks(1, _save_with_file_limit, tmp_path)
-    assert "File too large" in told and "free" not in told
-    assert "larger than `ulimit -f` lets a file be here, 300 bytes. Raise that limit" in told
+    [message] = run_ranks(1, _save_with_file_limit, tmp_path)
+    assert "File too large" in message and "free" not in message
+    assert "larger than `ulimit -f` lets a file be here, 300 bytes. Raise that limit" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
 
 

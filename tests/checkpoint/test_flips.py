@@ -123,10 +123,10 @@ def test_a_thousand_flipped_bits_are_all_found(
 def test_after_a_flip_in_any_region_the_older_checkpoint_serves(
     saved: Path, regions: list[Region], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("megatron.log.warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr("megatron.log.warning", messages.append)
     for region in regions:
         with Flipped(region.path, region.start + (region.stop - region.start) // 2, 3):
             assert_holds(open_latest(saved.parent, SINGLE), 10)
-        assert any("going back to step-00000010" in line for line in told), region
-        told.clear()
+        assert any("going back to step-00000010" in line for line in messages), region
+        messages.clear()

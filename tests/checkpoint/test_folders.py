@@ -110,8 +110,8 @@ def test_a_leftover_that_cannot_be_deleted_costs_a_warning_only(tmp_path, monkey
     (tmp_path / ".deleted-step-00000009-1").mkdir()
     (tmp_path / ".deleted-step-00000009-1" / ".nfs01").write_text("open elsewhere")
     (tmp_path / ".tmp-step-00000009-1").mkdir()
-    told = []
-    monkeypatch.setattr("megatron.log.warn_once", told.append)
+    messages = []
+    monkeypatch.setattr("megatron.log.warn_once", messages.append)
 
     def busy(operation, path):
         if operation == "remove" and path.name == ".nfs01":
@@ -119,4 +119,4 @@ def test_a_leftover_that_cannot_be_deleted_costs_a_warning_only(tmp_path, monkey
 
     monkeypatch.setattr(files, "before_operation", busy)
     assert_holds(open_latest(save_alone(tmp_path, 10), SINGLE), 10)
-    assert len(told) == 1 and "busy" in told[0] and not (tmp_path / ".tmp-step-00000009-1").exists()
+    assert len(messages) == 1 and "busy" in messages[0] and not (tmp_path / ".tmp-step-00000009-1").exists()

@@ -88,11 +88,11 @@ def test_every_missing_name_and_differing_shape_is_listed_and_nothing_is_copied(
     ]
     with pytest.raises(CheckpointError) as caught:
         open_latest(tmp_path, SINGLE).load(records)
-    told = str(caught.value)
-    assert "embedding.word.weight: saved [13, 4], now [12, 4]" in told
-    assert "layers.0.mlp.up.weight: saved [8, 4], now [8, 2]" in told
-    assert "layers.9.mlp.up.weight: not in the checkpoint" in told and "4 tensors" in told
-    assert "optimizer.exp_avg: Shard(" in told and "reaches beyond the tensor" in told
+    message = str(caught.value)
+    assert "embedding.word.weight: saved [13, 4], now [12, 4]" in message
+    assert "layers.0.mlp.up.weight: saved [8, 4], now [8, 2]" in message
+    assert "layers.9.mlp.up.weight: not in the checkpoint" in message and "4 tensors" in message
+    assert "optimizer.exp_avg: Shard(" in message and "reaches beyond the tensor" in message
     assert not records[0].tensor.any()
 
 
@@ -106,7 +106,7 @@ def test_the_files_are_plain_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("records", "told"),
+    ("records", "message"),
     [
         ([("a", (4,), 0, 0, 2), ("a", (4,), 0, 1, 3)], "a .*indices 1 to 2 of dimension 0 are written twice"),
         ([("a", (4,), 0, 0, 1), ("a", (4,), 0, 2, 2)], "a .*indices 1 to 2 of dimension 0 are written by nobody"),
@@ -116,26 +116,26 @@ def test_the_files_are_plain_safetensors(tmp_path):
         ([("a", (4,), 0, 0, 2), ("a", (5,), 0, 2, 3)], "a .*ranks disagree"),
     ],
 )
-def test_a_tensor_that_is_not_written_exactly_once_is_refused_before_writing(tmp_path, records, told):
+def test_a_tensor_that_is_not_written_exactly_once_is_refused_before_writing(tmp_path, records, message):
     made = []
     for name, shape, dim, start, length in records:
         shard = Shard(shape, dim, start, length)
         made.append(TensorRecord(name, shard.cut(torch.zeros(shape)), shard))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         save(tmp_path, 1, made, {}, SINGLE)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("tensor", "shard", "told"),
+    ("tensor", "shard", "message"),
     [
         (torch.zeros(3), Shard((4,), 0, 0, 4), r"a: its shard .* has the shape \[4\], the tensor has \[3\]"),
         (torch.zeros(3), Shard((4,)), r"the shape \[4\], the tensor has \[3\]"),
         (torch.zeros(2, dtype=torch.complex64), Shard((2,)), "complex64"),
     ],
 )
-def test_a_tensor_that_contradicts_its_shard_or_fits_no_file_is_refused(tmp_path, tensor, shard, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_a_tensor_that_contradicts_its_shard_or_fits_no_file_is_refused(tmp_path, tensor, shard, message):
+    with pytest.raises(CheckpointError, match=message):
         save(tmp_path, 1, [TensorRecord("a", tensor, shard)], {}, SINGLE)
 
 

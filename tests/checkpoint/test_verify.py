@@ -48,7 +48,7 @@ def test_ranks_share_one_file_and_any_of_them_finds_the_byte(tmp_path, size):
     found = run_ranks(size, _verify_in_segments, path, size)
     pieces = sorted(piece for read, _ in found for piece in read)
     assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])] and pieces[-1][1] == len(whole)
-    assert all(told is None and read for read, told in found)
+    assert all(damage is None and read for read, damage in found)
     shard.write_bytes(whole[:150] + bytes([whole[150] ^ 4]) + whole[151:])
-    told = {told for _, told in run_ranks(size, _verify_in_segments, path, size)}
-    assert told == {f"{path} is damaged: rank-00000.safetensors was altered: its checksum does not fit"}
+    damage = {damage for _, damage in run_ranks(size, _verify_in_segments, path, size)}
+    assert damage == {f"{path} is damaged: rank-00000.safetensors was altered: its checksum does not fit"}

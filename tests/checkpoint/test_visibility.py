@@ -34,7 +34,7 @@ def mounts(tmp_path_factory, monkeypatch):
 
 def test_the_longest_mount_point_says_what_a_path_lies_on(mounts):
     mounts("/elsewhere")
-    for path, told in {
+    for path, expected in {
         "/home/me/runs": True,
         "/home/me/fast disk/runs": False,
         "/mnt/bucket/x": True,
@@ -42,7 +42,7 @@ def test_the_longest_mount_point_says_what_a_path_lies_on(mounts):
         "/homely": False,
         "/": False,
     }.items():
-        assert shard_file.is_on_network(Path(path)) is told, path
+        assert shard_file.is_on_network(Path(path)) is expected, path
 
 
 @pytest.mark.parametrize("shown_at_first", [None, 5])

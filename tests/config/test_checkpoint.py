@@ -11,7 +11,7 @@ BASE = "--data-path none --vocab-size 8 --num-layers 1"
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--keep-every 5", "--keep-every 5 needs --keep-last K"),
         ("--load-if-exists", "--load-if-exists needs a checkpoint"),
@@ -29,8 +29,8 @@ BASE = "--data-path none --vocab-size 8 --num-layers 1"
         ("--on-save-error ignore", "one of continue, stop"),
     ],
 )
-def test_what_cannot_be_is_refused(flags: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse([*BASE.split(), *flags.split()], world_size=1)
 
 

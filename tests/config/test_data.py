@@ -64,15 +64,15 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
     a, _ = corpora
     gone = str(tmp_path / "gone")
     words = ["--data-path", "0.7", a, "0.3", gone, "--train-data-path", "1", a, "--mixture-schedule", "5: 1"]
-    told = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", a)
+    message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", a)
     for part in (
         f"--data-path must name token files that can be read, got --data-path {gone}, without {gone}.idx and",
         "--data-path, which --split cuts into three, excludes --train-data-path, --test-data-path",
         "--test-data-path must be one path, or weights and paths in turn",
         "--mixture-schedule changes the weights of several corpora",
     ):
-        assert part in told
-    assert "--tokenizer-type must be one of" in told
+        assert part in message
+    assert "--tokenizer-type must be one of" in message
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_paths_of_splits_that_are_not_read_are_noted(corpora: list[str]) -> None
         (("--train-iters", "0"), ("train",)),
         (("--eval-only", "--load", "x"), ("train", "valid")),
     ):
-        told = ", ".join(f"--{name}-data-path" for name in unread) + " has no effect: this run reads no such split"
-        assert [note for note in read(*each, *words).notes if "-data-path" in note] == ([told] if unread else [])
+        message = ", ".join(f"--{name}-data-path" for name in unread) + " has no effect: this run reads no such split"
+        assert [note for note in read(*each, *words).notes if "-data-path" in note] == ([message] if unread else [])
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_a_schedule_needs_corpora_and_tokens_that_are_reached(corpora: list[str]
     mixture = ("--data-path", "1", a, "1", b, "--seq-length", "10", "--train-iters", "5", "--batch-size", "2")
     for schedule, late in (("381: 1 2; 390: 1 1", ""), ("5: 1 0; 391: 0 1; 4e2: 1 1", "391, 400")):
         notes = read(*mixture, "--gas", "2", "--mixture-schedule", schedule, world_size=2).notes
-        told = f"the run ends after 400 tokens, so the weights from {late} on have no effect"
-        assert [told in note for note in notes if "schedule" in note] == ([True] if late else []), notes
+        message = f"the run ends after 400 tokens, so the weights from {late} on have no effect"
+        assert [message in note for note in notes if "schedule" in note] == ([True] if late else []), notes
 
 
 def test_a_path_with_a_space_that_reads_as_a_weight_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_ramp_of_the_batch_is_checked_size_by_size() -> None:
     assert sizes.all() == [4, 8, 12, 16] and sizes.samples == 100
     assert read("--global-batch-size", "16", *ramp[:2], *ramp[4:], world_size=2).batch.sizes(2) == sizes
     assert read("--rampup-batch-size=4 4 100", *ramp[:4], world_size=2).batch.sizes(2) == sizes
-    told = error_of(*ramp, world_size=4)
-    assert "must be a multiple of micro-batch x replicas = 2 x 4 = 8, got 4, 12, 20, 28 among 4, 8, 12" in told
+    message = error_of(*ramp, world_size=4)
+    assert "must be a multiple of micro-batch x replicas = 2 x 4 = 8, got 4, 12, 20, 28 among 4, 8, 12" in message
     assert "must start below the global batch" in error_of(*ramp[:4], "--rampup-batch-size", "8", "2", "9")
     assert "START INCREMENT SAMPLES" in error_of("--rampup-batch-size", "8")

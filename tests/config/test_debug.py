@@ -26,7 +26,7 @@ def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra, told",
+    "extra, message",
     [
         ("--debug-dump x --debug-dump-steps 0-2", "--debug-dump-steps must be steps from 1 on .* got '0-2'"),
         ("--debug-dump x --debug-dump-steps 3-1", "--debug-dump-steps must be steps from 1 on"),
@@ -45,6 +45,6 @@ def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
         ("--debug-nan --compile", "--debug-nan looks into layers, and compiled ones"),
     ],
 )  # fmt: skip
-def test_what_cannot_act_is_refused(extra: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_act_is_refused(extra: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(f"{BASE} {extra}".split(), world_size=1)

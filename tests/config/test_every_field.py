@@ -433,5 +433,5 @@ def test_a_field_that_acts_in_a_run_is_read_there(field: str, tmp_path: Path) ->
     section, option = OPTIONS[field]
     value, _ = option.convert(some_value(option, tmp_path), option.flag)
     kind: Any = all_sections()[section]
-    told = [getattr(each, name.removesuffix("()")) for each in (kind(), kind(**{field: value}))]
-    assert len({repr(each() if name.endswith("()") else each) for each in told}) == 2
+    values = [getattr(each, name.removesuffix("()")) for each in (kind(), kind(**{field: value}))]
+    assert len({repr(each() if name.endswith("()") else each) for each in values}) == 2

@@ -47,7 +47,7 @@ def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--num-query-groups 3", "--num-attention-heads must be a multiple of --num-query-groups, got 4 and 3"),
         (
@@ -74,10 +74,10 @@ def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
         ("--apply-residual-connection-post-layernorm", "LLaMA adds to the input of a layer's parts"),
     ],
 )
-def test_what_cannot_be_or_act_is_refused(words: str, told: str) -> None:
+def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parsed(*words.split(), world_size=4)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])

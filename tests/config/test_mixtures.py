@@ -52,9 +52,9 @@ def test_one_word_leaves_a_mixture_and_quotes_a_path_with_a_space() -> None:
     ],
 )
 def test_wrong_paths_are_told_with_the_flag(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--valid-data-path must be one path") as told:
+    with pytest.raises(ValueError, match="--valid-data-path must be one path") as raised:
         parse_paths(text, "--valid-data-path")
-    assert said in str(told.value) and repr(text) in str(told.value)
+    assert said in str(raised.value) and repr(text) in str(raised.value)
 
 
 def test_schedules() -> None:
@@ -78,6 +78,6 @@ def test_schedules() -> None:
     ],
 )
 def test_wrong_schedules_are_told(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--mixture-schedule must be steps") as told:
+    with pytest.raises(ValueError, match="--mixture-schedule must be steps") as raised:
         parse_schedule(text, 2)
-    assert said in str(told.value)
+    assert said in str(raised.value)

@@ -38,7 +38,7 @@ def test_a_sequence_may_be_longer_than_the_length_it_was_made_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--hidden-bias"], "--hidden-bias is refused: MPT has no biases"),
         (["--alibi-bias-max", "0"], "--alibi-bias-max must be a positive integer, got 0"),
@@ -50,10 +50,10 @@ def test_a_sequence_may_be_longer_than_the_length_it_was_made_for() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_act_is_refused(words: list[str], told: str) -> None:
+def test_what_cannot_act_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parsed(*words)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -58,6 +58,6 @@ def test_samples_after_many_steps_are_those_of_single_steps(
     ],
 )
 def test_a_ramp_that_cannot_be_is_told(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--rampup-batch-size") as told:
+    with pytest.raises(ValueError, match="--rampup-batch-size") as raised:
         parse_rampup(text, 10)
-    assert said in str(told.value)
+    assert said in str(raised.value)

@@ -74,13 +74,13 @@ def test_the_section_of_the_json_says_where_inputs_wait(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("", "--partition-activations in the JSON or the defaults has no effect without --checkpoint-activations"),
         (RECOMPUTE, "--partition-activations in the JSON or the defaults has no effect with one tensor rank"),
         (f"{RECOMPUTE} --model-parallel-size 2", ""),
     ],
 )
-def test_a_section_that_serves_several_layouts_is_noted_where_it_cannot_act(tmp_path, line, told):
+def test_a_section_that_serves_several_layouts_is_noted_where_it_cannot_act(tmp_path, line, message):
     notes = [note for note in read(line, tmp_path, {"partition_activations": True}).notes if "no effect" in note]
-    assert notes == [told] * bool(told)
+    assert notes == [message] * bool(message)

@@ -32,7 +32,7 @@ def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "extra, told",
+    "extra, message",
     [
         ("--profile 0-2", "--profile must be a step from 1 on or a range of steps, as 5-7; got '0-2'"),
         ("--profile 3-1", "--profile must be a step from 1 on"),
@@ -45,8 +45,8 @@ def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch)
         ("--wandb-save-dir d --wandb-entity e", "--wandb-save-dir, --wandb-entity acts with --wandb-project only"),
     ],
 )
-def test_what_cannot_act_is_refused(extra: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_act_is_refused(extra: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read(extra)
 
 
@@ -54,8 +54,10 @@ def test_wandb_that_is_not_installed_is_told_with_all_other_problems(monkeypatch
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = r"(?s)--wandb-project needs the package wandb.* pip install -e '\.\[wandb\]' or pip install wandb.*--profile"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"(?s)--wandb-project needs the package wandb.* pip install -e '\.\[wandb\]' or pip install wandb.*--profile"
+    )
+    with pytest.raises(ConfigError, match=message):
         read("--wandb-project p --profile 99")
     monkeypatch.setenv("RANK", "1")  # which does not import it
     assert read("--wandb-project p").seeing.wandb_project == "p"

@@ -188,7 +188,7 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "expected"),
     [
         ("--seq-length 9", "T5 has two lengths; use --enc-seq-length and --dec-seq-length"),
         ("--reset-position-ids", "by --reset-attention-mask alone; use that"),
@@ -199,13 +199,13 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
         ("--use-rotary-position-embeddings", "use --position-embedding-type relative or learned"),
     ],
 )
-def test_t5_refuses_what_acts_in_gpt2_only(flag, told):
+def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
     message = error_of(flag)
-    assert message.startswith(f"{flag.split()[0]} is refused: ") and told in message
+    assert message.startswith(f"{flag.split()[0]} is refused: ") and expected in message
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "message"),
     [
         ("--enc-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
         ("--decoder-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
@@ -216,10 +216,10 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, told):
         ("--use-rotary-position-embeddings", "GPT-2 has learned positions"),
     ],
 )
-def test_gpt2_refuses_what_acts_in_t5_only(flag, told):
+def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
     with pytest.raises(ConfigError) as caught:
         parse(flag.split(), world_size=1, env={})
-    assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and message in str(caught.value)
 
 
 def test_defaults_of_the_other_model_are_told():
@@ -265,14 +265,14 @@ def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
 @pytest.mark.parametrize("flag", ["--noise-density 0.2", "--mean-span-length 4", "--denoisers R", "--denoisers R,X"])
 def test_a_set_in_three_files_refuses_what_would_cut_spans(flag, tmp_path: Path):
     prefix = make_set(tmp_path / "corpus")
-    told = f"{flag.split()[0]} acts where spans are cut out when a text is read, got --data-path {prefix}, a set in"
-    assert error_of(f"--data-path {prefix} {flag}").startswith(told)
+    message = f"{flag.split()[0]} acts where spans are cut out when a text is read, got --data-path {prefix}, a set in"
+    assert error_of(f"--data-path {prefix} {flag}").startswith(message)
 
 
-@pytest.mark.parametrize(("denoisers", "told"), [("R,X", "must be one kind for --data-path"), ("Q", "must be")])
-def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_have(denoisers, told, tmp_path: Path):
+@pytest.mark.parametrize(("denoisers", "message"), [("R,X", "must be one kind for --data-path"), ("Q", "must be")])
+def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_have(denoisers, message, tmp_path: Path):
     env = {"MEGATRON_DEFAULTS": f"--denoisers {denoisers}"}
-    assert f"--denoisers {told}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
+    assert f"--denoisers {message}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
 
 
 def make_corpus(prefix: Path) -> Path:
@@ -287,8 +287,10 @@ def test_a_set_in_three_files_among_others_leaves_them_their_flags(tmp_path: Pat
     most = read(f"{line} --noise-density 0.6 --mean-span-length 8").own
     assert most.dec_seq_length == most.longest_target > 128
     assert "--dec-seq-length must be at least 29" in error_of(f"{line} --dec-seq-length 20")
-    told = f"--denoisers must be one kind for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
-    assert error_of(f"{line} --denoisers R,X").startswith(f"{told}fixed, got R,X. Leave it out")
+    message = (
+        f"--denoisers must be one kind for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
+    )
+    assert error_of(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Leave it out")
     assert "R,X in the defaults. Take it out" in error_of(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
 
 

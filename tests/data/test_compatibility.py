@@ -69,7 +69,7 @@ def test_files_of_every_type_of_megatron_open(tmp_path: Path, code: int, kind: s
 
 
 @pytest.mark.parametrize(
-    "place, new, told",
+    "place, new, message",
     [
         (17, bytes([6]), "code must be one of .* got 6"),  # float in 2020, float64 today
         (17, bytes([7]), "got 7"),
@@ -78,11 +78,13 @@ def test_files_of_every_type_of_megatron_open(tmp_path: Path, code: int, kind: s
     ],
     ids=["code-6", "code-7", "magic", "length"],
 )
-def test_what_is_no_such_file_is_refused_with_what_was_found(tmp_path: Path, place: int, new: bytes, told: str) -> None:
+def test_what_is_no_such_file_is_refused_with_what_was_found(
+    tmp_path: Path, place: int, new: bytes, message: str
+) -> None:
     tokens, index = written_by_hand([[1, 2, 3], [4]], 8, "<u2")
     (tmp_path / "c.bin").write_bytes(tokens)
     (tmp_path / "c.idx").write_bytes(index[:place] + new + index[place + len(new) :])
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "c")
 
 

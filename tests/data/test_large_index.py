@@ -106,10 +106,12 @@ def test_large_and_small_readers_agree(tmp_path: Path, lengths: list[int], data:
         (26, struct.pack("<Q", 1 << 62), "document starts need"),
     ],
 )
-@pytest.mark.parametrize("told", [True, False])
-def test_a_damaged_index_is_refused(tmp_path: Path, kind: str, told: bool, place: int, new: bytes, text: str) -> None:
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_a_damaged_index_is_refused(
+    tmp_path: Path, kind: str, has_sidecar: bool, place: int, new: bytes, text: str
+) -> None:
     write(tmp_path / "a", [3, 4, 2, 1, 6])
-    if not told:
+    if not has_sidecar:
         (tmp_path / "a.meta.json").unlink()
     data = bytearray((tmp_path / "a.idx").read_bytes())
     data[place : place + len(new)] = new

@@ -195,9 +195,9 @@ def test_a_sample_that_cannot_be_read_is_named_in_run_and_corpus(folder: Path, m
     with pytest.raises(
         DataError,
         match=rf"sample 8 of the run is sample {place[1]} of corpus {name}: sample {place[1]} cannot be read: ",
-    ) as told:
+    ) as raised:
         train[8]
-    assert "document" in str(told.value) and f"{name}.bin: OSError: bad sector" in str(told.value)
+    assert "document" in str(raised.value) and f"{name}.bin: OSError: bad sector" in str(raised.value)
 
 
 @pytest.mark.parametrize("build_any", [build, build_t5])

@@ -121,10 +121,10 @@ def test_company_that_changes_what_is_drawn_is_told() -> None:
     """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
     a, b = (changed(corpus, is_drawn=True) for corpus in corpora("ab"))
     alone, both = BlendSchedule([a], [(0, [1])]), BlendSchedule([a, b], [(0, [1, 0])])
-    told = "data: a is {}, so the spans or middles of its samples are drawn otherwise from here on".format
-    assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [told("one of several now")]
-    assert resumed_order(both, "sa", 5)[1][1:] == [told("one of several now")]
-    assert told("alone now") in resumed_order(alone, reloaded(both, 5), 5, allow_change=True)[1]
+    message = "data: a is {}, so the spans or middles of its samples are drawn otherwise from here on".format
+    assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [message("one of several now")]
+    assert resumed_order(both, "sa", 5)[1][1:] == [message("one of several now")]
+    assert message("alone now") in resumed_order(alone, reloaded(both, 5), 5, allow_change=True)[1]
     assert resumed_order(both, reloaded(alone, 0), 0)[1] == resumed_order(both, reloaded(both, 5), 5)[1] == []
 
 

@@ -43,8 +43,8 @@ def test_a_dead_reader_is_told_by_number_and_process_wherever_the_death_is_notic
     readers = ahead(Numbered())
     next(readers)
     pid = readers._pids[1]
-    told = readers.explained(RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Killed. \nmore"))
-    assert f"reader 1 (pid {pid}) is killed by signal: Killed. Free memory" in str(told)
+    error = readers.explained(RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Killed. \nmore"))
+    assert f"reader 1 (pid {pid}) is killed by signal: Killed. Free memory" in str(error)
     other = RuntimeError("something else")
     assert readers.explained(other) is other
     readers.close()

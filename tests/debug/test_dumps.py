@@ -85,11 +85,11 @@ def test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named(
 ) -> None:
     dumps.run(tmp_path / "wrong", (2, 1, 1), gas=4, plant=scaled, steps=1)
     assert call(monkeypatch, one, tmp_path / "wrong", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    first = told["first_difference"]
+    report = json.loads(capsys.readouterr().out)
+    first = report["first_difference"]
     assert (first["name"], first["what"], first["phase"]) == ("layers.1.attention.dense", "output", "forward")
-    assert 5e-4 < first["error"] < 2e-3 and not told["equal"]
-    beyond = {row["name"] for row in told["tensors"] if row["differs"] and row["phase"] == "forward"}
+    assert 5e-4 < first["error"] < 2e-3 and not report["equal"]
+    beyond = {row["name"] for row in report["tensors"] if row["differs"] and row["phase"] == "forward"}
     assert beyond == {
         "layers.1.attention.dense", "layers.1.attention", "layers.1.post_attention_norm", "layers.1.mlp.up",
         "layers.1.mlp.down", "layers.1.mlp", "layers.1", "final_norm",
@@ -222,9 +222,9 @@ def test_a_folder_of_another_layout_and_what_is_no_dump_are_refused(
         (tmp_path / "a", tmp_path / "a", "--json", "--all"): "Leave one of them out",
         (tmp_path / "a", tmp_path / "a", "--json", "--picture", "x.png"): "Leave one of them out",
     }
-    for words, told in wrong.items():
+    for words, message in wrong.items():
         assert call(monkeypatch, *words) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     (tmp_path / "a" / "rank-00000.jsonl").touch()
     assert call(monkeypatch, tmp_path / "a", tmp_path / "a") == 2
     assert "must have a tensor of a step in common" in capsys.readouterr().err

@@ -79,7 +79,7 @@ X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)).requires_gr
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize(
-    "spoiled, told",
+    "spoiled, message",
     [
         ("", None),
         ("weight", "1.down gave NaN or infinity in the forward of micro-batch 2, having taken only finite numbers"),
@@ -88,16 +88,18 @@ X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)).requires_gr
         ("in backward", "made between 1 and 1.down in the backward of micro-batch 2"),
     ],
 )
-def test_the_module_or_the_way_between_two_is_named(spoiled: str, told: str | None, is_recomputed: bool) -> None:
+def test_the_module_or_the_way_between_two_is_named(spoiled: str, message: str | None, is_recomputed: bool) -> None:
     text = finding(model(spoiled), X, is_recomputed=is_recomputed)
-    assert text is told if told is None else told in str(text)
+    assert text is message if message is None else message in str(text)
 
 
 def test_a_gradient_that_a_module_spoils_is_told_from_one_that_others_add() -> None:
     net = model("")
     net[1].norm.register_full_backward_hook(lambda *_: (torch.full((3, 2, 4), NAN),))
-    told = finding(net, X)
-    assert told == "1.norm sent NaN or infinity back in the backward of micro-batch 2, having got only finite gradients"
+    message = finding(net, X)
+    assert (
+        message == "1.norm sent NaN or infinity back in the backward of micro-batch 2, having got only finite gradients"
+    )
     assert finding(net, X, in_backward=False) is None  # what an overflow of fp16 is
 
 
@@ -109,8 +111,8 @@ def test_what_has_arrived_is_nobodys_here_and_a_loss_is_named() -> None:
     def loss(y: torch.Tensor) -> torch.Tensor:
         return Poisoned.apply(y).sum()
 
-    told = finding(model(""), X, loss=loss)
-    assert told == "the loss sent NaN or infinity back to 2 in the backward of micro-batch 2"
+    message = finding(model(""), X, loss=loss)
+    assert message == "the loss sent NaN or infinity back to 2 in the backward of micro-batch 2"
     assert finding(model(""), X, loss=loss, has_loss=False) is None
 
 
@@ -153,14 +155,14 @@ def found_in_chunk(
 
 def test_what_comes_to_a_chunk_is_nobodys_and_the_loss_is_of_the_last_chunk_alone() -> None:
     memory = X.detach().clone().requires_grad_()
-    has_arrived, told = found_in_chunk(1, (X, memory), (NAN, 1.0))
-    assert not has_arrived and told.startswith("the loss sent NaN or infinity back to parts.1")
+    has_arrived, message = found_in_chunk(1, (X, memory), (NAN, 1.0))
+    assert not has_arrived and message.startswith("the loss sent NaN or infinity back to parts.1")
     assert found_in_chunk(0, (X, memory), (NAN, 1.0))[0]
     assert found_in_chunk(0, (X, memory), (1.0, NAN))[0]  # of the tensor that it only passes on
     spoiled = (memory.detach() * NAN).requires_grad_()
     assert found_in_chunk(1, (X, spoiled), (1.0, 1.0))[0]
-    has_arrived, told = found_in_chunk(0, (X, memory), (1.0, 1.0), "between")
-    assert not has_arrived and "made between parts.0.block.up and parts.0.block.down" in told
+    has_arrived, message = found_in_chunk(0, (X, memory), (1.0, 1.0), "between")
+    assert not has_arrived and "made between parts.0.block.up and parts.0.block.down" in message
 
 
 def test_nothing_stays_on_a_tensor_that_a_module_keeps_and_returns() -> None:

@@ -13,7 +13,7 @@ from tests.helpers import dumps
 from tests.helpers.harness import run_ranks
 
 
-def _told(rank: int, extra: str, folder: Path, first_step: int) -> tuple[str, list[str]]:
+def _error_and_warnings(rank: int, extra: str, folder: Path, first_step: int) -> tuple[str, list[str]]:
     """Return the error of a run on two stages that begins with a step, and what was warned of."""
     warnings: list[str] = []
     debugger.log.warning = warnings.append  # type: ignore[assignment]
@@ -33,22 +33,25 @@ def _told(rank: int, extra: str, folder: Path, first_step: int) -> tuple[str, li
 
 
 def test_a_dump_of_no_module_is_refused_and_one_of_another_stage_is_not(tmp_path: Path) -> None:
-    errors = run_ranks(2, _told, "--debug-dump-modules ^layer0", tmp_path / "none", 0)
+    errors = run_ranks(2, _error_and_warnings, "--debug-dump-modules ^layer0", tmp_path / "none", 0)
     for error, _ in errors:
         assert "--debug-dump-modules must match a module or parameter, got '^layer0', which matches none of " in error
-    assert run_ranks(2, _told, "--debug-dump-modules ^layers.1.*weight$", tmp_path / "one", 0) == [("", [])] * 2
+    assert (
+        run_ranks(2, _error_and_warnings, "--debug-dump-modules ^layers.1.*weight$", tmp_path / "one", 0)
+        == [("", [])] * 2
+    )
     assert {record.rank for record in read(tmp_path / "one").records} == {1}
 
 
 def test_a_rank_that_cannot_write_ends_all_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "rank-00001.jsonl").mkdir()
-    for error, _ in run_ranks(2, _told, "", tmp_path, 0):
+    for error, _ in run_ranks(2, _error_and_warnings, "", tmp_path, 0):
         assert "must name a folder that every rank can write to, got rank 1 (stage 1, tensor 0, data 0): " in error
         assert "Is a directory" in error
 
 
 def test_a_run_that_goes_on_behind_the_steps_to_dump_says_so_once(tmp_path: Path) -> None:
-    (_, told), (_, other) = run_ranks(2, _told, "--debug-dump-steps 1,4-6", tmp_path / "late", 6)
-    assert other == [] and len(told) == 1
-    assert "writes nothing: the run goes on with step 7, behind --debug-dump-steps 1,4-6" in told[0]
-    assert run_ranks(2, _told, "--debug-dump-steps 1,4-6", tmp_path / "in", 5) == [("", [])] * 2
+    (_, warnings), (_, other) = run_ranks(2, _error_and_warnings, "--debug-dump-steps 1,4-6", tmp_path / "late", 6)
+    assert other == [] and len(warnings) == 1
+    assert "writes nothing: the run goes on with step 7, behind --debug-dump-steps 1,4-6" in warnings[0]
+    assert run_ranks(2, _error_and_warnings, "--debug-dump-steps 1,4-6", tmp_path / "in", 5) == [("", [])] * 2

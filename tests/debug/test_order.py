@@ -146,8 +146,8 @@ def test_the_verdict_comes_ahead_of_the_picture_and_stands_without_it(
     (tmp_path / "b" / "compare.png").unlink()
     (tmp_path / "b" / "compare.png").mkdir()
     assert compare_dumps.main() == 1
-    told = capsys.readouterr()
-    assert "verdict: " in told.out and "no picture: " in told.err
+    captured = capsys.readouterr()
+    assert "verdict: " in captured.out and "no picture: " in captured.err
     monkeypatch.setattr(sys, "argv", [*words, "--picture", str(tmp_path / "b" / "compare.png")])
     assert compare_dumps.main() == 2
     assert "compare_dumps.py: no picture: " in capsys.readouterr().err

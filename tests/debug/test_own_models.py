@@ -66,16 +66,16 @@ def test_bert_agrees_with_a_vocabulary_that_is_padded_and_other_micro_batches(
     assert_agree(tmp_path / "one", tmp_path / "other")
 
 
-@pytest.mark.parametrize("told, factor", [(True, 1.0), (False, 0.5)])
+@pytest.mark.parametrize("is_weighted, factor", [(True, 1.0), (False, 0.5)])
 def test_what_the_last_stage_says_of_the_loss_holds_for_the_gradients_of_all_ranks(
-    told: bool, factor: float, tmp_path: Path
+    is_weighted: bool, factor: float, tmp_path: Path
 ) -> None:
     write_manifest(tmp_path, FACTS)
     for rank in (0, 1):
         writer = Writer(tmp_path, rank, with_tensors=True)
         writer.begin(1)
         if rank == 1:
-            writer.note("loss", is_weighted=told)
+            writer.note("loss", is_weighted=is_weighted)
         for what in (OUTPUT, GRAD_INPUT):
             writer.add(torch.full((1, 1), 8.0), "a", what)
         writer.close()

@@ -38,8 +38,8 @@ def test_the_layers_of_the_picture_are_those_that_are_held(package: str) -> None
 def test_the_layers_of_contributing_are_those_that_are_held() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     block = text.split("import-linter", 1)[1].split("\n\n    ", 1)[1].split("\n\n", 1)[0]
-    told = [set(re.findall(r"\w+", line)) for line in block.splitlines()]
-    assert told == [*held_layers("megatron"), {"tds"}]
+    documented = [set(re.findall(r"\w+", line)) for line in block.splitlines()]
+    assert documented == [*held_layers("megatron"), {"tds"}]
 
 
 def test_every_package_and_file_that_the_picture_holds_is_there_and_none_is_left_out() -> None:

@@ -307,14 +307,14 @@ def test_the_defaults_in_the_table_are_those_of_each_script(page: str) -> None:
     number = r"^([A-Z_]+)=\$\{\1:-\} +# (\d+)\b(?!\.)"
     gpt2, t5 = (dict(re.findall(number, (ROOT / name).read_text(), flags=re.M)) for name in SCRIPTS.values())
     rows = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| ([^|]*)\| ([^|]*)\|", text, flags=re.M)
-    told_gpt2, told_t5 = {}, {}
+    of_gpt2, of_t5 = {}, {}
     for row, first, second in rows:
         names = re.findall(r"`(\w+)`", row)
-        for told, cell in ((told_gpt2, first), (told_t5, second.strip() or first)):
-            told.update(zip(names, re.split(r"[,;；] *", cell.strip()), strict=False))
+        for documented, cell in ((of_gpt2, first), (of_t5, second.strip() or first)):
+            documented.update(zip(names, re.split(r"[,;；] *", cell.strip()), strict=False))
     assert len(gpt2) == len(t5) == 10
-    assert {name: told_gpt2[name] for name in gpt2} == gpt2
-    assert {name: told_t5[name] for name in t5} == t5
+    assert {name: of_gpt2[name] for name in gpt2} == gpt2
+    assert {name: of_t5[name] for name in t5} == t5
 
 
 def test_what_the_pages_let_a_user_write_is_no_change_to_the_repository(tmp_path: Path) -> None:

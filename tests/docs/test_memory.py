@@ -41,8 +41,8 @@ def test_the_table_of_stages_is_what_a_dry_run_tells(page: Path) -> None:
     table = page.read_text(encoding="utf-8").split("WORLD_SIZE=")[1].split("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) == 5
-    for stage, told in rows:
-        assert re.findall(SIZE, told) == counted(page, "--zero-stage " + stage.replace("`", "")), stage
+    for stage, sizes in rows:
+        assert re.findall(SIZE, sizes) == counted(page, "--zero-stage " + stage.replace("`", "")), stage
 
 
 @every_page

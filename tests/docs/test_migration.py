@@ -62,14 +62,14 @@ def test_what_a_refused_flag_is_replaced_by_is_what_its_error_says(page: Path) -
     for theirs, here, about in rows(page, PAGES[page][0]):
         if WORDS.get(here) == "refused":
             reasons = " ".join(class_of(flag)[1] for flag in re.findall(FLAG, theirs))
-            told = set(re.findall(FLAG, re.sub(r"`--[\w-]+ \d`", "", about)))
-            assert told <= set(re.findall(FLAG, reasons)), theirs
+            documented = set(re.findall(FLAG, re.sub(r"`--[\w-]+ \d`", "", about)))
+            assert documented <= set(re.findall(FLAG, reasons)), theirs
 
 
 @every_page
 def test_the_keys_of_the_json_are_known(page: Path) -> None:
-    told = {key for cells in rows(page, PAGES[page][1]) for key in re.findall(r"`(\w+)`", cells[0])}
-    assert len(told) > 10 and told <= set(KNOWN)
+    documented = {key for cells in rows(page, PAGES[page][1]) for key in re.findall(r"`(\w+)`", cells[0])}
+    assert len(documented) > 10 and documented <= set(KNOWN)
 
 
 def test_both_pages_say_the_same_of_each_flag() -> None:
@@ -92,13 +92,13 @@ def test_former_paths_are_all_that_are_forwarded_and_their_new_places_are_there(
 
 @every_page
 def test_former_names_are_all_that_packages_look_up(page: Path) -> None:
-    told = {
+    documented = {
         cells[0].strip("`"): [re.findall(r"`(\w+)`", cell) for cell in cells[1:]]
         for cells in rows(page, PAGES[page][3])
     }
     sources = [path for path in (ROOT / "megatron").glob("*/__init__.py") if "_FORMER" in path.read_text("utf-8")]
-    assert told.keys() == {f"megatron.{path.parent.name}" for path in sources}
-    for package, (before, now) in told.items():
+    assert documented.keys() == {f"megatron.{path.parent.name}" for path in sources}
+    for package, (before, now) in documented.items():
         former = importlib.import_module(package)._FORMER
         renamed = {name: full.rpartition(".")[2] for name, full in former.items() if not full.endswith(f".{name}")}
         assert dict(zip(before, now, strict=True)) == renamed, package

@@ -52,5 +52,5 @@ def test_the_price_of_sequence_parallelism_is_the_planners(page: str, capsys: py
     for gpu in ("a100-80g", "l40s"):
         for flags in (words, words.removesuffix(" --sequence-parallel")):
             wanted |= figures(said(flags.replace("a100-80g", gpu), capsys))
-    told = set(re.findall(r"\d+(?:\.\d+)?", text.split(words)[1].split("\n\n")[1]))
-    assert len(wanted) == 8 and wanted <= told
+    documented = set(re.findall(r"\d+(?:\.\d+)?", text.split(words)[1].split("\n\n")[1]))
+    assert len(wanted) == 8 and wanted <= documented

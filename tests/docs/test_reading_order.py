@@ -102,11 +102,11 @@ def sittings(page: str) -> list[tuple[list[str], int]]:
 
 def test_the_files_and_lines_of_each_sitting_run_in_a_step(steps: dict[str, Any]) -> None:
     one, two = steps.values()
-    for files, told in sittings(PAGES[0]):
+    for files, documented in sittings(PAGES[0]):
         ran = [{**one.get(name, {}), **two.get(name, {})} for name in files]
         assert all(ran), files
         lines = sum(count for functions in ran for _, count in functions.values())
-        assert abs(lines - told) <= TOLERANCE * lines, (lines, files)
+        assert abs(lines - documented) <= TOLERANCE * lines, (lines, files)
 
 
 def test_a_step_calls_into_few_files(steps: dict[str, Any]) -> None:
@@ -125,10 +125,10 @@ def test_what_the_page_counts_is_what_a_step_runs(steps: dict[str, Any]) -> None
     text = (ROOT / PAGES[0]).read_text("utf-8")
     rows = re.findall(r"^\| [^|]*--pipe-parallel-size ([12])[^|]*\| (\d+) \| (\d+) \| ([\d,]+) \|$", text, flags=re.M)
     assert [row[0] for row in rows] == ["1", "2"]
-    for (_, *told), files in zip(rows, steps.values(), strict=True):
+    for (_, *documented), files in zip(rows, steps.values(), strict=True):
         functions = [lines for functions in files.values() for _, lines in functions.values()]
         ran = (len(files), len(functions), sum(functions))
-        for number, counted in zip(told, ran, strict=True):
+        for number, counted in zip(documented, ran, strict=True):
             assert abs(counted - int(number.replace(",", ""))) <= TOLERANCE * counted, (ran, sorted(files))
 
 

@@ -99,8 +99,8 @@ def test_dead_links_anchors_and_pictures_end_the_build(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**settings, "plugins": [], "nav": ["index.md", "t5.md"]}))
     built = build(tmp_path, tmp_path / "site")
     assert built.returncode != 0
-    told = (
+    warnings = (
         built.stderr.count("WARNING"),
         [name for name in ("page", "heading", "picture") if f"gone-{name}" in built.stderr],
     )
-    assert told == (3, ["page", "heading", "picture"])
+    assert warnings == (3, ["page", "heading", "picture"])

@@ -54,9 +54,9 @@ def occurs(message: str) -> bool:
 
 @every_page
 def test_each_message_is_in_the_source(page: Path) -> None:
-    told = messages(page)
-    assert len(told) > 50 and len(set(told)) == len(told)
-    assert [message for message in told if not occurs(message)] == []
+    documented = messages(page)
+    assert len(documented) > 50 and len(set(documented)) == len(documented)
+    assert [message for message in documented if not occurs(message)] == []
 
 
 def test_a_message_that_nobody_says_is_found_out() -> None:

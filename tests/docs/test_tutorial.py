@@ -75,9 +75,9 @@ def test_every_step_has_something_to_run() -> None:
 
 @pytest.mark.slow
 def test_what_the_page_tells_of_the_corpus_is_what_its_tools_print(folder: Folder) -> None:
-    (told,) = re.findall(r"counted ([\d,]+ tokens in \d+ documents)", PAGE.read_text(encoding="utf-8"))
+    (documented,) = re.findall(r"counted ([\d,]+ tokens in \d+ documents)", PAGE.read_text(encoding="utf-8"))
     counted = folder.run(line_of(4, "count_tokens.py"))
-    tokens, documents = (number.replace(",", "") for number in re.findall(r"[\d,]+", told))
+    tokens, documents = (number.replace(",", "") for number in re.findall(r"[\d,]+", documented))
     found = re.findall(r"\d+", counted.replace(",", ""))
     assert tokens in found and documents in found, counted
     assert folder.run(line_of(4, "inspect_data.py")).strip()

@@ -49,11 +49,11 @@ def test_what_is_not_set_is_what_its_comment_names(family: str, fake_python: Pat
     config = parse(["--dry-run"], world_size=4, env=env, family=family)
     assert config.given == ("dry_run",)
     args = vars(config.namespace())
-    told = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(family).read_text(), re.M))
+    documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(family).read_text(), re.M))
     fields = {
         name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in (COMMON | OWN[family]).items()
     }
-    checked = {name: (str(args[fields[name]]), value) for name, value in told.items() if fields[name] in args}
+    checked = {name: (str(args[fields[name]]), value) for name, value in documented.items() if fields[name] in args}
     assert len(checked) == 6 + len(OWN[family])
     assert all(got == value for got, value in checked.values()), checked
     assert config.parallel.pipe_parallel_size == config.parallel.model_parallel_size == 2

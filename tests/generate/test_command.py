@@ -171,8 +171,8 @@ def test_prompts_come_from_lines_or_objects_and_answers_go_to_a_file(run_of: Pla
     words = ["--load", run, "--dtype", "fp64", "--max-new-tokens", NEW]
     assert asked([*words, "--input", tmp_path / "lines.txt", "--json", "--output", out]) == ""
     assert [answer["text"] for answer in answers(out.read_text(encoding="utf-8"))] == wanted
-    told = asked([*words, "--input", tmp_path / "objects.jsonl", "--field", "q"])
-    assert told == "".join(f"--- {n}\n{p}{w}\n" for n, (p, w) in enumerate(zip(PROMPTS, wanted, strict=True), 1))
+    output = asked([*words, "--input", tmp_path / "objects.jsonl", "--field", "q"])
+    assert output == "".join(f"--- {n}\n{p}{w}\n" for n, (p, w) in enumerate(zip(PROMPTS, wanted, strict=True), 1))
     assert asked([*words, "--prompt", PROMPTS[0], "--greedy"]) == f"{PROMPTS[0]}{wanted[0]}\n"
 
 
@@ -190,7 +190,7 @@ def test_without_prompts_each_line_is_answered_as_it_comes(
     assert "".join(pieces) == f"{texts[0]}\n{texts[3]}\n" and len(pieces) > 4
 
 
-def told_of_lines(rank: int, run: Path, lines: bytes) -> tuple[str, str]:
+def output_of_lines(rank: int, run: Path, lines: bytes) -> tuple[str, str]:
     """Return what a rank writes to standard output and standard error when rank 0 reads ``lines``."""
     sys.stdin = io.TextIOWrapper(io.BytesIO(b"" if rank else lines))
     options._is_without_input = lambda: False  # that of the test
@@ -202,7 +202,7 @@ def told_of_lines(rank: int, run: Path, lines: bytes) -> tuple[str, str]:
 
 def test_a_line_that_cannot_be_answered_is_told_and_the_next_one_is_answered(run_of: Place) -> None:
     lines = f"{'x' * 60}\n{PROMPTS[0]}\n".encode() + b"ab\xff\n" + f"{PROMPTS[3]}\n".encode()
-    (out, err), other = run_ranks(2, told_of_lines, run_of("gpt2"), lines)
+    (out, err), other = run_ranks(2, output_of_lines, run_of("gpt2"), lines)
     texts = [answer["text"] for answer in alone(run_of("gpt2"))]
     assert out == f"{texts[0]}\n{texts[3]}\n" and other == ("", "")
     assert err.index("prompt 1 has 60 tokens") < err.index("a line must be a text in UTF-8: ") and "0xff" in err
@@ -232,7 +232,7 @@ def test_the_rank_that_reads_lines_alone_needs_an_input(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--prompt", "a", "--input", "b"], "got both"),
         (["--prompt", "a", "--field", "b"], "--field is for --input FILE.jsonl"),
@@ -249,13 +249,13 @@ def test_the_rank_that_reads_lines_alone_needs_an_input(
         (["--prmpt", "a"], "unrecognized arguments: --prmpt"),
     ],
 )
-def test_options_that_cannot_be_are_told_together(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
+def test_options_that_cannot_be_are_told_together(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         parse_args("", ["--load", "x", *words])
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "told"),
+    ("words", "kind", "message"),
     [
         (["--prompt", "x" * 60], DataError, "prompt 1 has 60 tokens; they must fit into the 48 positions"),
         (["--prompt", "x", "--prompt", "xy", "--max-new-tokens", "48"], DataError, "prompt 2 .* at most 47 new tokens"),
@@ -268,13 +268,13 @@ def test_options_that_cannot_be_are_told_together(words: list[str], told: str) -
     ],
 )
 def test_what_cannot_be_answered_is_told(
-    words: list[str], kind: type[JobError], told: str, run_of: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], kind: type[JobError], message: str, run_of: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of("gpt2")
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
-    with pytest.raises(kind, match=told) as raised:
+    with pytest.raises(kind, match=message) as raised:
         asked(["--load", run, *words])
     assert not raised.value.is_of_this_rank
 

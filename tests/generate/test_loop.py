@@ -36,11 +36,11 @@ class Counting:
 
 
 def counted(count: Counting, starts: Any, limits: list[int], eos_id: int | None = EOS) -> Any:
-    told: list[tuple[int, int]] = []
+    messages: list[tuple[int, int]] = []
     part = ModelStage(torch.nn.Linear(1, 1), ModelArgs(**SMALL), ParallelContext(), {}, [0])
     how: dict[str, Any] = {"limits": limits, "eos_id": eos_id, "choose": lambda logits, rows, step: logits}
-    rows = generate(part, count, starts, **how, on_token=lambda row, token: told.append((row, token)))
-    assert [[token for place, token in told if place == row] for row in range(len(rows))] == rows
+    rows = generate(part, count, starts, **how, on_token=lambda row, token: messages.append((row, token)))
+    assert [[token for place, token in messages if place == row] for row in range(len(rows))] == rows
     return rows
 
 
@@ -65,7 +65,7 @@ def test_it_ends_when_all_rows_have_ended_and_without_an_end_at_the_limits() -> 
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new", "told"),
+    ("prompts", "new", "message"),
     [
         ([], 1, r"prompts must be one or more rows .* got rows of lengths \[\]"),
         ([[1], []], 1, r"got rows of lengths \[1, 0\]"),
@@ -76,8 +76,8 @@ def test_it_ends_when_all_rows_have_ended_and_without_an_end_at_the_limits() -> 
         ([[1] * (SEQ + 1)], None, "prompt 1 has 13 tokens; they must fit into the 12 positions .* Shorten it"),
     ],
 )
-def test_what_a_model_cannot_take_is_refused(prompts: Any, new: int | None, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_what_a_model_cannot_take_is_refused(prompts: Any, new: int | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         generate_gpt2(filled(GPT2Model(small_sizes())), prompts, max_new_tokens=new)
 
 
@@ -104,7 +104,7 @@ def test_each_family_has_its_own_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "start", "new", "told"),
+    ("sources", "start", "new", "message"),
     [
         ([[1] * (SEQ + 1)], 0, 1, "prompt 1 has 13 tokens and must fit into the 12 positions"),
         ([[1]], 0, SEQ + 1, "start of answer 1 has 1 tokens; they and 13 new ones, .* at most 12 new tokens"),
@@ -112,9 +112,9 @@ def test_each_family_has_its_own_function() -> None:
         ([[1], [VOCAB]], 0, 1, "tokens of sources must be from 0 to 100, got 101 in row 1"),
     ],
 )
-def test_what_a_t5_cannot_take_is_refused(sources: Any, start: int, new: int, told: str) -> None:
+def test_what_a_t5_cannot_take_is_refused(sources: Any, start: int, new: int, message: str) -> None:
     model = small_t5(position_embedding_type="learned", activation="gelu")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         generate_t5(model, sources, start_id=start, max_new_tokens=new)
 
 

@@ -47,8 +47,8 @@ def run_ranks(num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.
     """
     codes, results, reports = fork_ranks(num_ranks, function, *args, deadline_s=deadline_s, init=init)
     if any(codes):
-        told = "\n".join(f"--- rank {r} exit {c}\n{reports[r]}" for r, c in enumerate(codes) if c)
-        raise RankFailure(f"exit codes {codes}\n{told}")
+        message = "\n".join(f"--- rank {r} exit {c}\n{reports[r]}" for r, c in enumerate(codes) if c)
+        raise RankFailure(f"exit codes {codes}\n{message}")
     return results
 
 

@@ -15,9 +15,9 @@ def test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at(tmp_path):
     job = Job(tmp_path, [["leave", "wait"], ["at:step 7, forward of micro-batch 3", "kill"]])
     pid = job.ranks(2)[1]["pid"]
     assert job.wait(5) == 4
-    told = f"rank 1 (stage 1, tensor 0, data 0; pid {pid}) by SIGKILL, at step 7, forward of micro-batch 3"
-    assert f"rank 0 leaves: a peer died: {told}\n" in job.output
-    assert f"launch: ended by {told} (perhaps the OOM killer" in job.output
+    message = f"rank 1 (stage 1, tensor 0, data 0; pid {pid}) by SIGKILL, at step 7, forward of micro-batch 3"
+    assert f"rank 0 leaves: a peer died: {message}\n" in job.output
+    assert f"launch: ended by {message} (perhaps the OOM killer" in job.output
 
 
 def test_a_crash_in_native_code_shows_its_trace_with_the_rank(tmp_path):
@@ -56,9 +56,11 @@ def test_the_oom_killers_counts_are_read_from_both_versions_of_cgroups(cgroup, f
     before = attempt.oom_kills(machine(tmp_path, cgroup, {file: 1, "proc/vmstat": 4}))
     assert before == {"this job's memory cgroup": 1, "this machine": 4}
     after = attempt.oom_kills(machine(tmp_path, cgroup, {file: 2, "proc/vmstat": 5}))
-    told = attempt.explain_kill(before, after)
+    message = attempt.explain_kill(before, after)
     assert (
-        "this job's memory cgroup: 1 to 2" in told and "this machine: 4 to 5" in told and "lower --batch-size" in told
+        "this job's memory cgroup: 1 to 2" in message
+        and "this machine: 4 to 5" in message
+        and "lower --batch-size" in message
     )
     assert "its count has not risen" in attempt.explain_kill(before, before)
 

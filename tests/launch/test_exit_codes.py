@@ -48,8 +48,8 @@ def test_ranks_that_all_leave_with_0_before_their_run_is_done_fail_the_job(tmp_p
     job = Job(tmp_path, [plan, ["run", "sleep:0.3", "quit"]][:num_ranks])
     pid = job.ranks(num_ranks)[0]["pid"]
     assert job.wait() == 4
-    told = f"ended by rank 0 (stage 0, tensor 0, data 0; pid {pid}), which left early with 0 before its run was done"
-    assert f"launch: {told}, at step 3, forward of micro-batch 1; the job ends with code 4" in job.output
+    message = f"ended by rank 0 (stage 0, tensor 0, data 0; pid {pid}), which left early with 0 before its run was done"
+    assert f"launch: {message}, at step 3, forward of micro-batch 1; the job ends with code 4" in job.output
 
 
 def test_ranks_whose_run_is_done_may_leave_with_0(tmp_path):

@@ -57,7 +57,7 @@ def test_values_of_the_user_are_kept_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "env", "told"),
+    ("gpus", "env", "message"),
     [
         (1, {"GPUS_PER_NODE": "4"}, "GPUS_PER_NODE=4 and 1 GPU(s)"),
         (2, {"pp_size": "2", "mp_size": "2"}, "4 wanted"),
@@ -67,10 +67,10 @@ def test_values_of_the_user_are_kept_or_refused():
         (0, {"NNODES": "2", "MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(gpus, env, told):
+def test_what_does_not_fit_is_refused_with_the_numbers(gpus, env, message):
     with pytest.raises(ConfigError) as caught:
         resolve(env, gpus)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "1.5"])
@@ -108,10 +108,10 @@ def test_first_host_of_a_nodelist(nodelist, host, monkeypatch):
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize(("cores", "ranks", "is_told"), [(2, 4, False), (2, 5, True), (1, 4, False), (8, 16, False)])
-def test_more_ranks_than_the_cores_can_serve_are_told(monkeypatch, cores, ranks, is_told):
+@pytest.mark.parametrize(("cores", "ranks", "is_warned"), [(2, 4, False), (2, 5, True), (1, 4, False), (8, 16, False)])
+def test_more_ranks_than_the_cores_can_serve_are_told(monkeypatch, cores, ranks, is_warned):
     monkeypatch.setattr(machine, "num_cores", lambda: cores)
-    assert (machine.crowding(ranks) is not None) is is_told
+    assert (machine.crowding(ranks) is not None) is is_warned
 
 
 def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
@@ -123,5 +123,5 @@ def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
 
     monkeypatch.setattr("megatron.launch.processes.Signals", start)
     assert main(["--nproc-per-node", "16", __file__]) == 2
-    told = capsys.readouterr().err
-    assert told.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in told
+    output = capsys.readouterr().err
+    assert output.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in output

@@ -118,14 +118,16 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "told"),
+    ("plan", "code", "message"),
     [("closes", 1, "rank 0 failed: ArithmeticError: planted"), ("saves", 5, "rank 0 failed: NumericsError: bad")],
     ids=["that was told", "that waits for a save"],
 )
-def test_an_error_on_its_way_out_counts_more_than_a_dead_peer(plan: str, code: int, told: str, tmp_path: Path) -> None:
+def test_an_error_on_its_way_out_counts_more_than_a_dead_peer(
+    plan: str, code: int, message: str, tmp_path: Path
+) -> None:
     job = start(tmp_path, plan, "peer")
     assert job.wait(20) == code
-    assert job.output.count(told) == 1 and "leaving, a peer died" not in job.output
+    assert job.output.count(message) == 1 and "leaving, a peer died" not in job.output
     assert f"launch: ended by rank 0 (pid {job.output.partition('by rank 0 (pid ')[2]}" in job.output
 
 
@@ -146,8 +148,10 @@ def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tm
     job = start(tmp_path, "exits", "exits")
     assert job.wait(20) == 1
     for rank in (0, 1):
-        told = f"rank {rank} failed: a run ends after its last step, by an error or by a request to stop, got sys.exit"
-        assert job.output.count(told) == 1
+        message = (
+            f"rank {rank} failed: a run ends after its last step, by an error or by a request to stop, got sys.exit"
+        )
+        assert job.output.count(message) == 1
     assert job.output.count("sys.exit(0)\n") == 1, "one traceback shows the line"
     assert "launch: ended by rank 0 (pid " in job.output and "the job ends with code 1" in job.output
 
@@ -202,7 +206,7 @@ TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "numbers", "durable", "settled", "told"),
+    ("code", "status", "numbers", "durable", "settled", "message"),
     [
         (4, -TERM, [TERM], None, 143, "ended by rank 1 (pid 9) by SIGTERM"),
         (4, -TERM, [TERM], 5, 75, "the checkpoint of step 5 is durable"),
@@ -216,21 +220,21 @@ TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
     ],
 )
 def test_what_becomes_of_a_job_by_its_table(
-    code: int, status: int | None, numbers: list[int], durable: int | None, settled: int, told: str | None
+    code: int, status: int | None, numbers: list[int], durable: int | None, settled: int, message: str | None
 ) -> None:
     verdict = None if status is None else Exit(rank=1, pid=9, status=status, at=0.0)
     end = End(code=code, verdict=verdict, exits=[], late="", was_asked_to_stop=True, is_said=True, is_alike=status == 2)
     found, line = job_result(end, Heard(*numbers), durable, restarts=1, reason="")  # type: ignore[arg-type]
     assert found == settled
-    assert (line is None) == (told is None) and (told or "") in (line or "")
+    assert (line is None) == (message is None) and (message or "") in (line or "")
 
 
 def test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer(tmp_path: Path) -> None:
     job = Job(tmp_path, [["sleep:0.1", "exit:4"], ["at:saving", "stubborn", "wait"], ["stubborn", "wait"]])
     pid = job.ranks(3)[1]["pid"]
     assert job.wait(20) == 4
-    told = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not leave with the others"
-    assert f"launch: {told} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output
+    message = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not leave with the others"
+    assert f"launch: {message} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output
 
 
 def nccl_error(kind: str, name: str, last: str) -> Exception:
@@ -256,7 +260,7 @@ NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (
             nccl_error(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10"),
@@ -278,9 +282,9 @@ NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither
     ],
     ids=range(13),
 )
-def test_what_nccl_says_of_this_rank_is_not_told_of_another(error: Exception, code: int, told: str) -> None:
+def test_what_nccl_says_of_this_rank_is_not_told_of_another(error: Exception, code: int, message: str) -> None:
     seen = failure.as_peer_error(error)
-    assert exit_code(seen) == code and told in str(seen)
+    assert exit_code(seen) == code and message in str(seen)
     assert not failure.is_same_everywhere(seen), "the rank that it is of must say it"
     try:
         raise RuntimeError("a step failed") from error

@@ -115,8 +115,8 @@ def test_a_job_of_the_run_script_survives_kills_from_outside(corpus, tmp_path):
             wait_until(lambda number=number: last_saved(tmp_path / "cut") >= 20 * (number + 1), job, tmp_path / "log")
             time.sleep(draw.uniform(0, 0.2))
             os.kill(draw.choice(children(job.pid)), signal.SIGKILL)
-            told = f"(restart {number + 1} of 3)"
-            wait_until(lambda told=told: told in (tmp_path / "log").read_text(), job, tmp_path / "log")
+            message = f"(restart {number + 1} of 3)"
+            wait_until(lambda message=message: message in (tmp_path / "log").read_text(), job, tmp_path / "log")
         assert job.wait(100) == 0, (tmp_path / "log").read_text()
     assert len(losses(tmp_path / "whole")) == 150
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

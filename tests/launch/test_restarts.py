@@ -137,18 +137,18 @@ def two_nodes(tmp_path: Path, plans: list[list[str]], *flags: str) -> tuple[Job,
 
 
 @pytest.mark.parametrize(
-    ("number", "plan", "code", "told"),
+    ("number", "plan", "code", "message"),
     [
         (signal.SIGUSR1, ["wait"], 75, "nothing was lost: start the same command later"),
         (signal.SIGTERM, ["tell:5", "raise", "then", "wait"], 75, "the checkpoint of step 5 is durable"),
         (signal.SIGTERM, ["raise", "then", "wait"], 143, "the job ends with code 143"),
     ],
 )
-def test_a_signal_before_the_ranks_can_save(number, plan, code, told, tmp_path):
+def test_a_signal_before_the_ranks_can_save(number, plan, code, message, tmp_path):
     job = Job(tmp_path, [plan], "--max-restarts", "1")
     job.ranks(1)
     if "then" in plan:
         job.until("(restart 1 of 1)")
     job.signal(number)
     assert job.wait(10) == code
-    assert told in job.output
+    assert message in job.output

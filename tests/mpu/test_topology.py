@@ -65,8 +65,8 @@ def test_the_data_axis_takes_what_the_others_leave():
 
 
 def test_a_world_that_does_not_divide_is_refused_with_the_numbers():
-    told = r"world_size=6, --model-parallel-size 2, --pipe-parallel-size 2 \(2 x 2 = 4\). Start 8 processes"
-    with pytest.raises(ValueError, match=told):
+    message = r"world_size=6, --model-parallel-size 2, --pipe-parallel-size 2 \(2 x 2 = 4\). Start 8 processes"
+    with pytest.raises(ValueError, match=message):
         Topology.of_world(6, tensor=2, pipe=2)
 
 

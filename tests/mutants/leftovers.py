@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FIT = "tests/checkpoint/test_compare.py::test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on"
-TOLD = "tests/training/test_resume_rules.py::test_each_warned_setting_is_told_with_both_values"
+WARNED = "tests/training/test_resume_rules.py::test_each_warned_setting_is_told_with_both_values"
 BERT = "tests/tools/test_convert_hf.py::test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case"
 ARRIVAL = "tests/optim/zero/test_arrival.py"
 DEVICE = f"{ARRIVAL}::test_the_device_gets_the_parts_and_never_a_whole_weight[fp32]"

@@ -44,7 +44,7 @@ from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
 from tests.mutants.reading import READING
-from tests.mutants.reasons import TOLD
+from tests.mutants.reasons import ENDS
 from tests.mutants.recompute import RECOMPUTE
 from tests.mutants.report import OF_REPORTS
 from tests.mutants.resumed import RESUMED
@@ -72,7 +72,7 @@ IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
-IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
+IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (

@@ -18,7 +18,7 @@ TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
 CUT_SHORT = "tests/training/test_faults.py::test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line"
 LEFT = "tests/launch/test_exit_codes.py::test_ranks_that_all_leave_with_0_before_their_run_is_done_fail_the_job"
 
-TOLD = (
+ENDS = (
     Mutant(
         "sys.exit(0) in mid-run passes for the end of the run",
         "megatron/training/failure.py",

@@ -169,8 +169,10 @@ def test_an_overflow_at_the_smallest_scale_says_that_the_gradients_are_not_finit
     optimizer.step()  # the scale could still be smaller: skipped
     assert optimizer.overflow and optimizer.loss_scale == 1.0
     backward(parameter, optimizer, math.inf)
-    told = r"overflow at the smallest loss scale \(1\); the gradients themselves are not finite: lower --lr or use bf16"
-    with pytest.raises(NumericsError, match=told):
+    message = (
+        r"overflow at the smallest loss scale \(1\); the gradients themselves are not finite: lower --lr or use bf16"
+    )
+    with pytest.raises(NumericsError, match=message):
         optimizer.step()
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float16))
 

@@ -126,11 +126,11 @@ def test_probes_do_what_they_are_counted_for() -> None:
 
 
 def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(layer_benchmarks, "SHAPES", {True: TINY})
     monkeypatch.setattr(layer_benchmarks, "TOUCHED", 0)
-    machine = calibrate(2, "cpu", report=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
+    machine = calibrate(2, "cpu", report=messages.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
     assert min(machine.memory_bandwidth, machine.update_bandwidth, machine.overhead_s, machine.host_bandwidth) > 0
@@ -141,7 +141,7 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, mo
     assert max(value for _, value in numbers(machine.tempos)) > 0
     for wire in vars(machine.intra).values():
         assert wire.latency_s > 0 and wire.bandwidth > 0
-    assert any("all_reduce" in line for line in told) and "measured in" in told[-1]
+    assert any("all_reduce" in line for line in messages) and "measured in" in messages[-1]
     assert not multiprocessing.active_children()
     assert not list(tmp_path.iterdir())
 
@@ -169,11 +169,11 @@ def _number(rank: Rank, factor: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"), [(_fail, "this rank must not"), (_die, "rank 1 of 2: it died"), (_sleep, "nothing from")]
+    ("function", "message"), [(_fail, "this rank must not"), (_die, "rank 1 of 2: it died"), (_sleep, "nothing from")]
 )
-def test_a_rank_that_fails_dies_or_hangs_is_named_and_none_is_left(function: object, told: str) -> None:
+def test_a_rank_that_fails_dies_or_hangs_is_named_and_none_is_left(function: object, message: str) -> None:
     backend = "gloo" if function is _fail else ""
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         run_ranks(2, function, backend=backend, deadline_s=5.0 if function is _fail else 0.5)  # type: ignore[arg-type]
     assert not multiprocessing.active_children()
 
@@ -192,13 +192,13 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(planner_calibrate, "run_ranks", lambda *_, **__: [found(rates())])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    machine = calibrate(3, "cpu", report=told.append)
+    machine = calibrate(3, "cpu", report=messages.append)
     assert "load of 99.0" in machine.notes and machine.ranks_per_core == 1.5
-    assert any("when it is idle" in line for line in told)
+    assert any("when it is idle" in line for line in messages)
 
 
 def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,12 @@ def test_recomputation_costs_a_forward_and_leaves_memory() -> None:
 
 def test_memory_is_that_of_the_costs_with_what_the_layout_shares() -> None:
     layout = Layout(tensor=2, pipe=2, data=4, num_micro_batches=4, zero_stage=1, sequence_parallel=True, dtype="fp16")
-    told = PLANNER.costs.memory_per_stage(
+    memory = PLANNER.costs.memory_per_stage(
         PLANNER.costs.stage_bounds(2), micro_batch_size=1, num_micro_batches=4, tensor=2, dtype="fp16",
         zero=Zero(1, 4), sequence=2,
     )  # fmt: skip
     one = PLANNER.estimate(layout)
-    assert one.memory == told and one.most_bytes == max(stage.total for stage in told)
+    assert one.memory == memory and one.most_bytes == max(stage.total for stage in memory)
     whole = PLANNER.estimate(replace(layout, sequence_parallel=False))
     assert whole.memory[0].activations > one.memory[0].activations
     away = PLANNER.estimate(replace(layout, offload_optimizer=True))

@@ -28,14 +28,14 @@ def test_what_was_given_goes_along_unless_the_recipe_says_it() -> None:
         "--no-overlap-grad-reduce --checkpoint-activations --checkpoint-num-layers 2 --optimizer sgd"
     )
     config = parse([*WORDS.split(), *given.split()], world_size=1, env={})
-    told = flags(config, Layout(recompute="full"))
-    again = parse([*WORDS.split(), "--hidden-bias", "--attention-dropout", "0", *told], world_size=1, env={})
+    added = flags(config, Layout(recompute="full"))
+    again = parse([*WORDS.split(), "--hidden-bias", "--attention-dropout", "0", *added], world_size=1, env={})
     assert (again.model, again.optimizer, again.parallel) == (config.model, config.optimizer, config.parallel)
-    assert "--hidden-bias" not in told and "--attention-dropout" not in told
+    assert "--hidden-bias" not in added and "--attention-dropout" not in added
 
 
 def test_nodes_are_whole() -> None:
     config = parse(WORDS.split(), world_size=1, env={})
-    told = variables(config, Layout(data=24), 8)
-    assert (told["GPUS_PER_NODE"], told["NNODES"]) == (8, 3)
+    assigned = variables(config, Layout(data=24), 8)
+    assert (assigned["GPUS_PER_NODE"], assigned["NNODES"]) == (8, 3)
     assert lines(config, Layout(), 8)[0] == "GPUS_PER_NODE=1 NNODES=1 pp_size=1 mp_size=1 \\"

@@ -26,7 +26,7 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "is JSON"),
         ("[]", '"format"'),
@@ -71,9 +71,9 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
         "slow link",
     ],
 )
-def test_a_file_that_is_no_machine_is_told(text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_machine_is_told(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Machine.load(tmp_path / "m.json")
     with pytest.raises(ConfigError, match="--machine needs a file"):
         Machine.load(tmp_path / "none.json")

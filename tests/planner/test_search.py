@@ -110,8 +110,8 @@ def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
     ways = remedies(planner, layout)
     assert [way.found.step_s for way in ways] == sorted(way.found.step_s for way in ways)
     assert all(way.found.most_bytes <= 40 * 10**9 for way in ways)
-    told = {way.changes for way in ways}
-    assert ("--zero-stage 1",) in told and ("--model-parallel-size 4 --gas 16",) in told
+    proposed = {way.changes for way in ways}
+    assert ("--zero-stage 1",) in proposed and ("--model-parallel-size 4 --gas 16",) in proposed
     assert ways[0].found.layout.global_batch_size == layout.global_batch_size
     assert overflow(ways[0].found, planner.machine.usable_bytes) is None
 

@@ -150,9 +150,9 @@ def test_heads_that_are_not_said_are_those_of_published_models(family: str, hidd
 
 
 def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (told,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
+    (heading,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
-        assert name in told
+        assert name in heading
     (lines,) = json.loads(run(CASES["gpt2"] + " --json --top 1", capsys)[1])["layouts"]
     assert not re.search(r"--lr|TRAIN_ITERS|DATA_PATH|TOKENIZER", " ".join(lines["lines"]))
 
@@ -201,7 +201,7 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", "--model must be given"),
         ("--model gpt3", "invalid choice"),
@@ -233,12 +233,12 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
     ],
 )
 def test_what_cannot_be_ends_with_code_2_and_one_clear_message(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         plan.main(words.split())
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_machine_from_a_file_and_other_nodes_are_planned_with(
@@ -290,7 +290,7 @@ def test_calibrate_writes_what_is_measured(
 
 
 def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
-    told = (
+    code = (
         "import sys; sys.argv = ['plan.py', {words}]\n"
         "import time, runpy\n"
         "try: runpy.run_path('tools/plan.py', run_name='__main__')\n"
@@ -299,7 +299,7 @@ def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
     )
     for words in ("'--help'", ", ".join(map(repr, CASES["gpt2"].split()))):
         done = subprocess.run(
-            [sys.executable, "-c", told.format(words=words)], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code.format(words=words)], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         seconds, imported = done.stdout.splitlines()[-1].split(maxsplit=1)

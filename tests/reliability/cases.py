@@ -82,7 +82,7 @@ CASES = (
 )  # fmt: skip
 
 
-def told(case: Case, folder: Path) -> str:
+def message_of(case: Case, folder: Path) -> str:
     """Return what is said of ``case``, with its exit code if that is not 2; "taken" where nothing is."""
     words = f"{T5 if case.family == 't5' else GPT2} {case.line}".split()
     if case.json is not None:
@@ -99,7 +99,7 @@ def told(case: Case, folder: Path) -> str:
 def main() -> int:
     """Return how many cases are not told as they must be; each of them on standard error."""
     with tempfile.TemporaryDirectory() as folder:
-        texts = [(case, told(case, Path(folder))) for case in CASES]
+        texts = [(case, message_of(case, Path(folder))) for case in CASES]
     wrong = [
         f"{case.row} {case.line}: {text}\n" for case, text in texts if any(part not in text for part in case.parts)
     ]

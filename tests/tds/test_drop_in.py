@@ -103,12 +103,12 @@ def _stock_module(toy: Toy) -> Any:
 
 def _plain_pipeline(rank: int, toys: list[Toy]) -> Any:
     results = [train(make_engine(toy, 2, module=_stock_module(toy)), toy) for toy in toys]
-    told = []
+    messages = []
     for pipeline in ({"schedule": "interleaved"}, {"chunks": 2}):
         with pytest.raises(ValueError) as raised:
             make_engine(Toy(pipeline=pipeline), 2, module=_stock_module(Toy()))
-        told.append(str(raised.value))
-    return results, told
+        messages.append(str(raised.value))
+    return results, messages
 
 
 def test_a_plain_pipeline_module_trains_with_every_schedule_but_those_of_chunks() -> None:
@@ -116,20 +116,20 @@ def test_a_plain_pipeline_module_trains_with_every_schedule_but_those_of_chunks(
     ranks = run_ranks(2, _plain_pipeline, toys)
     for index, toy in enumerate(toys):
         check_equal([results[index] for results, _ in ranks], toy, tolerance=1e-13)
-    assert all("tds.PipelineModule" in told for _, each in ranks for told in each)
+    assert all("tds.PipelineModule" in message for _, each in ranks for message in each)
 
 
 def _with_sections(rank: int, place: str) -> list[str]:
     """Return what is said of sections that are enabled, and of those that are not."""
-    told = []
+    messages = []
     for key in ("amp", "progressive_layer_drop", "eigenvalue"):
         with pytest.raises(NotImplementedError) as raised:
             make_engine(Toy(config={key: {"enabled": True}}), 1)
-        told.append(str(raised.value))
+        messages.append(str(raised.value))
     nested = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
     with pytest.raises(NotImplementedError) as raised:
         make_engine(Toy(config={"compression_training": nested}), 1)
-    told.append(str(raised.value))
+    messages.append(str(raised.value))
     off = {"amp": {"enabled": False, "opt_level": "O1"}, "eigenvalue": {"enabled": False}, "progressive_layer_drop": {},
            "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}  # fmt: skip
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4, **off}
@@ -140,13 +140,13 @@ def _with_sections(rank: int, place: str) -> list[str]:
             module = tds.PipelineModule(Toy().specs(), num_stages=1, loss_fn=Toy().loss_fn)
             engine = tds.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), 0.1), config=given)[0]
             engine.train_batch(iter(Toy().batches()))
-        told.append("; ".join(lines))
+        messages.append("; ".join(lines))
         engine = make_engine(Toy(config={"flops_profiler": {"enabled": True, "profile_step": 0}}), 1)
         engine.train_batch(iter(Toy().batches()))
         assert not any(hasattr(layer, "__flops__") for layer in engine.module.modules()), "the profiler has begun"
-        told.append("; ".join(lines))
+        messages.append("; ".join(lines))
     assert set(config) > set(off), "the program's own JSON stays as it was"
-    return told
+    return messages
 
 
 @contextmanager
@@ -159,11 +159,13 @@ def _announced(lines: list[str]) -> Iterator[None]:
 
 
 def test_sections_of_the_json_that_act_on_nothing_are_refused_or_announced(tmp_path: Path) -> None:
-    (told,) = run_ranks(1, _with_sections, str(tmp_path))
-    for key, words in zip(("amp", "progressive_layer_drop", "eigenvalue", "compression_training"), told, strict=False):
+    (messages,) = run_ranks(1, _with_sections, str(tmp_path))
+    for key, words in zip(
+        ("amp", "progressive_layer_drop", "eigenvalue", "compression_training"), messages, strict=False
+    ):
         assert f'does not act on "{key}" in the JSON, got it enabled; ' in words and "take the section out" in words
-    assert told[4] == ""
-    assert told[5].startswith('"flops_profiler" in the JSON profiles nothing in tds')
+    assert messages[4] == ""
+    assert messages[5].startswith('"flops_profiler" in the JSON profiles nothing in tds')
 
 
 def _stock_comes_out(rank: int) -> str:
@@ -174,7 +176,8 @@ def _stock_comes_out(rank: int) -> str:
 
 
 def test_an_engine_that_is_not_ours_is_refused() -> None:
-    (told,) = run_ranks(1, _stock_comes_out)
+    (message,) = run_ranks(1, _stock_comes_out)
     assert (
-        "must build tds.PipelineEngine for a pipeline model, got deepspeed.runtime.pipe.engine.PipelineEngine" in told
+        "must build tds.PipelineEngine for a pipeline model, got deepspeed.runtime.pipe.engine.PipelineEngine"
+        in message
     )

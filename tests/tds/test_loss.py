@@ -66,7 +66,7 @@ def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "message"),
     [
         ([None], "must return one number (a tensor), tds.Weighted(total, count), or a dict"),
         ([None], "got None at micro-batch 0. A model that has no loss can be run by eval_batch(..., compute_loss="),
@@ -90,10 +90,10 @@ def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
         ([{"a\nb": ONE}], "no line breaks"),
     ],
 )  # fmt: skip
-def test_another_form_is_refused_with_what_was_got(losses: list[Any], told: str) -> None:
+def test_another_form_is_refused_with_what_was_got(losses: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         _agreed(*losses)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_names_of_the_module_must_not_be_those_of_the_loss_function() -> None:
@@ -103,13 +103,13 @@ def test_names_of_the_module_must_not_be_those_of_the_loss_function() -> None:
 
 def _bad_loss(rank: int, toy: Toy) -> list[str]:
     engine = make_engine(toy, 1)
-    told = []
+    messages = []
     for loss_fn in (lambda o, y: o, lambda o, y: y[0].sum()):
         engine.module.loss_fn = loss_fn
         with pytest.raises((ValueError, RuntimeError)) as raised:
             engine.train_batch(iter(toy.batches()))
-        told.append(str(raised.value))
-    return told
+        messages.append(str(raised.value))
+    return messages
 
 
 def test_train_batch_refuses_a_loss_that_is_no_number_or_has_no_gradient() -> None:

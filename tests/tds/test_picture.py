@@ -59,9 +59,9 @@ def test_boxes_lie_where_the_time_line_says(figures: list[Figure]) -> None:
 
 def test_the_title_tells_sizes_and_bubble_and_each_row_what_it_idles_and_holds(figures: list[Figure]) -> None:
     draw("1f1b", 2, 4, 1, "no file")
-    told = words(figures[0])
-    assert "1f1b, 2 stages, 4 micro-batches: bubble 20.0 %" in told
-    assert "idle 20.0 %, 2 in flight" in told and "idle 20.0 %, 1 in flight" in told
+    drawn = words(figures[0])
+    assert "1f1b, 2 stages, 4 micro-batches: bubble 20.0 %" in drawn
+    assert "idle 20.0 %, 2 in flight" in drawn and "idle 20.0 %, 1 in flight" in drawn
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert legend == ["forward", "backward", "idle"]
 

@@ -168,12 +168,12 @@ class Remembers(nn.Linear):
 
 
 def _more_losses(ds: Any) -> Any:
-    class Told(ds.PipelineModule):  # type: ignore[name-defined,misc]
+    class WithLosses(ds.PipelineModule):  # type: ignore[name-defined,misc]
         def get_additional_losses(self) -> dict[str, torch.Tensor]:
             last = self.forward_funcs[-1]
             return OrderedDict(size=last.mean, twice=2 * last.mean) if isinstance(last, Remembers) else ZEROS
 
-    module = Told([*_layers()[:-1], Remembers(9, WIDE)], num_stages=2, loss_fn=_cross_entropy)
+    module = WithLosses([*_layers()[:-1], Remembers(9, WIDE)], num_stages=2, loss_fn=_cross_entropy)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = ds.initialize(model=module, optimizer=optimizer, config=CONFIG)[0]
     loss = engine.train_batch(iter(_data(6)[3 * engine.grid.get_data_parallel_rank() :]))

@@ -213,8 +213,8 @@ def _twice_in_a_backward(rank: int) -> str:
 
 
 def test_a_weight_that_gets_its_gradient_in_parts_is_refused() -> None:
-    for told in run_ranks(2, _twice_in_a_backward):
-        assert "use_reentrant=False" in told
+    for message in run_ranks(2, _twice_in_a_backward):
+        assert "use_reentrant=False" in message
 
 
 def _unfrozen(rank: int, split: int, also_freezes: bool) -> list[dict[str, torch.Tensor]]:
@@ -266,5 +266,5 @@ def _unfrozen_under(rank: int) -> str:
 
 def test_a_weight_that_deepspeeds_optimizer_did_not_take_is_not_left_out_in_silence() -> None:
     preload_zero()
-    (told,) = run_ranks(1, _unfrozen_under)
-    assert "got 0.inner.weight, which was unfrozen since" in told
+    (message,) = run_ranks(1, _unfrozen_under)
+    assert "got 0.inner.weight, which was unfrozen since" in message

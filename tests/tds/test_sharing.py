@@ -200,7 +200,7 @@ def _broken(rank: int, place: str) -> str:
 def test_a_missing_file_of_a_shared_module_is_told_by_name(tmp_path: Path) -> None:
     run_ranks(2, _save, str(tmp_path))
     (tmp_path / "global_step1" / "shared_alpha-model_states.pt").unlink()
-    assert all("shared_alpha-model_states.pt" in told for told in run_ranks(2, _broken, str(tmp_path)))
+    assert all("shared_alpha-model_states.pt" in message for message in run_ranks(2, _broken, str(tmp_path)))
 
 
 def test_a_layer_borrows_and_does_not_own() -> None:

@@ -72,28 +72,28 @@ def test_one_differing_id_is_named_and_gigatoken_is_dropped(
         tokens[-1:] += texts[-1:] == [corpus[-1].encode()]  # the last token of the sample alone
         return tokens, sizes
 
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(tokenizer_gigatoken, "_encode", wrong)
-    monkeypatch.setattr(log, "warning", told.append)
+    monkeypatch.setattr(log, "warning", messages.append)
     assert with_gigatoken(slow, corpus, is_required=True) is slow
     last = slow.encode(corpus[-1])
-    assert f"token {len(last) - 1} of the text that begins {corpus[-1][:40]!r}" in told[0]
-    assert f"is [{last[-1] + 1}] rather than [{last[-1]}]" in told[0]
-    assert "going on without gigatoken" in told[0]
+    assert f"token {len(last) - 1} of the text that begins {corpus[-1][:40]!r}" in messages[0]
+    assert f"is [{last[-1] + 1}] rather than [{last[-1]}]" in messages[0]
+    assert "going on without gigatoken" in messages[0]
 
 
 def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
     bpe_path: Path, cpm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(log, "warning", messages.append)
     unigram = tokenizer.build(tokenizer_path=cpm_folder / "chinese_vocab.model")
-    assert with_gigatoken(unigram, []) is unigram and "(BPE) only, this one is SentencePieceTokenizer" in told[0]
+    assert with_gigatoken(unigram, []) is unigram and "(BPE) only, this one is SentencePieceTokenizer" in messages[0]
     with pytest.raises(DataError, match="byte-pair vocabularies"):
         with_gigatoken(unigram, [], is_required=True)
     bpe = tokenizer.build(tokenizer_path=bpe_path)
     monkeypatch.setattr(tokenizer_gigatoken, "standing_in_for", lambda tokenizer: json.loads("not JSON"))
-    assert with_gigatoken(bpe, []) is bpe and "cannot do this vocabulary" in told[1]
+    assert with_gigatoken(bpe, []) is bpe and "cannot do this vocabulary" in messages[1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert with_gigatoken(bpe, []) is bpe
     with pytest.raises(DataError, match=r"pip install -e '.\[gigatoken\]'"):
@@ -103,13 +103,13 @@ def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
 def test_a_dependency_of_gigatokens_own_that_is_missing_is_named(
     bpe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(log, "warning", messages.append)
     monkeypatch.setitem(sys.modules, "awkward", None)  # its import fails as if it were not there
     monkeypatch.delitem(sys.modules, "megatron.tokenizer.gigatoken")
     bpe = tokenizer.build(tokenizer_path=bpe_path)
     assert with_gigatoken(bpe, []) is bpe
-    assert "gigatoken needs awkward, which cannot be imported" in told[0] and "vocabulary" not in told[0]
+    assert "gigatoken needs awkward, which cannot be imported" in messages[0] and "vocabulary" not in messages[0]
     with pytest.raises(DataError, match=r"gigatoken needs awkward, .*pip install -e '.\[gigatoken\]'"):
         with_gigatoken(bpe, [], is_required=True)
 

@@ -112,11 +112,11 @@ def test_the_bound_grows_with_the_text_between_the_least_and_the_most() -> None:
 
 
 def test_a_sample_of_the_words_makes_nearly_as_good_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(log, "info", messages.append)
     lines, unseen = chinese(300_000), chinese(60_000, seed=1)
     whole, sampled = train.train_bpe(lines, 1500), train.train_bpe(lines, 1500, memory_bytes=10_000_000)
-    assert len(told) == 1 and "more different words than fit into 10 MB of memory" in told[0]
+    assert len(messages) == 1 and "more different words than fit into 10 MB of memory" in messages[0]
     assert train.train_bpe(lines, 1500, memory_bytes=10_000_000) == sampled
     before = tokens_per_character(whole, unseen)
     assert abs(tokens_per_character(sampled, unseen) / before - 1) < 0.01
@@ -175,12 +175,12 @@ def test_wordpiece_leaves_half_of_the_room_to_words_where_characters_are_rare(co
 
 
 def test_unigram_warns_where_the_text_takes_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(log, "warning", messages.append)
     texts = ["the lamp stood in the window"] * 100
     assert list(train._weighed(texts, 28 * 20 * 50)) == texts
-    assert len(told) == 1 and "Give --sample-bytes 1428" in told[0]
-    assert list(train._weighed(texts, 10**9)) == texts and len(told) == 1
+    assert len(messages) == 1 and "Give --sample-bytes 1428" in messages[0]
+    assert list(train._weighed(texts, 10**9)) == texts and len(messages) == 1
 
 
 def test_free_memory_is_that_of_the_smaller_of_node_and_container(

@@ -21,10 +21,10 @@ def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.Ca
     layout = "--pipe-parallel-size 2 --pipeline-chunks 2".split()
     command = [sys.executable, str(TOOL), *SMALL, *layout, "--num-layers", "4"]
     assert subprocess.run(command, timeout=100, check=False).returncode == 0
-    told = capfd.readouterr().out
-    assert "2 processes: tensor 1 x pipe 2 x data 1 --pipeline-chunks 2 ..." in told
-    assert "verdict: equal" in told
-    assert "allowed" in told
+    output = capfd.readouterr().out
+    assert "2 processes: tensor 1 x pipe 2 x data 1 --pipeline-chunks 2 ..." in output
+    assert "verdict: equal" in output
+    assert "allowed" in output
 
 
 @pytest.mark.slow
@@ -33,10 +33,10 @@ def test_t5_in_three_stages_with_the_seam_by_hand_is_equal_with_dropout(capfd: p
     layout = "--pipe-parallel-size 3 --pipeline-split-rank 1 --reset-attention-mask --layout-independent-dropout"
     command = [sys.executable, str(TOOL), "--model", "t5", *sizes.split(), *layout.split()]
     done = subprocess.run(command, timeout=100, check=False)
-    told = capfd.readouterr().out
-    assert done.returncode == 0, told
-    assert "3 processes: tensor 1 x pipe 3 x data 1 --pipeline-split-rank 1 ..." in told
-    assert "verdict: equal" in told
+    output = capfd.readouterr().out
+    assert done.returncode == 0, output
+    assert "3 processes: tensor 1 x pipe 3 x data 1 --pipeline-split-rank 1 ..." in output
+    assert "verdict: equal" in output
 
 
 def test_flags_of_the_other_model_are_refused_with_2() -> None:

@@ -83,11 +83,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(name: str, convert: Run, tmp_path: Path) -> None:
     state = save_theirs(name, tmp_path / "theirs")
-    code, told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
-    assert code == 0, told
+    code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
+    assert code == 0, output
     words = ["--max-shard-bytes", 20_000, "--verify"]
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
-    assert code == 0 and "verified: the logits of a random batch differ by" in told, told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
+    assert code == 0 and "verified: the logits of a random batch differ by" in output, output
     back = tensors_in(tmp_path / "back")
     assert same(back, {key: state[key] for key in back}) and (tmp_path / "back/model.safetensors.index.json").exists()
     assert all(any(tensor is state[key] or tensor.equal(t) for t in back.values()) for key, tensor in state.items())
@@ -98,8 +98,8 @@ def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(name: str, con
 
 def test_the_flags_that_import_prints_build_the_model_of_the_checkpoint(convert: Run, tmp_path: Path) -> None:
     save_theirs("t5-v1.1", tmp_path / "theirs")
-    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")[1]
-    words = told.split("pretrain_t5.py ")[1].split()
+    output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")[1]
+    words = output.split("pretrain_t5.py ")[1].split()
     assert words[:3] == ["--load", str(tmp_path / "run"), "--finetune"]
     parsed = parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="t5")
     state = open_folder(tmp_path / "run").state
@@ -119,10 +119,10 @@ def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding
 ) -> None:
     config = config_of(family, **values)
     path = save_model(tmp_path / "run", config, ranks=2)  # 29 tokens: one row of padding
-    code, told = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
-    assert code == 0, told
-    code, told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")
-    assert code == 0, told
+    code, output = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
+    assert code == 0, output
+    code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")
+    assert code == 0, output
     back = open_folder(tmp_path / "back")
     weights = read_weights(back)
     assert same(weights, {name: values_of(name, tuple(t.shape)) for name, t in weights.items()})
@@ -147,8 +147,8 @@ def test_logits_that_differ_are_told(convert: Run, tmp_path: Path, monkeypatch: 
 
     save_model(tmp_path / "run", config_of("gpt2", activation="gelu"))
     monkeypatch.setitem(huggingface._THEIR_ACTIVATIONS, "gelu", "gelu_new")
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
-    assert code == 3 and "our logits and those of" in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
+    assert code == 3 and "our logits and those of" in output
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_a_model_without_a_form_there_is_refused_with_the_reasons(
     family: str, values: dict[str, Any], reason: str, convert: Run, tmp_path: Path
 ) -> None:
     save_model(tmp_path / "run", config_of(family, **values))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
-    assert code == 3 and "no Hugging Face form" in told and reason in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
+    assert code == 3 and "no Hugging Face form" in output and reason in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -178,11 +178,11 @@ def test_every_tensor_that_does_not_fit_is_in_one_error(convert: Run, tmp_path: 
     held["transformer.wpe.weight"] = torch.zeros(13, 16)
     held["transformer.h.2.ln_1.weight"] = torch.zeros(16)
     save_file(held, folder / "model.safetensors")
-    code, told = convert("import", "--input", folder, "--output", tmp_path / "out")
-    assert code == 3 and "(3 tensors)" in told
-    assert "transformer.ln_f.bias: missing" in told
-    assert "transformer.h.2.ln_1.weight: no such tensor" in told
-    assert "transformer.wpe.weight: [13, 16], by the sizes of the model [12, 16]" in told
+    code, output = convert("import", "--input", folder, "--output", tmp_path / "out")
+    assert code == 3 and "(3 tensors)" in output
+    assert "transformer.ln_f.bias: missing" in output
+    assert "transformer.h.2.ln_1.weight: no such tensor" in output
+    assert "transformer.wpe.weight: [13, 16], by the sizes of the model [12, 16]" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -207,8 +207,8 @@ def test_what_cannot_be_converted_is_named(
         Path(name).mkdir()
         Path(name, "config.json" if content else "x").write_text(json.dumps(content))
     Path("pickled/pytorch_model.bin").touch()
-    found, told = convert(way, *(["--output", "out"] if "--output" not in words else []), *words)
-    assert (found, "Traceback" in told) == (code, False) and reason in told
+    found, output = convert(way, *(["--output", "out"] if "--output" not in words else []), *words)
+    assert (found, "Traceback" in output) == (code, False) and reason in output
     assert not Path("out").exists()
 
 
@@ -218,8 +218,8 @@ def test_verify_without_transformers_says_how_to_get_it_before_anything_is_writt
     save_model(tmp_path / "run", config_of("gpt2"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
-    assert code == 2 and "pip install" in told and not (tmp_path / "out").exists()
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
+    assert code == 2 and "pip install" in output and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("tool", ["convert_hf", "inspect_checkpoint"])
@@ -238,17 +238,17 @@ def test_a_tokenizer_travels_both_ways(convert: Run, tmp_path: Path) -> None:
     made = make_tokenizer(tmp_path)
     names = {"tokenizer_path": str(tmp_path / "t.json"), "vocab_size": made.vocab_size + 4}
     save_model(tmp_path / "run", config_of("gpt2", **names))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "theirs")
-    assert code == 0 and "warning" not in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "theirs")
+    assert code == 0 and "warning" not in output
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert all(theirs.encode(text) == made.encode(text) for text in TEXTS)
     config = json.loads((tmp_path / "theirs/config.json").read_text())
     assert theirs.eos_token_id == made.eod_id == config["eos_token_id"] and config["vocab_size"] == names["vocab_size"]
-    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
-    assert f"--tokenizer-path {tmp_path}/back/tokenizer" in told
+    output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
+    assert f"--tokenizer-path {tmp_path}/back/tokenizer" in output
     back = tokenizer.build(tokenizer_path=tmp_path / "back/tokenizer")
     assert back.identity == made.identity  # so that token files made with one are read with the other
-    code, told = convert("export", "--load", tmp_path / "back", "--output", tmp_path / "again")
+    code, output = convert("export", "--load", tmp_path / "back", "--output", tmp_path / "again")
     assert code == 0 and json.loads((tmp_path / "again/config.json").read_text()) == config
 
 
@@ -256,12 +256,12 @@ def test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case(convert: Run,
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "lamp", "灯", "##s"]
     save_model(tmp_path / "run", config_of("bert"))
     assert convert("export", "--load", tmp_path / "run", "--output", tmp_path / "theirs")[0] == 0
-    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "bare")[1]
-    assert "--tokenizer" not in told and not (tmp_path / "bare/tokenizer").exists()
+    output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "bare")[1]
+    assert "--tokenizer" not in output and not (tmp_path / "bare/tokenizer").exists()
     (tmp_path / "theirs/vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     (tmp_path / "theirs/tokenizer_config.json").write_text('{"do_lower_case": false}')
-    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
-    assert f"--tokenizer-type BertWordPiece --tokenizer-path {tmp_path}/back/tokenizer" in told
+    output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
+    assert f"--tokenizer-type BertWordPiece --tokenizer-path {tmp_path}/back/tokenizer" in output
     back, theirs = (
         tokenizer.build("BertWordPiece", tokenizer_path=tmp_path / name) for name in ("back/tokenizer", "theirs")
     )
@@ -269,8 +269,8 @@ def test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case(convert: Run,
     assert convert("export", "--load", tmp_path / "back", "--output", tmp_path / "again")[0] == 0
     again = tokenizer.build(tokenizer_path=tmp_path / "again")
     assert again.encode("the lamps The灯") == [5, 6, 8, 1, 7]
-    told = convert("import", "--input", tmp_path / "again", "--output", tmp_path / "last")[1]
-    assert f"--tokenizer-path {tmp_path}/last/tokenizer" in told and "BertWordPiece" not in told, (
+    output = convert("import", "--input", tmp_path / "again", "--output", tmp_path / "last")[1]
+    assert f"--tokenizer-path {tmp_path}/last/tokenizer" in output and "BertWordPiece" not in output, (
         "tokenizer.json goes first"
     )
 
@@ -299,8 +299,8 @@ def test_sentinels_have_the_ids_there_that_the_run_gave_them(kind: str, convert:
     size = made.vocab_size + (extra if kind == "TokenizersJSON" else 0)
     data = {"tokenizer_type": kind, "tokenizer_path": str(path), "vocab_extra_ids": extra, "vocab_size": size}
     save_model(tmp_path / "run", config_of("t5", **data, max_position_embeddings=0))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
-    assert code == 0 and "warning" not in told, told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
+    assert code == 0 and "warning" not in output, output
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert [theirs.convert_tokens_to_ids(f"<extra_id_{i}>") for i in range(extra)] == [
         size - 1 - i for i in range(extra)
@@ -312,22 +312,22 @@ def test_a_vocabulary_that_their_class_would_read_otherwise_is_a_warning(convert
     (tmp_path / "t.model").write_bytes(train.MODELS["unigram"](TEXTS * 20, 287, ["</s>", "<pad>"]))  # bytes, no prefix
     data = {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(tmp_path / "t.model"), "vocab_size": 420}
     save_model(tmp_path / "run", config_of("t5", **data, max_position_embeddings=0))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
-    assert code == 0 and "would cut text into other pieces" in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
+    assert code == 0 and "would cut text into other pieces" in output
     assert (tmp_path / "out/spiece.model").exists() and not (tmp_path / "out/tokenizer_config.json").exists()
 
 
 def test_a_tokenizer_that_is_gone_is_a_warning_and_one_that_is_named_an_error(convert: Run, tmp_path: Path) -> None:
     save_model(tmp_path / "run", config_of("gpt2", tokenizer_path=str(tmp_path / "gone.json")))
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
-    assert code == 0 and "warning: no tokenizer is written" in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out")
+    assert code == 0 and "warning: no tokenizer is written" in output
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] is None
     named = ["--tokenizer-path", tmp_path / "gone.json"]
     assert convert("export", "--load", tmp_path / "run", "--output", tmp_path / "other", *named)[0] == 2
     make_tokenizer(tmp_path)
     named = ["--tokenizer-path", tmp_path / "t.json"]
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "other", *named)
-    assert code == 2 and "more tokens than the model" in told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "other", *named)
+    assert code == 2 and "more tokens than the model" in output
 
 
 @pytest.mark.slow
@@ -337,8 +337,8 @@ def test_a_run_starts_from_what_was_imported(convert: Run, tmp_path: Path) -> No
     names = {"tokenizer_path": str(tmp_path / "t.json"), "vocab_size": made.vocab_size}
     save_model(tmp_path / "ours", config_of("gpt2", **names))
     convert("export", "--load", tmp_path / "ours", "--output", tmp_path / "theirs")
-    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
-    words = [*told.split("pretrain_gpt2.py ")[1].split(), "--seq-length", "12", "--data-path", str(tmp_path / "c")]
+    output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
+    words = [*output.split("pretrain_gpt2.py ")[1].split(), "--seq-length", "12", "--data-path", str(tmp_path / "c")]
     words += "--batch-size 2 --train-iters 1 --eval-iters 0 --lr 1e-30 --device cpu --progress plain".split()
     command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *words, "--save", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -65,10 +65,10 @@ def test_chunks_share_the_costs_of_their_stage(
     out = tmp_path / "i.png"
     line = f"--schedule interleaved {RESTS} --chunks 2 --costs 2,1,1 --transfer 0 --out {out}"
     assert call(monkeypatch, line) == 0
-    told = capsys.readouterr().out
-    assert f"bubble     {100 * 3 / (2 * 8 + 3):.1f} %, 6 idle" in told
-    assert "step       38 in" in told and "4 stages of 2 chunks" in told
-    assert "in flight  at most 11 9 7 5 chunks on the stages from 0" in told
+    output = capsys.readouterr().out
+    assert f"bubble     {100 * 3 / (2 * 8 + 3):.1f} %, 6 idle" in output
+    assert "step       38 in" in output and "4 stages of 2 chunks" in output
+    assert "in flight  at most 11 9 7 5 chunks on the stages from 0" in output
     assert out.read_bytes().startswith(PNG)
 
 
@@ -77,10 +77,10 @@ def test_a_trace_is_drawn_above_its_simulation(
 ) -> None:
     write_trace(tmp_path, replicas=2)
     assert call(monkeypatch, f"--trace {tmp_path}") == 0
-    told = capsys.readouterr().out
-    assert "zb-h1: step 3, 2 stages, 4 micro-batches" in told
-    assert "bubble     10.4 % measured, 10.4 % predicted" in told
-    assert "step       134 ms measured, 134 ms predicted" in told
+    output = capsys.readouterr().out
+    assert "zb-h1: step 3, 2 stages, 4 micro-batches" in output
+    assert "bubble     10.4 % measured, 10.4 % predicted" in output
+    assert "step       134 ms measured, 134 ms predicted" in output
     assert (tmp_path / "step-3.png").read_bytes().startswith(PNG)
     out = tmp_path / "own.png"
     assert call(monkeypatch, f"--trace {tmp_path} --step 2 --replica 1 --out {out}") == 0

@@ -41,13 +41,16 @@ def save_tensors(folder: Path, step: int = 1, **tensors: torch.Tensor) -> Path:
 def test_a_checkpoint_of_two_ranks_is_told_whole(inspect: Run, tmp_path: Path) -> None:
     path = save_model(tmp_path / "run", config_of("gpt2"), ranks=2, moments=True)
     code, out, _ = inspect(tmp_path / "run", "--json")
-    told = json.loads(out)
-    assert code == 0 and told["verified"] and told["path"] == str(path)
-    assert (told["step"], told["updates"], told["samples_consumed"], told["optimizer_steps"]) == (7, 6, 14, 6)
-    assert told["layout"] == {"pipe": 1, "data": 1, "tensor": 2} and told["model"]["vocab_size"] == 29
-    assert told["data_order"] == {"cursors": {"a": 5, "b": 9}}
-    assert told["files"] == {name: (path / name).stat().st_size for name in told["files"]} and len(told["files"]) == 2
-    tensors = {one["name"]: one for one in told["tensors"]}
+    report = json.loads(out)
+    assert code == 0 and report["verified"] and report["path"] == str(path)
+    assert (report["step"], report["updates"], report["samples_consumed"], report["optimizer_steps"]) == (7, 6, 14, 6)
+    assert report["layout"] == {"pipe": 1, "data": 1, "tensor": 2} and report["model"]["vocab_size"] == 29
+    assert report["data_order"] == {"cursors": {"a": 5, "b": 9}}
+    assert (
+        report["files"] == {name: (path / name).stat().st_size for name in report["files"]}
+        and len(report["files"]) == 2
+    )
+    tensors = {one["name"]: one for one in report["tensors"]}
     word = tensors["weights/embedding.word.weight"]
     whole = values_of("embedding.word.weight", (29, 16)).double()
     assert (word["shape"], word["dtype"], word["num_files"], word["num_not_finite"]) == ([29, 16], "F32", 2, 0)
@@ -55,8 +58,8 @@ def test_a_checkpoint_of_two_ranks_is_told_whole(inspect: Run, tmp_path: Path) -
         math.isclose(word["norm"], whole.norm().item(), rel_tol=1e-12) and word["largest"] == whole.abs().max().item()
     )
     assert (
-        told["elements"]["weights"]
-        == told["elements"]["optimizer"]
+        report["elements"]["weights"]
+        == report["elements"]["optimizer"]
         == sum(math.prod(one["shape"]) for name, one in tensors.items() if name.startswith("weights/"))
     )
 
@@ -77,8 +80,8 @@ def test_the_same_bits_are_equal_and_state_does_not_count(inspect: Run, tmp_path
     paths = [save_tensors(tmp_path / name, step, weights__a=values) for step, name in ((1, "x"), (2, "y"))]
     code, out, _ = inspect(paths[0], "--compare", paths[1])
     assert code == 0 and "all tensors are the same bits" in out and "progress" in out
-    told = json.loads(inspect(paths[0], "--compare", paths[1], "--json")[1])
-    assert told["equal"] and told["tensors"] == [] and told["state"]["progress"][1]["step"] == 2
+    report = json.loads(inspect(paths[0], "--compare", paths[1], "--json")[1])
+    assert report["equal"] and report["tensors"] == [] and report["state"]["progress"][1]["step"] == 2
 
 
 def test_each_kind_of_difference_is_told(inspect: Run, tmp_path: Path) -> None:
@@ -105,9 +108,9 @@ def test_each_kind_of_difference_is_told(inspect: Run, tmp_path: Path) -> None:
         weights__second=torch.ones(1),
     )
     code, out, _ = inspect(one, "--compare", other, "--json")
-    told = json.loads(out)
-    found = {d["name"]: (d["kind"], d["largest"], d["relative"]) for d in told["tensors"]}
-    assert code == 1 and not told["equal"] and found == {
+    report = json.loads(out)
+    found = {d["name"]: (d["kind"], d["largest"], d["relative"]) for d in report["tensors"]}
+    assert code == 1 and not report["equal"] and found == {
         "weights/values": ("values", 0.5, 0.1),
         "weights/sign": ("values", 0.0, 0.0),
         "weights/type": ("values", 0.0, 0.0),

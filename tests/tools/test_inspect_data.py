@@ -38,7 +38,7 @@ def tell(rank: int, line: str, out: str) -> int:
         return inspect_data.main(shlex.split(line))
 
 
-def told(folder: Path, line: str) -> str:
+def output_of(folder: Path, line: str) -> str:
     """Return what the tool prints, run in a process of its own: it forms a world of one rank."""
     line = line.replace("DIR", str(folder))
     assert run_ranks(1, tell, f"{line} --tokenizer-path {folder}/t.json", str(folder / "out"), init=False) == [0]
@@ -53,7 +53,7 @@ def cells(text: str) -> list[list[str]]:
 
 def test_what_is_shown_is_what_the_training_reads(folder: Path) -> None:
     flags = "--seq-length 7 --seed 5 --split 1,0,0 --eod-mask-loss --reset-attention-mask --reset-position-ids"
-    text = told(folder, f"DIR/a --samples 3 --first 4 --rows 99 {flags}")
+    text = output_of(folder, f"DIR/a --samples 3 --first 4 --rows 99 {flags}")
     samples = build_train_valid_test(
         BlendPaths(data_path=str(folder / "a"), split="1,0,0"),
         seq_length=7, seed=5, vocab_size=10_000, needed=(True, False, False),
@@ -69,7 +69,7 @@ def test_what_is_shown_is_what_the_training_reads(folder: Path) -> None:
 
 
 def test_samples_of_a_mixture_name_their_corpus(folder: Path) -> None:
-    text = told(folder, "--data-path 0.75 DIR/a 0.25 DIR/b --samples 4 --seq-length 7 --split 1,0,0 --rows 0")
+    text = output_of(folder, "--data-path 0.75 DIR/a 0.25 DIR/b --samples 4 --seq-length 7 --split 1,0,0 --rows 0")
     order = text.split("samples: ")[1].split()[0]
     assert order.count("a") == 48 and order.count("b") == 16
     names = [line for line in text.splitlines() if line.startswith("sample ")]
@@ -79,7 +79,7 @@ def test_samples_of_a_mixture_name_their_corpus(folder: Path) -> None:
 
 
 def test_t5_is_shown_with_its_spans(folder: Path) -> None:
-    text = told(folder, "DIR/a --model t5 --samples 1 --enc-seq-length 20 --subset valid --split 1,1,0 --rows 0")
+    text = output_of(folder, "DIR/a --model t5 --samples 1 --enc-seq-length 20 --subset valid --split 1,1,0 --rows 0")
     _, inputs, late, targets = re.split("\n(?:inputs|decoder inputs|targets), ", text)
     assert "<1>" in inputs and "<1>" in targets and "<1>" in late and "sample 0 of valid" in text
 

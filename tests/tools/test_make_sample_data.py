@@ -74,11 +74,11 @@ def test_stories_are_printed_as_text_or_as_the_lines_that_preprocessing_reads(
 def test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languages(script: str) -> None:
     (flags,) = re.findall(r'^stories="(.*?[^\\])"$', (ROOT / script).read_text(), re.MULTILINE | re.DOTALL)
     prompts = shlex.split(shlex.split(f'"{flags}"')[0].partition("--sample-prompts")[2])
-    told = "\n".join(stories(10_000))
+    corpus = "\n".join(stories(10_000))
     for prompt in prompts:
         assert "t5" not in script or prompt.count("<extra_id_0>") == 1, "a gap to fill"
         for sentence in re.findall(r"[^.。]+[.。][”\"]?", re.sub(r"<extra_id_\d>", "", prompt)) or [prompt]:
-            assert sentence.strip() in told, sentence
+            assert sentence.strip() in corpus, sentence
     assert [bool(re.search("[一-鿿]", prompt)) for prompt in prompts] == [False, True]
 
 

@@ -66,8 +66,8 @@ def test_another_vocabulary_is_refused_with_both_named(tmp_path: Path, capfd: py
     write(tmp_path / "a", [3])
     small_corpora.write(tmp_path / "b", small_corpora.TEXTS, vocabulary := small_corpora.make_tokenizer(tmp_path))
     assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 2
-    told = capfd.readouterr().err
-    assert "identity t of 50000" in told and vocabulary.identity in told and not (tmp_path / "c.bin").exists()
+    output = capfd.readouterr().err
+    assert "identity t of 50000" in output and vocabulary.identity in output and not (tmp_path / "c.bin").exists()
 
 
 @pytest.mark.parametrize(

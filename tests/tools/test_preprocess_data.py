@@ -134,8 +134,8 @@ def test_standard_input_and_bad_lines(folder: Path) -> None:
     done = start(folder, *given, "--max-bad-lines", "1", input=lines("one", "two").decode() + "x\n")
     assert done.returncode == 0 and "2 documents" in done.stderr and "in/c.bad.jsonl tells them" in done.stderr
     assert IndexedDataset(folder / "in/c").num_documents == 2
-    told = json.loads((folder / "in/c.bad.jsonl").read_text())
-    assert (told["file"], told["line"], told["byte_offset"]) == ("-", 3, 32)
+    record = json.loads((folder / "in/c.bad.jsonl").read_text())
+    assert (record["file"], record["line"], record["byte_offset"]) == ("-", 3, 32)
     failed = start(folder, *given, input="x\n")
     assert failed.returncode == 2 and "-:1 (byte 0): not JSON" in failed.stderr and "Traceback" not in failed.stderr
     assert IndexedDataset(folder / "in/c").num_documents == 2 and not (folder / "in/c.parts").exists()

@@ -163,9 +163,9 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
         "old": ("finished", "", 1),
     }
     run = read_run(folder, name)
-    told, note, number = wanted[name]
+    expected, note, number = wanted[name]
     text, *values = state(run)
-    assert text.format(*values) == told and note in " ".join(run.notes)
+    assert text.format(*values) == expected and note in " ".join(run.notes)
     found = read(folder)
     assert len(found.data()["runs"][0]["columns"].get("loss", [])) == number
     if name == "old":
@@ -349,8 +349,8 @@ def test_the_page_says_everything_in_both_languages(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     write_trace(folder / "trace")
     found = read(folder, make_run(tmp_path / "other", run=1))
-    told = [attributes["lang"] for tag, attributes in found.tags if tag == "span" and "lang" in attributes]
-    assert told.count("en") == told.count("zh") > 60
+    languages = [attributes["lang"] for tag, attributes in found.tags if tag == "span" and "lang" in attributes]
+    assert languages.count("en") == languages.count("zh") > 60
     same = {text for text, chinese in ZH.items() if text == chinese}
     assert same == {"MFU", "logits"}
     assert all(text.count("{}") == chinese.count("{}") for text, chinese in ZH.items())
@@ -408,9 +408,9 @@ def test_what_is_no_run_ends_with_2_and_is_told_at_once(
 ) -> None:
     (tmp_path / "none").mkdir()
     assert call(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
-    told = capsys.readouterr().err
-    assert "none must be a run folder" in told and "got a folder without one" in told
-    assert "away must be a run folder" in told and "got no folder" in told
+    output = capsys.readouterr().err
+    assert "none must be a run folder" in output and "got a folder without one" in output
+    assert "away must be a run folder" in output and "got no folder" in output
     make_run(tmp_path / "all" / "b"), make_run(tmp_path / "all" / "a")
     assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0
     assert "2 runs" in capsys.readouterr().out
@@ -421,22 +421,22 @@ def test_what_is_no_run_ends_with_2_and_is_told_at_once(
 
 ACTING = """
 <script>
-const chart = charts[0], told = document.documentElement.dataset;
+const chart = charts[0], notes = document.documentElement.dataset;
 const before = chart.lines()[0].y.slice();
 document.getElementById("smoothing").value = "0.5";
 document.getElementById("smoothing").oninput({ target: document.getElementById("smoothing") });
-told.smooth = String(chart.lines()[0].y[1] !== before[1] && chart.lines()[0].y[0] === before[0]);
+notes.smooth = String(chart.lines()[0].y[1] !== before[1] && chart.lines()[0].y[0] === before[0]);
 document.querySelector("input[data-run='1']").click();
-told.lines = String(chart.lines().length);
+notes.lines = String(chart.lines().length);
 chart.button.click();
-told.log = chart.button.getAttribute("aria-pressed");
+notes.log = chart.button.getAttribute("aria-pressed");
 document.getElementById("axis").value = "tokens";
 document.getElementById("axis").onchange({ target: document.getElementById("axis") });
-told.axes = charts.map((each) => each.axis()).slice(0, 3).join();
+notes.axes = charts.map((each) => each.axis()).slice(0, 3).join();
 chart.point({ offsetX: chart.toX(30), offsetY: 50 });
-told.tip = chart.tip.textContent;
+notes.tip = chart.tip.textContent;
 document.querySelector("button.all-settings").click();
-told.rows = String([...document.querySelectorAll("table.settings tr")].filter((row) => row.offsetHeight).length);
+notes.rows = String([...document.querySelectorAll("table.settings tr")].filter((row) => row.offsetHeight).length);
 </script>
 """
 
@@ -472,14 +472,14 @@ def test_the_page_draws_and_acts_in_a_browser_without_an_error(tmp_path: Path) -
     runs = [read_run(path, path.name) for path in folders]
     text = page(runs, "Runs")
     (tmp_path / "page.html").write_text(text.replace("</body>", f"{ACTING}</body>"))
-    told, console = browse(tmp_path / "page.html", "#dark")
+    notes, console = browse(tmp_path / "page.html", "#dark")
     assert not console
     drawn = len(Reader(text).data()["charts"])
-    assert (told["drawn"], told["theme"]) == (str(drawn), "dark")
-    assert (told["smooth"], told["lines"], told["log"]) == ("true", "1", "true")
-    assert told["axes"] == "step,tokens,tokens"
-    assert told["tip"].startswith("step 30") and "<" in told["tip"]
-    assert told["rows"] == str(1 + len(compared(runs)))
+    assert (notes["drawn"], notes["theme"]) == (str(drawn), "dark")
+    assert (notes["smooth"], notes["lines"], notes["log"]) == ("true", "1", "true")
+    assert notes["axes"] == "step,tokens,tokens"
+    assert notes["tip"].startswith("step 30") and "<" in notes["tip"]
+    assert notes["rows"] == str(1 + len(compared(runs)))
 
 
 @needs_chromium
@@ -494,9 +494,9 @@ def test_the_page_is_in_the_language_of_the_browser(tmp_path: Path, language: st
     (tmp_path / "page.html").write_text(
         page([read_run(make_run(tmp_path / "run"), "run")], "Runs").replace("</body>", script)
     )
-    told, console = browse(tmp_path / "page.html", "", f"--lang={language}", f"--accept-lang={language}")
-    assert not console and told["title"] == title
-    assert told["heads"] == ("设置" if language == "zh-CN" else "Settings")
+    notes, console = browse(tmp_path / "page.html", "", f"--lang={language}", f"--accept-lang={language}")
+    assert not console and notes["title"] == title
+    assert notes["heads"] == ("设置" if language == "zh-CN" else "Settings")
 
 
 @needs_chromium
@@ -507,7 +507,7 @@ def test_an_error_in_the_page_is_seen(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     text = page([read_run(folder, "run")], "Runs")
     (tmp_path / "page.html").write_text(text)
-    told, console = browse(tmp_path / "page.html")
-    assert not console and told["drawn"] == "0"
+    notes, console = browse(tmp_path / "page.html")
+    assert not console and notes["drawn"] == "0"
     (tmp_path / "page.html").write_text(text.replace("</body>", "<script>nothing.at.all</script></body>"))
     assert len(browse(tmp_path / "page.html")[1]) == 1

@@ -154,8 +154,8 @@ def test_an_environment_of_another_checkout_whose_packages_fit_is_used_as_it_is(
     before = sorted(python.parents[1].rglob("*"))
     assert [tool.find_or_make(""), tool.find_or_make("test")] == [str(tool.VENV / "bin" / "python")] * 2
     assert not tool.asked and sorted(python.parents[1].rglob("*")) == before
-    told = capsys.readouterr().err
-    assert f"using {tool.VENV} as it is: {other} has set it up" in told and "lacks" not in told
+    output = capsys.readouterr().err
+    assert f"using {tool.VENV} as it is: {other} has set it up" in output and "lacks" not in output
 
 
 def test_an_environment_of_another_checkout_that_does_not_fit_is_told_whose_it_is(tool):
@@ -271,8 +271,8 @@ def test_the_build_of_torch_that_is_there_is_told_and_stays(tool, monkeypatch, c
     for choice in ("cu128", "https://mirror/whl/cu128", build, "https://mirror/simple"):
         monkeypatch.setenv("TORCH_INDEX", choice)
         tool.find_or_make("")
-        told = f"TORCH_INDEX asks for cu128, and the torch in {tool.VENV} is of {build}: remove {tool.VENV}"
-        assert (told in capsys.readouterr().err) == (bool(build) and "cu128" in choice)
+        message = f"TORCH_INDEX asks for cu128, and the torch in {tool.VENV} is of {build}: remove {tool.VENV}"
+        assert (message in capsys.readouterr().err) == (bool(build) and "cu128" in choice)
     assert not tool.asked
 
 

@@ -33,10 +33,10 @@ def without_kernels(rank: int) -> None:
 
 
 def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = iter(
+    counts = iter(
         [Compiled(1.0, 1, 0), Compiled(4.0, 3, 1), Compiled(5.5, 3, 5), Compiled()]
     )  # the first is of an earlier run
-    monkeypatch.setattr(compile_meter, "compiled_here", lambda: next(told))
+    monkeypatch.setattr(compile_meter, "compiled_here", lambda: next(counts))
     meter = CompileMeter()
     assert meter.drain() == (3.0, 2, 1)
     assert meter.drain() == (1.5, 0, 4)
@@ -45,9 +45,9 @@ def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.Mon
 
 def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
-    told = compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
-    assert told == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
-    assert compile_line(told) == (
+    metrics = compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
+    assert metrics == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
+    assert compile_line(metrics) == (
         "torch.compile took 4.5 s (the rank that waited longest); "
         "graphs of all ranks: 2 compiled, 4 found in /the/cache"
     )
@@ -97,8 +97,8 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.Mon
         model: Any = make("gpt2", **dict.fromkeys(RATES, 0.0))
         compile_layers(model, model.place.streams, torch.device("cpu"))
         bits(model)
-        told: Compiled = meter.drain()
-        return told
+        compiled: Compiled = meter.drain()
+        return compiled
 
     first, second = start(), start()
     assert first[1:] == (1, 0) and second[1:] == (0, 1)

@@ -165,9 +165,9 @@ def test_another_corpus_is_an_error_that_names_both_unless_it_is_allowed(
     first = data_of(config_of(corpora, 1, 4))
     changed = data_of(config_of({"a": corpora["a"], "b": str(tmp_path / "b")}, 1, 4))
     prints = [next(c.fingerprint for c in each.order.corpora if c.name == "b") for each in (first, changed)]
-    with pytest.raises(CheckpointError, match="--allow-data-change") as told:
+    with pytest.raises(CheckpointError, match="--allow-data-change") as raised:
         go_on(changed, first, 48)
-    assert all(each in str(told.value) for each in prints)
+    assert all(each in str(raised.value) for each in prints)
     go_on(changed, first, 48, allow_change=True)
     assert changed.order.cursors(48) == {"a": first.order.cursors(48)["a"], "b": 0}
 
@@ -210,7 +210,7 @@ def test_a_line_names_the_furthest_of_many_corpora() -> None:
     assert numbers_text(few, ".3g") == "c0 0, c1 0.125, c2 0.25, c3 0.375, c4 0.5, c5 0.625"
 
 
-def told_by(*datasets: Any) -> list[RankData]:
+def rank_data_of(*datasets: Any) -> list[RankData]:
     return [RankData.of({"train": dataset}, True, None) for dataset in datasets]
 
 
@@ -219,26 +219,26 @@ def test_ranks_that_read_other_data_are_named_with_both_fingerprints(corpora: di
         data_of(config_of(corpora, 1, 4, mixed=mixed)).datasets["train"]
         for mixed in ("{a}", MIXTURE, "0.6 {a} 0.4 {b}")
     )
-    assert disagreement([*told_by(other, other), RankData.of({}, False, None)]) is None
-    text = disagreement(told_by(other, one, one, other, one)) or ""
+    assert disagreement([*rank_data_of(other, other), RankData.of({}, False, None)]) is None
+    text = disagreement(rank_data_of(other, one, one, other, one)) or ""
     assert f"fingerprint {other.fingerprint} and order " in text and " on ranks 0, 3; " in text
     assert f"fingerprint {one.fingerprint} and order " in text and " on ranks 1-2, 4. Give every node" in text
-    assert "rank 1." in (disagreement(told_by(other, heavier)) or ""), "weights count too"
-    assert disagreement(told_by(SimpleNamespace(), SimpleNamespace())) is None
-    assert "none on rank 1." in (disagreement([*told_by(one), RankData.of({}, True, None)]) or "")
+    assert "rank 1." in (disagreement(rank_data_of(other, heavier)) or ""), "weights count too"
+    assert disagreement(rank_data_of(SimpleNamespace(), SimpleNamespace())) is None
+    assert "none on rank 1." in (disagreement([*rank_data_of(one), RankData.of({}, True, None)]) or "")
 
 
 def test_data_sets_of_ones_own_must_be_equally_long_on_all_ranks() -> None:
     """One that ends earlier would begin anew earlier, and the stages would see different samples."""
-    assert disagreement(told_by([1, 2], [3, 4])) is None
-    text = disagreement(told_by([1, 2], [1, 2], [1, 2, 3])) or ""
+    assert disagreement(rank_data_of([1, 2], [3, 4])) is None
+    text = disagreement(rank_data_of([1, 2], [1, 2], [1, 2, 3])) or ""
     assert "2 samples and fingerprint None on ranks 0-1; 3 samples and fingerprint None on rank 2. Give every" in text
 
 
 def test_a_data_set_of_ones_own_may_have_attributes_that_are_called_as_ours(corpora: dict[str, str]) -> None:
     alike = SimpleNamespace(order=np.arange(3), parts=["a", "b"], fingerprint=lambda: 1, samples_per_epoch=lambda: 2)
-    told = RankData.of({"train": alike, "valid": alike}, True, None)
-    assert (told.fingerprint, told.order, dict(told.corpora)) == (None, None, {})
+    described = RankData.of({"train": alike, "valid": alike}, True, None)
+    assert (described.fingerprint, described.order, dict(described.corpora)) == (None, None, {})
     data: Any = RunData({"train": alike}, None)
     assert dict(start_rows(data, 5)) == {}
     mixed = data_of(config_of(corpora, 1, 4)).datasets["train"]

@@ -86,7 +86,7 @@ def test_stages_that_read_different_samples_end_the_run_where_it_is_asked(corpus
     argv = flags(corpus, tmp_path / "run", f"{short} --check-data-agreement")
     with pytest.raises(AssertionError) as raised:
         train_ranks(2, argv, reads_other_samples)
-    told = str(raised.value)
-    assert told.count("DataError: all ranks of a replica that read must read the same micro-batches") == 2
-    assert "of number 0: checksum" in told and "rank 1 (stage 1, replica 0, tensor 0)" in told
+    message = str(raised.value)
+    assert message.count("DataError: all ranks of a replica that read must read the same micro-batches") == 2
+    assert "of number 0: checksum" in message and "rank 1 (stage 1, replica 0, tensor 0)" in message
     assert not list((tmp_path / "run").glob("checkpoints/*")), "nothing of it is saved"

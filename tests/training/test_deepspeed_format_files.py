@@ -169,11 +169,11 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
     assert value_of(tmp_path / "back") == 1.0, "the newest is the last saved, also of a run that went back"
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
-    for damaged, told in ((content[:-1], "is truncated"), (bytes(flipped), "was altered"), (None, "No such file")):
+    for damaged, message in ((content[:-1], "is truncated"), (bytes(flipped), "was altered"), (None, "No such file")):
         newest.unlink() if damaged is None else newest.write_bytes(damaged)
         assert value_of(tmp_path) == 1.0
         said = capfd.readouterr()
-        assert "going back to global_step1 (step 1)" in said.err + said.out and told in said.err + said.out
+        assert "going back to global_step1 (step 1)" in said.err + said.out and message in said.err + said.out
         with pytest.raises(CheckpointError, match="none older is taken"):
             open_newest(tmp_path, SINGLE, strict=True)
     (tmp_path / "global_step1" / metadata.MANIFEST_NAME).write_text("{}")
@@ -199,7 +199,7 @@ def _verified(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "takes_optimizer", "told"),
+    ("saved", "now", "takes_optimizer", "message"),
     [
         ((2, 1, 2), (2, 4, 2), True, None),
         ((4, 1, 1), (2, 2, 1), False, None),
@@ -209,17 +209,17 @@ def _verified(path: Path) -> Any:
     ],
 )
 def test_another_layout_gets_weights_or_an_error_with_both(
-    saved: Any, now: Any, takes_optimizer: bool, told: str | None, tmp_path: Path
+    saved: Any, now: Any, takes_optimizer: bool, message: str | None, tmp_path: Path
 ) -> None:
     """Row K15 in this format: (pipe, data, tensor)."""
     names = ("pipe", "data", "tensor")
     state = {"layout": dict(zip(names, saved, strict=True)), "config": Config().to_dict()}
     checkpoint: Any = type("Saved", (), {"state": state, "path": tmp_path})
     place = Topology(**dict(zip(names, now, strict=True)))
-    if told is None:
+    if message is None:
         deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
         return
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
 
 
@@ -262,8 +262,8 @@ def _step(optimizer: MixedPrecisionOptimizer, module: torch.nn.Module) -> None:
 
 
 def test_stock_deepspeed_loads_the_weights_and_we_load_everything(tmp_path: Path) -> None:
-    (told,) = run_ranks(1, _stock_reads, tmp_path)
-    assert told == (True, True, STATE["progress"], 64.0)
+    (loaded,) = run_ranks(1, _stock_reads, tmp_path)
+    assert loaded == (True, True, STATE["progress"], 64.0)
 
 
 def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
         assert not torch.equal(one.float(), first.master_of(one)), "masters hold more than the weights"
     assert second.loss_scale == 32.0
     other = _optimizer(torch.nn.Linear(4, 2))
-    for state, told in (({}, "without masters"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
-        with pytest.raises(ValueError, match=told):
+    for state, message in (({}, "without masters"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
+        with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
     with torch.no_grad():
         modules[1].weight.fill_(3.0)

@@ -60,7 +60,7 @@ EVERY_4 = "--train-iters 12 --drift-interval 4 --save-interval 3"
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "name", "hit", "told", "teller"),
+    ("layout", "ranks", "name", "hit", "message", "teller"),
     [
         ("", 2, "layers.1.mlp.up.weight", [1], "differs among ranks 0, 1", 0),
         pytest.param(
@@ -90,14 +90,14 @@ EVERY_4 = "--train-iters 12 --drift-interval 4 --save-interval 3"
     ids=["replicas", "three replicas", "replicas and tensor", "tensor", "parts", "tied"],
 )
 def test_one_flipped_bit_ends_the_run_with_parameter_and_ranks(
-    layout: str, ranks: int, name: str, hit: list[int], told: str, teller: int, corpus: Path, tmp_path: Path
+    layout: str, ranks: int, name: str, hit: list[int], message: str, teller: int, corpus: Path, tmp_path: Path
 ) -> None:
     """Row N07."""
     seen = train(ranks, corpus, tmp_path / "run", f"{layout} {EVERY_4}", flip(name, hit, 6))
     for one in seen:
         assert one.error.startswith("all copies of a weight must be equal, bit for bit, got at step 8: ")
         assert "has failed since step 4: go on from a checkpoint of that step or older" in one.error
-    assert f"{name} {told}" in seen[teller].error and seen[teller].is_of_this_rank
+    assert f"{name} {message}" in seen[teller].error and seen[teller].is_of_this_rank
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*")) == [
         "step-00000003", "step-00000006",
     ], "nothing is saved once a difference is found"  # fmt: skip
@@ -123,7 +123,7 @@ STAGES = Topology(pipe=2, data=2, tensor=2)
 
 
 @pytest.mark.parametrize(
-    ("own_s", "waited_s", "topology", "told"),
+    ("own_s", "waited_s", "topology", "message"),
     [
         ([0.10, 0.10, 0.20, 0.11], [0.0] * 4, REPLICAS, "slowest: rank 2 (stage 0, data 2) with 0.200 s of own work"),
         (
@@ -143,11 +143,11 @@ STAGES = Topology(pipe=2, data=2, tensor=2)
     ],
 )
 def test_the_slowest_is_named_where_it_is_clearly_slower(
-    own_s: list[float], waited_s: list[float], topology: Topology, told: str | None
+    own_s: list[float], waited_s: list[float], topology: Topology, message: str | None
 ) -> None:
     found = slowest(own_s, waited_s, topology)
     text = None if found is None else found.text
-    assert text is None if told is None else text is not None and told in text
+    assert text is None if message is None else text is not None and message in text
 
 
 def test_only_who_is_the_slowest_again_and_again_is_named() -> None:

@@ -114,7 +114,7 @@ def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus:
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         ("--model-parallel-size 3", "world"),
         ("--num-attention-heads 3", "--num-attention-heads"),
@@ -125,11 +125,11 @@ def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus:
         ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings"),
     ],
 )
-def test_bad_configuration_ends_every_rank_with_2(extra: str, told: str, corpus: Path, tmp_path: Path) -> None:
+def test_bad_configuration_ends_every_rank_with_2(extra: str, message: str, corpus: Path, tmp_path: Path) -> None:
     """Rows C: said once, before any process group."""
     log = tmp_path / "log"
     assert start_script(4, flags(corpus, tmp_path / "run", extra), log) == [2] * 4
-    assert told in log.read_text()
+    assert message in log.read_text()
     assert "Traceback" not in log.read_text()
 
 
@@ -139,7 +139,7 @@ def truncate(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "extra", "told"),
+    ("damage", "extra", "message"),
     [
         (lambda prefix: prefix.with_suffix(".idx").unlink(), "", ".idx"),
         (lambda prefix: prefix.with_suffix(".bin").unlink(), "", ".bin"),
@@ -150,7 +150,7 @@ def truncate(prefix: Path) -> None:
     ids=["no idx", "no bin", "truncated", "too short", "empty split"],
 )
 def test_bad_data_ends_every_rank_with_2(
-    damage: Callable[[Path], None], extra: str, told: str, corpus: Path, tmp_path: Path
+    damage: Callable[[Path], None], extra: str, message: str, corpus: Path, tmp_path: Path
 ) -> None:
     """Rows D: the rank that reads says it, all leave."""
     for suffix in (".idx", ".bin", ".meta.json"):
@@ -159,7 +159,7 @@ def test_bad_data_ends_every_rank_with_2(
     log = tmp_path / "log"
     argv = flags(tmp_path / "texts", tmp_path / "run", f"{PIPELINE} {extra}")
     assert start_script(4, argv, log) == [2] * 4
-    assert told in log.read_text()
+    assert message in log.read_text()
     assert "Traceback" not in log.read_text()
 
 

@@ -124,7 +124,7 @@ def test_mfu_is_flops_of_a_second_over_what_the_devices_can_do(
     monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
     rates = Rates(config, 1e9, [number, number])
     now[0] += 3.0
-    told = rates.drain(4, 4 * SAMPLES, pause_s=1.0, waited_s=0.5)
-    assert told["mfu"] == pytest.approx(4 * SAMPLES * flops / 2.0 / 1e9)
-    assert (told["step_s"], told["data_wait"]) == (0.5, 0.25)
-    assert told["tokens_per_s"] == 4 * SAMPLES * LENGTH / 2.0
+    metrics = rates.drain(4, 4 * SAMPLES, pause_s=1.0, waited_s=0.5)
+    assert metrics["mfu"] == pytest.approx(4 * SAMPLES * flops / 2.0 / 1e9)
+    assert (metrics["step_s"], metrics["data_wait"]) == (0.5, 0.25)
+    assert metrics["tokens_per_s"] == 4 * SAMPLES * LENGTH / 2.0

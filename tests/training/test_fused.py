@@ -96,8 +96,8 @@ def test_the_choice_is_told(apex: list[str]) -> None:
     assert row(config_of("auto"), "cuda").startswith("torch's (apex is here too: --fused-kernels apex")
     assert row(config_of("auto"), "cpu") == row(config_of("torch"), "cuda") == "torch's"
     assert row(config_of("apex"), "cuda") == "apex's norms and AdamW"
-    told = "apex's norms; the optimizer is not apex's: it has AdamW on the GPU alone"
-    assert row(config_of("apex", optimizer="sgd"), "cuda") == told
+    message = "apex's norms; the optimizer is not apex's: it has AdamW on the GPU alone"
+    assert row(config_of("apex", optimizer="sgd"), "cuda") == message
 
 
 def test_norms_use_apex_where_it_is_chosen_and_has_a_kernel(apex: list[str]) -> None:

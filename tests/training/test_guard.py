@@ -133,8 +133,8 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
 ) -> None:
     """Row N06."""
     (seen,) = train(1, corpus, tmp_path / "run", "--train-iters 6", spoil([16], 1e3))
-    told = [line for line in capfd.readouterr().out.splitlines() if "| spike: " in line]
-    assert len(told) == 1 and told[0].startswith("step 5 | spike: the loss ") and told[0].endswith("| samples 16-19")
+    lines = [line for line in capfd.readouterr().out.splitlines() if "| spike: " in line]
+    assert len(lines) == 1 and lines[0].startswith("step 5 | spike: the loss ") and lines[0].endswith("| samples 16-19")
     assert len(set(seen.digests)) == 6, "every step moved the weights"
     assert not (tmp_path / "run" / NAME).exists()
 
@@ -352,7 +352,7 @@ def test_the_journal_keeps_what_belongs_to_a_checkpoint(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--stability-patience 3", "acts with --stability-guard skip or rollback only"),
         ("--stability-guard rollback --save-interval-minutes 0", "goes back to a checkpoint of this run"),
@@ -361,6 +361,6 @@ def test_the_journal_keeps_what_belongs_to_a_checkpoint(tmp_path: Path, monkeypa
         ("--eval-only --load x --drift-interval 5", "acts in training only"),
     ],
 )
-def test_a_flag_that_cannot_act_is_refused(flags: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_flag_that_cannot_act_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(flags.split(), world_size=1)

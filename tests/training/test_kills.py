@@ -36,8 +36,8 @@ def cheap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_undisturbed(outcome: Outcome, kills: int) -> None:
     """The run has survived so many kills, and nothing else was found."""
-    told = "\n".join(outcome.problems)
-    assert not outcome.problems, told
+    message = "\n".join(outcome.problems)
+    assert not outcome.problems, message
     assert len(outcome.kills) == kills
 
 

@@ -330,9 +330,9 @@ def ask(rank: int, asked: list[int], late: list[int]) -> tuple[str, bool]:
 
 def test_all_ranks_stop_together_or_none() -> None:
     assert run_ranks(4, ask, [], [3]) == [("", True)] * 4, "the wish of one to save is of all"
-    told = run_ranks(4, ask, [2], [])
-    assert told[2] == ("received SIGTERM", False)
-    assert {told[rank] for rank in (0, 1, 3)} == {("another rank was asked to stop", False)}
+    reasons = run_ranks(4, ask, [2], [])
+    assert reasons[2] == ("received SIGTERM", False)
+    assert {reasons[rank] for rank in (0, 1, 3)} == {("another rank was asked to stop", False)}
 
 
 def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_a_run_on_a_mixture_tells_of_each_corpus_and_goes_on_with_other_weights(
     log = tmp_path / "log"
     again = argv_of((0.25, 0.75), halves, folder, f"--batch-size 1 --packing best-fit --load {folder}")
     assert start_script(2, again, log) == [0, 0]
-    told = log.read_text()
-    assert "new weights from sample 16 on: 0.25 even from its sample 12, 0.75 odd from its sample 4" in told
+    output = log.read_text()
+    assert "new weights from sample 16 on: 0.25 even from its sample 12, 0.75 odd from its sample 4" in output
     state = open_latest(folder / CHECKPOINTS, SINGLE).state
     assert state["data_order"]["cursors"] == {"even": 12 + 2, "odd": 4 + 6}
     records = read_metrics(folder / "metrics.jsonl")
@@ -63,9 +63,9 @@ def test_a_run_on_a_mixture_tells_of_each_corpus_and_goes_on_with_other_weights(
         mean = 0.25 * evaluated["losses"]["even"] + 0.75 * evaluated["losses"]["odd"]
         assert evaluated["losses"]["even"] != evaluated["losses"]["odd"]
         assert evaluated["loss"] == pytest.approx(mean, rel=1e-12)
-        assert f"{'validation' if kind == 'valid' else kind} loss {evaluated['loss']:.4f}" in told
-    assert "| data wait " in told and "| epochs even 0." in told and "| even 6." in told and ", odd 6." in told
-    assert "when the 24 samples of the run" in told and "batch ramp-up" in told
+        assert f"{'validation' if kind == 'valid' else kind} loss {evaluated['loss']:.4f}" in output
+    assert "| data wait " in output and "| epochs even 0." in output and "| even 6." in output and ", odd 6." in output
+    assert "when the 24 samples of the run" in output and "batch ramp-up" in output
 
 
 @pytest.mark.slow

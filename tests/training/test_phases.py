@@ -119,12 +119,12 @@ def test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all(how: 
     codes, lines = _stuck(tmp_path, _train, how)
     assert codes == [4, -signal.SIGKILL if how == "stop" else 4, 4, 4], lines
     for rank in set(range(RANKS)) - {ABSENT}:
-        told = lines[rank]
-        assert re.search(rf"leaving.*, {re.escape(NAME)} did not come", told), told
-        assert "step 2" in told and "waiting in all_reduce, at all_reduce (mappings.py:" in told
-        assert "last 20 operations: " in told and "all_reduce float[2, 3] (tensor)" in told
+        line = lines[rank]
+        assert re.search(rf"leaving.*, {re.escape(NAME)} did not come", line), line
+        assert "step 2" in line and "waiting in all_reduce, at all_reduce (mappings.py:" in line
+        assert "last 20 operations: " in line and "all_reduce float[2, 3] (tensor)" in line
         wanted = "forward of micro-batch 1" if how == "sleep" else "does not answer: stopped, dead or cut off"
-        assert wanted in told
+        assert wanted in line
     if how == "sleep":
         assert "_be_stuck\n" in lines[ABSENT] and "time.sleep(" in lines[ABSENT], "the stack of the one that sleeps"
         assert f"{NAME} has been in step 2, forward of micro-batch 1 for " in lines[ABSENT]
@@ -297,9 +297,9 @@ def _limits(rank: int) -> list[Any]:
             raise ArithmeticError
         found.append(seen())
     found.append(seen())
-    told = [this.name, sum(each.name.startswith(("watch", "tds watchdog")) for each in threading.enumerate())]
+    threads = [this.name, sum(each.name.startswith(("watch", "tds watchdog")) for each in threading.enumerate())]
     this.close()
-    return [*found, told, threading.active_count()]
+    return [*found, threads, threading.active_count()]
 
 
 def test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone() -> None:
@@ -327,12 +327,12 @@ def _alone(rank: int, place: Path) -> None:
 def test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack(tmp_path: Path) -> None:
     """Row A19: with --max-restarts the launcher starts it again."""
     codes, _, reports = fork_ranks(1, _alone, tmp_path, deadline_s=LIMIT_S + 2 * SLACK_S)
-    told = (tmp_path / "lines-0").read_text()
+    output = (tmp_path / "lines-0").read_text()
     assert codes == [4], reports
-    assert "_be_stuck\n" in told and "time.sleep(" in told
+    assert "_be_stuck\n" in output and "time.sleep(" in output
     name = re.escape("rank 0 (stage 0, tensor 0, data 0)")
-    assert re.search(rf"leaving.*, {name} did not come: it has been in step 4, forward of micro-batch 1 for ", told)
-    assert "no further for 1 s (--step-timeout; " in told
+    assert re.search(rf"leaving.*, {name} did not come: it has been in step 4, forward of micro-batch 1 for ", output)
+    assert "no further for 1 s (--step-timeout; " in output
 
 
 @pytest.mark.parametrize("has_launcher", [False, True])

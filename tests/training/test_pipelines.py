@@ -47,13 +47,13 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pipeline_picture, "TOOL", tmp_path / "draw.py")
-    for code, told in (
+    for code, reason in (
         ("raise SystemExit('first\\nno step is whole')", "no step is whole"),
         ("import time; time.sleep(9)", "Command .* timed out after 1.0 seconds"),
     ):
         pipeline_picture.TOOL.write_text(code)
         assert pipeline_picture.draw("traces", tmp_path, 1.0) is None
-        wanted = f"warning: no picture of the pipeline's trace in traces: {told}\n"
+        wanted = f"warning: no picture of the pipeline's trace in traces: {reason}\n"
         assert re.fullmatch(wanted, capsys.readouterr().err)
 
 
@@ -61,8 +61,8 @@ def test_tds_draws_no_second_picture_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pipeline_picture, "TOOL", tmp_path / "draw.py")
     monkeypatch.setattr(plot, "_drawn_elsewhere", set())
     pipeline_picture.TOOL.write_text("print('bubble     12.0 %')")
-    told = pipeline_picture.draw(str(tmp_path), tmp_path, 10.0)
-    assert told is not None and "bubble 12.0 %" in told
+    summary = pipeline_picture.draw(str(tmp_path), tmp_path, 10.0)
+    assert summary is not None and "bubble 12.0 %" in summary
     assert plot._drawn_elsewhere == {tmp_path.resolve()}
 
 

@@ -78,8 +78,8 @@ def test_each_schedule_has_its_bubble_and_its_memory(schedule: str, kept: tuple[
 
 
 def test_auto_shows_what_it_chooses_from() -> None:
-    told = rows("--pipeline-schedule auto")["pipeline bubble"]
-    assert [part.split(":")[0] for part in told.split("; ")] == ["1f1b", "gpipe", "zb-h1"]
+    bubbles = rows("--pipeline-schedule auto")["pipeline bubble"]
+    assert [part.split(":")[0] for part in bubbles.split("; ")] == ["1f1b", "gpipe", "zb-h1"]
 
 
 def test_a_model_that_is_built_is_simulated_and_one_of_ones_own_has_equal_stages() -> None:
@@ -183,10 +183,10 @@ def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: p
     times = iter([10.0, 15.0])
     monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time.perf_counter", lambda: next(times))
     rates = Rates(config, 1e9, [1000])
-    told = rates.drain(2, 12, pause_s=1.0, waited_s=0.5)
-    assert told["tokens_per_s"] == 12 * config.tokens_per_sample / 4
-    assert (told["step_s"], told["data_wait"]) == (2.0, 0.125)
-    assert told["flops_per_s"] == 6 * 1000 * told["tokens_per_s"] == told["mfu"] * 1e9
+    metrics = rates.drain(2, 12, pause_s=1.0, waited_s=0.5)
+    assert metrics["tokens_per_s"] == 12 * config.tokens_per_sample / 4
+    assert (metrics["step_s"], metrics["data_wait"]) == (2.0, 0.125)
+    assert metrics["flops_per_s"] == 6 * 1000 * metrics["tokens_per_s"] == metrics["mfu"] * 1e9
 
 
 def test_the_mean_speed_leaves_out_the_first_record_where_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,8 @@ def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeyp
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50
-    told = r"--vocab-extra-ids is for a tokenizer without sentinels, got .* 100 and a tokenizer with 3 of its own"
-    with pytest.raises(ConfigError, match=told):
+    message = r"--vocab-extra-ids is for a tokenizer without sentinels, got .* 100 and a tokenizer with 3 of its own"
+    with pytest.raises(ConfigError, match=message):
         with_tokenizer(parse([*line, "--vocab-extra-ids", "100"], world_size=1, env={}, family="t5"))
 
 
@@ -257,10 +257,10 @@ def test_a_plan_for_cpus_counts_the_probabilities_that_blocked_attention_keeps(m
     sizes = "--attention-dropout 0 --enc-seq-length 512 --dec-seq-length 512 --batch-size 1"
     held = {kind: rows(f"{sizes} --device {kind}", 1, family="t5")["stage 0"] for kind in ("cpu", "cuda")}
     config = config_of(sizes, 1, "t5")
-    for kind, told in held.items():
+    for kind, row in held.items():
         costs = registry.costs_of(config, is_on_cpu=kind == "cpu")
         (memory,) = costs.memory_per_stage([0, costs.num_units], micro_batch_size=1)
-        assert f"about {human_bytes(memory.total)} on each rank" in told
+        assert f"about {human_bytes(memory.total)} on each rank" in row
     assert held["cpu"] != held["cuda"]
     monkeypatch.setattr(device, "choose", lambda requested: "cpu")
     assert rows(sizes, 1, family="t5")["stage 0"] == held["cpu"]

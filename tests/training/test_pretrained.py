@@ -112,15 +112,15 @@ def test_a_fresh_start_may_reach_further_than_an_earlier_training(
         train("old", "")
         with pytest.raises(AssertionError, match="rotary_scaling: saved none, now linear"):
             train("plain", f"--load {tmp_path / 'old'} {REACH}")
-    told = train("new", f"--load {tmp_path / 'old'} --finetune {REACH} --layernorm-epsilon 1e-3")
-    assert "compute something else" in told
+    message = train("new", f"--load {tmp_path / 'old'} --finetune {REACH} --layernorm-epsilon 1e-3")
+    assert "compute something else" in message
     for change in (
         "rotary_scaling: saved none, now linear",
         "rotary_scaling_factor: saved 8.0, now 4.0",
         "layernorm_epsilon: saved 1e-05, now 0.001",
     ):
-        assert told.count(change) == 1, told
-    assert ("The folder's own: --num-layers 2" in told) is (source == "a folder")
+        assert message.count(change) == 1, message
+    assert ("The folder's own: --num-layers 2" in message) is (source == "a folder")
     assert "compute something else" not in train("same", f"--load {tmp_path / 'old'} --finetune")
 
 
@@ -135,14 +135,14 @@ def test_the_tokenizer_is_compared_with_that_of_the_folder(
     own = TOKENIZER.read_text(encoding="utf-8")
     place.write_text(own, encoding="utf-8")
     assert tokenizer_difference(tmp_path / "hf", config) is None
-    for change, told in (
+    for change, message in (
         (lambda vocab: {**vocab, "a": vocab["b"], "b": vocab["a"]}, "2 of [0-9]+ ids stand for other tokens"),
         (lambda vocab: {**vocab, "a new token": max(vocab.values()) + 1}, "it has ([0-9]+) tokens, and that of"),
     ):
         library = json.loads(own)
         library["model"]["vocab"] = change(library["model"]["vocab"])
         place.write_text(json.dumps(library), encoding="utf-8")
-        assert re.search(told, tokenizer_difference(tmp_path / "hf", config) or "")
+        assert re.search(message, tokenizer_difference(tmp_path / "hf", config) or "")
     argv = flags(corpus, tmp_path / "other", f"{FEW} --train-iters 0 --load {tmp_path / 'hf'} --finetune")
     assert train_ranks(1, argv)[0] == [0]
     assert "warning: the tokenizer is not that of" in capfd.readouterr().err

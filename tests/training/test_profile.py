@@ -97,19 +97,19 @@ class Recording:
 def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[callbacks_profiler.Profiler, list[str]]:
     """Return the profiler of a run that does nothing, and what it says."""
     callbacks_profiler.profile = Recording  # type: ignore[assignment, misc]
-    told: list[str] = []
+    messages: list[str] = []
     run: Any = SimpleNamespace(
         samples=SimpleNamespace(step=0),
         config=SimpleNamespace(seeing=LoggingConfig(profile="3-4")),
         progress=SimpleNamespace(step=0),
         world=SimpleNamespace(rank=rank, kind="cpu", grid=build_grid(Topology.of_world(ranks, tensor=1, pipe=1), rank)),
         phases=SimpleNamespace(over=lambda phase: nullcontext()),
-        print_line=told.append,
+        print_line=messages.append,
         folder=folder,
     )
     made = callbacks_profiler.Profiler(run.config.seeing.profiled())
     made.trainer = run
-    return made, told
+    return made, messages
 
 
 def take_step(found: callbacks_profiler.Profiler, step: int) -> None:
@@ -133,27 +133,27 @@ def test_a_run_that_goes_back_has_a_profile_of_its_last_way_through(
 ) -> None:
     monkeypatch.setattr(callbacks_profiler, "profile", None)  # what ``profiler`` sets is undone
     monkeypatch.setattr(Recording, "running", 0)
-    found, told = profiler(0, tmp_path)
+    found, messages = profiler(0, tmp_path)
     for step in steps:
         take_step(found, step)
     assert Recording.running == 0
-    taken = [line.split(":")[0] for line in told if line.startswith("profile of")]
+    taken = [line.split(":")[0] for line in messages if line.startswith("profile of")]
     assert taken == [f"profile of {number} steps" for number in written]
 
 
 def end_badly(rank: int, folder: Path) -> list[str]:
-    found, told = profiler(rank, folder, ranks=2)
+    found, messages = profiler(rank, folder, ranks=2)
     Recording.error = ValueError("no events") if rank == 1 else None
     for step in (2, 3):
         take_step(found, step)
-    return told
+    return messages
 
 
 def test_a_profile_that_fails_on_one_rank_is_that_of_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told, _ = run_ranks(2, end_badly, tmp_path)
-    assert "aten::mm" in told[0] and told[1].startswith("profile of 2 steps")
+    messages, _ = run_ranks(2, end_badly, tmp_path)
+    assert "aten::mm" in messages[0] and messages[1].startswith("profile of 2 steps")
     assert "the profile could not be taken or written (ValueError: no events)" in capfd.readouterr().err
 
 
@@ -166,8 +166,8 @@ def test_times_of_ranks_add_up_and_devices_count_first() -> None:
 
 def test_the_table_is_of_one_step_of_one_rank() -> None:
     operators = [Operator("a", 8, 6000.0, 0.0), Operator("b", 4, 2000.0, 0.0)]
-    head, told, first, second = table(operators, steps=2, ranks=2).splitlines()
-    assert head.split() == ["operator", "host", "ms", "share", "calls"] and "one step of one rank" in told
+    head, note, first, second = table(operators, steps=2, ranks=2).splitlines()
+    assert head.split() == ["operator", "host", "ms", "share", "calls"] and "one step of one rank" in note
     assert first.split() == ["a", "1.500", "75.0", "%", "2.0"] and second.split() == ["b", "0.500", "25.0", "%", "1.0"]
     assert table(operators[:1], 2, 2, of=operators).splitlines()[2].split()[2] == "75.0"
     with_device = table([Operator("k", 1, 0.0, 3000.0), *operators], 1, 1).splitlines()

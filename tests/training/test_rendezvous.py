@@ -67,15 +67,15 @@ def test_a_rank_that_is_there_twice_is_named_by_the_later_one_and_the_others_go_
 ) -> None:
     ends = start(plans, port)
     assert [code for code, _ in ends] == [0, 0, 2]
-    told = ends[2][1]
-    assert f"each process must have a RANK of its own, got RANK=1 twice at 127.0.0.1:{port}: process " in told
-    assert "Number the processes from 0 to 1" in told
+    message = ends[2][1]
+    assert f"each process must have a RANK of its own, got RANK=1 twice at 127.0.0.1:{port}: process " in message
+    assert "Number the processes from 0 to 1" in message
 
 
 def test_a_rank_that_is_there_twice_ends_those_that_wait_for_another(port: int) -> None:
     ends = start([(0, 3, 0.0), (1, 3, 0.0), (1, 3, 0.2)], port)
     assert [code for code, _ in ends] == [4, 4, 2]
-    assert all("got RANK=1 twice" in told for _, told in ends)
+    assert all("got RANK=1 twice" in message for _, message in ends)
 
 
 @pytest.mark.slow
@@ -98,19 +98,19 @@ def test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited(port: 
 
 
 @pytest.mark.parametrize(
-    ("plans", "told"),
+    ("plans", "message"),
     [
         ([(0, 5, 0.0), (2, 5, 0.0)], "ranks 1, 3-4 did not come. Start each process with a RANK of its own"),
         ([(1, 2, 0.0)], "and rank 0 did not come: nothing answers there (Connection refused)"),
     ],
     ids=["some", "rank 0"],
 )
-def test_who_is_missing_is_said_by_rank_by_all_that_came(plans: list[Plan], told: str, port: int) -> None:
+def test_who_is_missing_is_said_by_rank_by_all_that_came(plans: list[Plan], message: str, port: int) -> None:
     ends = start(plans, port, timeout_s=0.6)
     assert [code for code, _ in ends] == [4] * len(plans)
     for _, text in ends:
         assert text.startswith(f"all {plans[0][1]} ranks must meet at 127.0.0.1:{port} within 1 s (--phase-timeout-min")
-        assert told in text and "keys" not in text
+        assert message in text and "keys" not in text
 
 
 @pytest.mark.parametrize("plans", [[(1, 2, 0.0)], [(0, 3, 0.0), (1, 3, 0.0)]], ids=["without rank 0", "with it"])
@@ -124,8 +124,8 @@ def test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it(plans: l
     ends = start(plans, port, act=ask)
     assert time.monotonic() - began < 10.0
     assert ends[-1][0] == 75 and ends[-1][1].startswith("received SIGTERM while it waited for other ranks")
-    for code, told in ends[:-1]:
-        assert code == 4 and "and rank 1 has left: it received SIGTERM" in told
+    for code, message in ends[:-1]:
+        assert code == 4 and "and rank 1 has left: it received SIGTERM" in message
 
 
 def test_a_rank_that_died_after_all_had_come_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

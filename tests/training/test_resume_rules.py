@@ -202,9 +202,9 @@ def _choose_as_node(rank: int, folder: Path, blind: int) -> Place | str:
 
 @pytest.mark.parametrize("blind", [-1, 1])
 def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp_path: Path) -> None:
-    told = run_ranks(2, _choose_as_node, tmp_path / "run", blind)
-    assert told[0] == told[1] and list((tmp_path / "run").iterdir()) == []
+    chosen = run_ranks(2, _choose_as_node, tmp_path / "run", blind)
+    assert chosen[0] == chosen[1] and list((tmp_path / "run").iterdir()) == []
     if blind < 0:
-        assert told[0] == Place(tmp_path / "run")
+        assert chosen[0] == Place(tmp_path / "run")
     else:
-        assert "--save must be a folder that all nodes share; node" in str(told[0])
+        assert "--save must be a folder that all nodes share; node" in str(chosen[0])

@@ -173,8 +173,8 @@ def test_without_locks_the_text_decides(
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     child = in_child(lambda: RunLock(tmp_path), stays=True)
     try:
-        told = json.loads((tmp_path / NAME).read_bytes())
-        (tmp_path / NAME).write_text(json.dumps({**told, **changed}))
+        content = json.loads((tmp_path / NAME).read_bytes())
+        (tmp_path / NAME).write_text(json.dumps({**content, **changed}))
         monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
         if may_enter:
             RunLock(tmp_path).release()

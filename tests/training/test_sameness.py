@@ -46,7 +46,7 @@ def other_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "words"),
     [
         (other_code, ("code: crc ", "crc 00000000 on rank 1", "code: git commit: ", "0123abc on rank 1")),
         (other_torch, ("version: torch: ", "1.0 on rank 1")),
@@ -61,11 +61,11 @@ def other_environment() -> None:
     ],
     ids=["code", "torch", "arguments", "environment"],
 )
-def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, told, corpus: Path, tmp_path: Path) -> None:
+def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, words, corpus: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert start_script(2, flags(corpus, tmp_path / "run"), log, on_rank_1(act)) == [2, 2]
     text = log.read_text()
-    assert all(word in text for word in told), text
+    assert all(word in text for word in words), text
     assert text.count("all ranks must run the same code") == 1
     assert "Traceback" not in text
 
@@ -127,12 +127,12 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
         return None
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    told = run_ranks(4, compare)
-    assert len(set(told)) == 1 and told[0] is not None
+    messages = run_ranks(4, compare)
+    assert len(set(messages)) == 1 and messages[0] is not None
     assert (
         "GPU-0 of a: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=unset); rank 1 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=0)"
-    ) in told[0]
-    assert "rank 2" not in told[0] and "rank 3" not in told[0] and "LOCAL_RANK of its own" in told[0]
+    ) in messages[0]
+    assert "rank 2" not in messages[0] and "rank 3" not in messages[0] and "LOCAL_RANK of its own" in messages[0]
     assert run_ranks(4, compare, "host_copies") == [None] * 4, "what goes through the host may share"
     chosen[1] = ("a", 2, "0,1,2")
     assert run_ranks(4, compare) == [None] * 4

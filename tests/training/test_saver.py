@@ -36,7 +36,7 @@ class Stand(Checkpointer):
         self.written: list[int] = []
         self.attempts: list[int] = []
         self.automatic: list[int] = []
-        self.told: list[int] = []
+        self.save_ends: list[int] = []
         self.fails = self.is_asked = False
         self.progress, self.phases = TrainState(), Sections()
         trainer: Any = SimpleNamespace(
@@ -58,7 +58,7 @@ class Stand(Checkpointer):
     def note_end(self, hook: str, step: int, path: Path | None, values: dict[str, Any]) -> None:
         self.records.append((step, values))
         if path is not None:
-            self.told.append(step)
+            self.save_ends.append(step)
 
     def _write(self, is_automatic: bool) -> Path | Staged:
         step = self.progress.step
@@ -159,7 +159,7 @@ def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None
     run.step()
     run.step()
     run.save()
-    assert (run.written, run.told, run.saved_step) == ([2], [2], 2)
+    assert (run.written, run.save_ends, run.saved_step) == ([2], [2], 2)
     assert run.lines == [f"step 2 | saved {run.saved}"]
     ((step, values),) = run.records
     assert step == 2 and values["save_stall_s"] == values["durable_s"] > 0
@@ -171,9 +171,11 @@ def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path
     run.step()
     run.fails = True
     run.step()
-    (told,) = run.errors
-    assert "step 2: NOT SAVED: the disk is full. Free some space, or move --save. Older" in told and "00001" in told
-    assert run.records[-1] == (2, {"failed": 1}) and run.told == [1]
+    (message,) = run.errors
+    assert (
+        "step 2: NOT SAVED: the disk is full. Free some space, or move --save. Older" in message and "00001" in message
+    )
+    assert run.records[-1] == (2, {"failed": 1}) and run.save_ends == [1]
     with pytest.raises(CheckpointError, match="disk is full"):
         run.save()
     run.fails = False
@@ -208,13 +210,13 @@ def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
     disk = background(run)
     run.step()
     run.step()
-    assert run.saved is None and run.told == []
+    assert run.saved is None and run.save_ends == []
     assert "staged" in run.lines[0] and set(run.records[0][1]) == {
         *("staged_s", "staged_bytes", "save_stall_s", "save_stall_share"),
     }
     disk.outcomes.append(Committed(2, tmp_path / "two", 3.5, 1000))
     run.step()
-    assert run.saved == tmp_path / "two" and run.told == [2]
+    assert run.saved == tmp_path / "two" and run.save_ends == [2]
     assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
     assert run.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
     run.finish()

@@ -97,9 +97,9 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_as_if_it_had_not(
     assert losses(cut) == losses(whole)
     assert_same(open_latest(cut / CHECKPOINTS, SINGLE), at(whole, 8))
     assert_same(at(cut, 4), at(whole, 4))
-    told = [set(r) - {"kind", "step"} for r in read_metrics(cut / "metrics.jsonl") if r["kind"] == "save"]
-    assert {"staged_s", "staged_bytes", "save_stall_s", "save_stall_share"} in told
-    assert {"durable_s", "durable_bytes"} in told
+    names = [set(r) - {"kind", "step"} for r in read_metrics(cut / "metrics.jsonl") if r["kind"] == "save"]
+    assert {"staged_s", "staged_bytes", "save_stall_s", "save_stall_share"} in names
+    assert {"durable_s", "durable_bytes"} in names
     assert not [path for path in (cut / CHECKPOINTS).iterdir() if path.name.startswith(".tmp")]
 
 
@@ -125,8 +125,8 @@ def test_other_settings_are_warned_of_and_weights_alone_are_taken(whole: Path, c
     text = log.read_text()
     assert "saved tp1 pp1 dp1, now tp2 pp1 dp1" in text
     (warned,) = re.findall("warning: other settings than in the checkpoint: (.*)", text)
-    told = ["train_iters: saved 8, now 9", "lr: saved 0.003, now 0.001", "batch_size: saved 2, now 1"]
-    assert all(each in warned for each in told), warned
+    changes = ["train_iters: saved 8, now 9", "lr: saved 0.003, now 0.001", "batch_size: saved 2, now 1"]
+    assert all(each in warned for each in changes), warned
     after, before = open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8)
     assert after.state["progress"] == {"step": 9, "updates": 9, "samples_consumed": 8 * 4 + 1}
     assert (before.state["optimizer_steps"], after.state["optimizer_steps"]) == (8, 1), "Adam counts from 0"
@@ -186,8 +186,8 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
     shutil.copytree(whole / CHECKPOINTS, folder / CHECKPOINTS)  # of an earlier run in this folder
 
     def go_back_once(rank: int) -> None:
-        told: list[str] = []
-        checkpointer.log.warning = told.append  # type: ignore[assignment]
+        messages: list[str] = []
+        checkpointer.log.warning = messages.append  # type: ignore[assignment]
 
         class GoBackOnce(Callback):
             has_gone = False
@@ -197,7 +197,7 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
                 saver = run.find(Checkpointer)
                 assert saver is not None
                 if run.progress.step == 1:
-                    assert any("holds 2 checkpoints of an earlier run" in line for line in told)
+                    assert any("holds 2 checkpoints of an earlier run" in line for line in messages)
                     with pytest.raises(
                         CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
                     ):

@@ -114,17 +114,17 @@ def test_each_number_of_a_record_is_what_the_page_says(runs: dict[str, Path]) ->
     assert all(50 * 2**20 < held < 20 * 2**30 for held in last["memory_bytes"].values())
     assert 0 < max(last["work_s"].values()) <= last["step_s"]
     stalls = [record["save_stall_s"] for record in records(runs["one process"], "save") if "save_stall_s" in record]
-    told = records(runs["one process"])
-    assert [told[0]["checkpoint_stall_s"], told[1]["checkpoint_stall_s"]] == [0.0, stalls[0]]
+    written = records(runs["one process"])
+    assert [written[0]["checkpoint_stall_s"], written[1]["checkpoint_stall_s"]] == [0.0, stalls[0]]
 
 
 def test_names_in_the_table_of_the_page_are_those_that_runs_write(runs: dict[str, Path]) -> None:
     table = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8").split("## Every name")[1].split("\n## ")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
-    told: dict[str, set[str]] = {}
+    documented: dict[str, set[str]] = {}
     for names, kinds, _ in rows:
         for kind in kinds.split(","):
-            told.setdefault(kind.strip(), set()).update(re.findall(r"`(\w[\w ]*)`", names))
+            documented.setdefault(kind.strip(), set()).update(re.findall(r"`(\w[\w ]*)`", names))
     elsewhere = {
         "train": {"epochs", "mlm loss", "nsp loss", "compile_s", "graphs_compiled", "graphs_cached"},
         "valid": {"losses"},
@@ -133,8 +133,8 @@ def test_names_in_the_table_of_the_page_are_those_that_runs_write(runs: dict[str
     }
     for kind in ("train", "valid", "test", "save"):
         written = {name for folder in runs.values() for record in records(folder, kind) for name in record}
-        assert written - {"kind", "step"} == told[kind] - elsewhere[kind], kind
-    assert set(told) == set(elsewhere)
+        assert written - {"kind", "step"} == documented[kind] - elsewhere[kind], kind
+    assert set(documented) == set(elsewhere)
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:

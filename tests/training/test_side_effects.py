@@ -221,11 +221,11 @@ def _first_difference(plain: list[dict[str, Any]], other: list[dict[str, Any]]) 
 def test_what_goes_on_beside_the_steps_changes_nothing_in_them(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Row P09, with ``samples_consumed``, generators and counters; a plain run at the end finds nothing left behind."""
     found = dict(compared(layout, SHORT[layout], corpus, tmp_path))
-    assert not {name: told for name, told in found.items() if told}
+    assert not {name: differences for name, differences in found.items() if differences}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_that_can_go_on_beside_the_steps_changes_nothing_in_them(layout: str, corpus: Path, tmp_path: Path) -> None:
     found = dict(compared(layout, [*beside(layout)], corpus, tmp_path))
-    assert not {name: told for name, told in found.items() if told}
+    assert not {name: differences for name, differences in found.items() if differences}

@@ -32,8 +32,8 @@ def test_the_ranks_of_every_program_meet_on_their_host_or_where_the_user_says(st
     assert {name: spread[name] for name in TORCH} == dict(zip(TORCH, "3412", strict=True))
     assert (spread["MASTER_ADDR"], spread["MASTER_PORT"]) == ("node0", "7")
     lost = said(starter, "3", "4", "1", "2")
-    told = f"got no MASTER_ADDR, WORLD_SIZE=4 and 2 ranks on this host. Say it: {STARTERS[starter].hand_over}"
-    assert [told in problem for problem in set_rank_environment(lost)] == [True]
+    message = f"got no MASTER_ADDR, WORLD_SIZE=4 and 2 ranks on this host. Say it: {STARTERS[starter].hand_over}"
+    assert [message in problem for problem in set_rank_environment(lost)] == [True]
 
 
 def test_slurms_tasks_of_each_node_are_counted_and_what_is_no_step_is_alone() -> None:
@@ -58,7 +58,7 @@ def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "message"),
     [
         ({"RANK": "0"}, "must say RANK and WORLD_SIZE, got RANK=0 without WORLD_SIZE. Start the ranks by torchrun"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 needs RANK, which of them this process is, got none"),
@@ -78,8 +78,8 @@ def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
     ],
     ids=range(15),
 )
-def test_what_is_said_by_half_is_told_with_what_to_do(env: dict[str, str], told: str) -> None:
-    assert any(told in problem for problem in set_rank_environment(dict(env))), set_rank_environment(dict(env))
+def test_what_is_said_by_half_is_told_with_what_to_do(env: dict[str, str], message: str) -> None:
+    assert any(message in problem for problem in set_rank_environment(dict(env))), set_rank_environment(dict(env))
 
 
 def test_a_process_alone_may_take_any_port() -> None:
@@ -106,9 +106,9 @@ OWN_MISTAKES = [
 """What one process has in its environment, and what it says itself; no other would."""
 
 
-@pytest.mark.parametrize(("number", "env", "told"), [(n, *each) for n, each in enumerate(OWN_MISTAKES)])
+@pytest.mark.parametrize(("number", "env", "message"), [(n, *each) for n, each in enumerate(OWN_MISTAKES)])
 def test_a_mistake_in_its_own_environment_is_said_by_the_very_process(
-    number: int, env: dict[str, str], told: str, tmp_path: Path
+    number: int, env: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     """Every second one has a wrong flag beside it, which rank 0 would tell."""
     argv = ["--num-layers", "some"] if number % 2 else []
@@ -122,7 +122,7 @@ def test_a_mistake_in_its_own_environment_is_said_by_the_very_process(
 
     codes, *_ = fork_ranks(1, start, init=False)
     text = (tmp_path / "log").read_text()
-    assert codes == [2] and told in text and text.count("\n") == 1, (codes, text)
+    assert codes == [2] and message in text and text.count("\n") == 1, (codes, text)
 
 
 def test_a_flag_that_all_ranks_find_wrong_is_not_said_by_each_and_a_device_index_is(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_flag_that_all_ranks_find_wrong_is_not_said_by_each_and_a_device_index
         return done.returncode, done.stdout + done.stderr
 
     assert start("--num-layers", "some") == (2, "")
-    code, told = start("--local_rank", "1")
+    code, output = start("--local_rank", "1")
     assert code == 2
-    assert told.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_RANK" in told
+    assert output.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_RANK" in output
 
 
 def test_a_plan_for_many_ranks_names_the_wrong_flags(tmp_path: Path) -> None:

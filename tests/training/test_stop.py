@@ -26,7 +26,7 @@ LATER = 0
 
 
 @pytest.mark.parametrize(
-    ("command", "env", "told"),
+    ("command", "env", "message"),
     [
         ("", {}, "Go on with the same command and --load runs/gpt2-1"),
         ("--save runs/gpt2-1 --train-iters 9", {}, "Go on with the same command and --load runs/gpt2-1"),
@@ -44,8 +44,8 @@ LATER = 0
         ("--save runs/gpt2-1 --resume --load-if-exists", JOB, "the same command as before, or `scontrol requeue 77`"),
     ],
 )
-def test_the_line_says_how_this_very_command_goes_on(command, env, told):
-    assert told in how_to_go_on(RUN, command.split(), env)
+def test_the_line_says_how_this_very_command_goes_on(command, env, message):
+    assert message in how_to_go_on(RUN, command.split(), env)
 
 
 def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
@@ -108,7 +108,7 @@ def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, l
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (MemoryError("Unable to allocate 1.00 GiB for an array with shape (1,)"), "could not allocate 1.00 GiB, at"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."), "12 bytes, at"),
@@ -116,8 +116,8 @@ def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, l
         (MemoryError(), "could not allocate what it needed"),
     ],
 )
-def test_a_failed_allocation_is_known_by_its_kinds(error, told):
-    assert told in (failure.out_of_memory(error) or "")
+def test_a_failed_allocation_is_known_by_its_kinds(error, message):
+    assert message in (failure.out_of_memory(error) or "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), ValueError("out of memory"), KeyError("memory")])

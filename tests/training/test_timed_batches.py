@@ -71,9 +71,9 @@ def test_what_a_sample_cannot_be_read_for_is_said_by_the_rank_that_read_it() -> 
         raise SampleError("sample 3")
         yield 1
 
-    with pytest.raises(SampleError) as told:
+    with pytest.raises(SampleError) as raised:
         next(TimedBatches(failing()))
-    assert not is_same_everywhere(told.value)
+    assert not is_same_everywhere(raised.value)
     assert is_same_everywhere(DataError()) and is_same_everywhere(StopRequest())
     assert not any(map(is_same_everywhere, (CheckpointError(), PeerError(), KeyError())))
     with pytest.raises(CheckpointError) as alike, marked(is_of_this_rank=False):

@@ -51,9 +51,9 @@ def test_an_error_of_what_is_read_ahead_is_raised_when_it_is_asked_for() -> None
     next(batches)
     batches.read_ahead()
     batches.read_ahead()
-    with pytest.raises(SampleError, match="sample 3") as told:
+    with pytest.raises(SampleError, match="sample 3") as raised:
         next(batches)
-    assert not is_same_everywhere(told.value)
+    assert not is_same_everywhere(raised.value)
     with pytest.raises(StopIteration):
         next(batches)
 

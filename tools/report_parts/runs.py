@@ -406,19 +406,19 @@ def _panel(title: Html, line: Any, longest: float) -> Html:
     ]
     shown = sum(map(len, line.spans)) <= MOST_BOXES
     boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if shown else []
-    told = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
-    told += [] if shown else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
+    caption = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
+    caption += [] if shown else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
     drawing = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
-    return tag("figure", tag("figcaption", *told), tag("div", drawing, class_="scroll"))
+    return tag("figure", tag("figcaption", *caption), tag("div", drawing, class_="scroll"))
 
 
 def _box(stage: int, span: Any, scale: float) -> Html:
     action, width = span.action, (span.end_s - span.start_s) * scale
     kind = type(action).__name__
     x, y = LEFT + span.start_s * scale, stage * ROW
-    told = f"{kind} of micro-batch {action.micro_batch}" + (f", chunk {action.chunk}" if action.chunk else "")
-    told += f": {1e3 * (span.end_s - span.start_s):.4g} ms"
-    box = tag("rect", tag("title", told), x=f"{x:.2f}", y=y, width=f"{max(width, 0.3):.2f}", height=ROW - GAP,
+    title = f"{kind} of micro-batch {action.micro_batch}" + (f", chunk {action.chunk}" if action.chunk else "")
+    title += f": {1e3 * (span.end_s - span.start_s):.4g} ms"
+    box = tag("rect", tag("title", title), x=f"{x:.2f}", y=y, width=f"{max(width, 0.3):.2f}", height=ROW - GAP,
               class_=f"box {kind}")  # fmt: skip
     if width < 9 * len(str(action.micro_batch)):
         return box

@@ -21,12 +21,12 @@ def html(value: Any) -> Html:
 
 def tag(name: str, *within: Any, **attributes: Any) -> Html:
     """Return an element; ``class_`` is the attribute class, and True an attribute without a value."""
-    told = "".join(
+    written = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{name}{told}>{joined(within)}</{name}>")
+    return Html(f"<{name}{written}>{joined(within)}</{name}>")
 
 
 def joined(parts: Iterable[Any], between: str = "") -> Html:

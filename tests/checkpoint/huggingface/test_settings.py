@@ -25,7 +25,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "told"),
+    ("theirs", "messages"),
     [
         (scaled(low_freq_factor=4.0), ["--rotary-high-frequency-factor must exceed --rotary-low-frequency-factor"]),
         (scaled(factor="2"), ["--rotary-scaling-factor must be a finite number of at least 1, got '2'"]),
@@ -42,10 +42,10 @@ def scaled(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
-def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], told: list[str]) -> None:
+def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(CheckpointError, match="config.json does not describe a ") as error:
         config_from_huggingface(theirs)
-    assert all(text in str(error.value) for text in told), error.value
+    assert all(text in str(error.value) for text in messages), error.value
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:

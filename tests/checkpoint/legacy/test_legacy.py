@@ -186,7 +186,7 @@ def distribute_by_zarr(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (
             distribute,
@@ -201,16 +201,16 @@ def distribute_by_zarr(folder: Path) -> None:
         (add_tensor, "of no GPT-2 or T5 of ours: language_model.transformer.layers.1.router.weight"),
     ],
 )
-def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, told: str) -> None:
+def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, message: str) -> None:
     folder = write_megatron(tmp_path / "theirs", weights_of(model_of()), tensor=2)
     damage(folder)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         imported(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"swiglu": True, "use_rotary_position_embeddings": True}, "name: a gated activation, rotary positions"),
         ({"squared_relu": True}, "a squared ReLU"),
@@ -222,9 +222,9 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, told: str
     ],
     ids=["LLaMA", "squared", "less 1", "other norms", "rope", "rope of both", "relative"],
 )
-def test_settings_that_make_another_model_are_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+def test_settings_that_make_another_model_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = write_megatron(tmp_path / "theirs", weights_of(model_of()), **settings)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         imported(folder, tmp_path / "run")
     usual = {"normalization": "LayerNorm", "squared_relu": False, "position_embedding_type": "learned_absolute"}
     plain = write_megatron(tmp_path / "plain", weights_of(model_of()), **usual)
@@ -246,6 +246,6 @@ def test_the_tool_prints_the_flags_of_the_model(
     words = ["--input", str(folder), "--output", str(tmp_path / "run"), "--num-attention-heads", "4"]
     monkeypatch.setattr("sys.argv", ["import_checkpoint.py", *words])
     assert main() == 0
-    told = capsys.readouterr().err + caplog.text
-    assert "3-heads-d" in told and "pretrain_gpt2.py --load" in told and "--activation gelu-tanh" in told
+    output = capsys.readouterr().err + caplog.text
+    assert "3-heads-d" in output and "pretrain_gpt2.py --load" in output and "--activation gelu-tanh" in output
     assert main() == 2  # the folder holds something now

@@ -68,8 +68,8 @@ def test_megatrons_files_are_looked_through(tmp_path: Path, monkeypatch) -> None
     found = facts_of(file, eod_id=4)
     assert found.eod_share == pytest.approx(1 / 3) and found.max_token_id == 5 and found.sidecar is None
     assert statistics.counts(file).tolist() == [1] * 6
-    told = dict(statistics.statistics_rows(facts_of(file), None))
-    assert told["end of document"].startswith("not known") and told["vocabulary"].startswith("not known")
+    rows = dict(statistics.statistics_rows(facts_of(file), None))
+    assert rows["end of document"].startswith("not known") and rows["vocabulary"].startswith("not known")
 
 
 def test_empty_documents_are_counted_and_have_no_end(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
     small_corpora.write(tmp_path / "own", small_corpora.TEXTS, vocabulary)
     write(tmp_path / "other", [3])
     write_megatron(tmp_path / "unknown", [400], [0, 1])
-    told = {name: dict(statistics.statistics_rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
+    rows = {name: dict(statistics.statistics_rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
             for name in ("own", "other", "unknown")}  # fmt: skip
-    assert "the tokenizer given is that one" in told["own"]
-    assert "ANOTHER" in told["other"]
-    assert "too small" in told["unknown"]
+    assert "the tokenizer given is that one" in rows["own"]
+    assert "ANOTHER" in rows["other"]
+    assert "too small" in rows["unknown"]
 
 
 def test_tokens_are_told_by_name_by_text_or_as_parts_of_characters(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def shown(stream: Stream, words: Words = WORDS, num_rows: int = 0) -> str:
 
 
 def gpt2(tokens: list[int], segments: list[int] | None = None, **flags: bool) -> Stream:
-    told = None if segments is None else torch.tensor([segments], dtype=torch.int32)
-    return gpt2_streams(gpt2_fields(torch.tensor([tokens]), eod_id=EOD, segments=told, **flags), EOD)[0]
+    given = None if segments is None else torch.tensor([segments], dtype=torch.int32)
+    return gpt2_streams(gpt2_fields(torch.tensor([tokens]), eod_id=EOD, segments=given, **flags), EOD)[0]
 
 
 def test_documents_stand_under_headings_and_a_masked_end_in_brackets() -> None:

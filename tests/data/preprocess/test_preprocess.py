@@ -125,10 +125,10 @@ def test_bad_records_are_told_with_their_lines_and_left_out(corpus: Corpus) -> N
     content = lines("one", "two") + b'{"text": 2}\n' + lines("three") + b'{"text": "cut'
     summary = corpus.run(content, max_bad_lines=2, unit_bytes=10, num_workers=2)
     assert corpus.texts() == ["one" + END, "two" + END, "three" + END]
-    told = [json.loads(line) for line in Path(summary.bad_path or "").read_text().splitlines()]
-    assert [(fields["line"], fields["byte_offset"]) for fields in told] == [(3, 32), (5, 62)]
-    assert told[0]["file"].endswith("c.jsonl") and told[0]["opening"] == '{"text": 2}'
-    assert "must be a string" in told[0]["reason"] and "not JSON" in told[1]["reason"]
+    records = [json.loads(line) for line in Path(summary.bad_path or "").read_text().splitlines()]
+    assert [(fields["line"], fields["byte_offset"]) for fields in records] == [(3, 32), (5, 62)]
+    assert records[0]["file"].endswith("c.jsonl") and records[0]["opening"] == '{"text": 2}'
+    assert "must be a string" in records[0]["reason"] and "not JSON" in records[1]["reason"]
     corpus.run(lines("one"))
     assert corpus.names() == [], "what an earlier job said of its bad lines goes when none is bad"
 

@@ -161,8 +161,8 @@ def test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk(corp
             corpus.run(unit_bytes=UNIT_BYTES)
         except DataError as error:
             limit = f"larger than `ulimit -f` lets a file be here, {size - 1:,} bytes. Raise that limit"
-            is_told = limit in str(error) and "File too large" in str(error) and " are free" not in str(error)
-            os._exit(2 if is_told else 3)
+            is_named = limit in str(error) and "File too large" in str(error) and " are free" not in str(error)
+            os._exit(2 if is_named else 3)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert not corpus.prefix.with_suffix(".bin").exists()

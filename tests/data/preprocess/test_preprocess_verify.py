@@ -80,9 +80,9 @@ def test_files_that_are_not_there_are_named_by_their_option(tmp_path: Path) -> N
 def test_a_document_that_does_not_end_is_found(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 4, 5], eod_id=7)
     assert preprocess.verify(str(tmp_path / "a"), None).num_tokens == 12
-    told = index_format.read(tmp_path / "a.meta.json")
-    assert told is not None
-    (tmp_path / "a.meta.json").write_bytes(replace(told, eod_id=8).to_json())
+    metadata = index_format.read(tmp_path / "a.meta.json")
+    assert metadata is not None
+    (tmp_path / "a.meta.json").write_bytes(replace(metadata, eod_id=8).to_json())
     with pytest.raises(DataError, match="each document must end with the id 8, document 0 ends with 7"):
         preprocess.verify(str(tmp_path / "a"), None)
 

@@ -183,23 +183,23 @@ def test_batches_are_the_same_in_every_layout_and_told_of_their_step(
     samples, size = samples_of(file, short_seq_prob=0.5), 4
     settings = {"micro_batch_size": size // (d * m), "num_micro_batches": m, "data_size": d, "samples_consumed": 8}
     replicas = [iter(DataLoader(samples, data_rank=rank, num_workers=num_workers, **settings)) for rank in range(d)]
-    rows, told = [], []
+    rows, counts = [], []
     for _ in range(2):
         for batch in (next(replica) for replica in replicas for _ in range(m)):
-            told.append(batch.pop(KEY).tolist())
+            counts.append(batch.pop(KEY).tolist())
             rows += [{k: v[row].numpy() for k, v in batch.items()} for row in range(len(batch["text"]))]
     assert all(same(row, samples[8 + place]) for place, row in enumerate(rows)) and len(rows) == 8
     steps = [sum(int((samples[i]["labels"] >= 0).sum()) for i in range(8 + s, 12 + s)) for s in (0, 4)]
-    assert told == [[steps[0], 4]] * (d * m) + [[steps[1], 4]] * (d * m)
+    assert counts == [[steps[0], 4]] * (d * m) + [[steps[1], 4]] * (d * m)
 
 
 def test_a_growing_batch_is_told_of_its_own_step(file: IndexedDataset) -> None:
     samples, sizes = samples_of(file, short_seq_prob=0.5), BatchSizes(6, 2, 2, 8)
     batches = iter(DataLoader(samples, micro_batch_size=2, num_micro_batches=3, data_rank=0, data_size=1, sizes=sizes))
-    told = [next(batches)[KEY].tolist() for _ in range(1 + 1 + 2 + 3)]
+    counts = [next(batches)[KEY].tolist() for _ in range(1 + 1 + 2 + 3)]
     starts = [0, 2, 4, 4, 8, 8, 8]
-    assert [count for _, count in told] == [sizes.at(start) for start in starts]
-    assert [n for n, _ in told] == [sum(map(samples.num_predicted, range(s, s + sizes.at(s)))) for s in starts]
+    assert [count for _, count in counts] == [sizes.at(start) for start in starts]
+    assert [n for n, _ in counts] == [sum(map(samples.num_predicted, range(s, s + sizes.at(s)))) for s in starts]
 
 
 def test_fields_are_what_the_model_takes(file: IndexedDataset) -> None:
@@ -268,7 +268,7 @@ def test_documents_of_one_token_make_pairs_that_do_not_belong_together(tmp_path:
 def test_the_start_tells_of_a_split_that_is_nearly_all_one_document(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, sizes, told in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs are of two")):
+    for name, sizes, warning in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs are of two")):
         file = write(tmp_path / name, sizes)
         paths = BlendPaths(data_path=file.prefix, split="1,0,0")
         build_bert_train_valid_test(paths, seq_length=48, tokens=TOKENS, seed=3, needed=(True, False, False))
@@ -276,7 +276,7 @@ def test_the_start_tells_of_a_split_that_is_nearly_all_one_document(
         found = sum(int(samples[index]["is_random"]) for index in range(samples.samples_per_epoch))
         assert abs(found / samples.samples_per_epoch - samples.share_of_random) < 0.15
         said = "".join(capfd.readouterr())
-        assert (told in said) if told else "warning" not in said
+        assert (warning in said) if warning else "warning" not in said
 
 
 FIXED: dict[str, Any] = {

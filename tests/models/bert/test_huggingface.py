@@ -53,13 +53,13 @@ def test_settings_come_back_and_flags_build_the_model(binary_head: bool) -> None
 
 def test_what_our_bert_has_not_is_refused_by_name() -> None:
     wrong = {"position_embedding_type": "relative_key", "type_vocab_size": 3, "hidden_act": "silu"}
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as raised:
         config_from_huggingface({**BASE_UNCASED, **wrong, "tie_word_embeddings": False})
     for text in ("'relative_key'", "type_vocab_size 3 (known: 2)", "tie_word_embeddings False", "hidden_act 'silu'"):
-        assert text in str(told.value)
-    with pytest.raises(CheckpointError) as told:
+        assert text in str(raised.value)
+    with pytest.raises(CheckpointError) as raised:
         config_to_huggingface(config_of("bert", activation="gated-gelu", kv_hidden_size=4), "float32")
-    assert "got gated-gelu" in str(told.value) and "2 heads of 4 for 16" in str(told.value)
+    assert "got gated-gelu" in str(raised.value) and "2 heads of 4 for 16" in str(raised.value)
 
 
 @pytest.mark.parametrize("binary_head", [True, False])

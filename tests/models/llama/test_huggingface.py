@@ -70,15 +70,15 @@ def test_configs_of_the_hub_are_read() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_our_llama_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as raised:
         config_from_huggingface({**LLAMA_32, **changed})
-    assert f"our LLaMA has no counterpart of these settings: {named}" in str(told.value)
+    assert f"our LLaMA has no counterpart of these settings: {named}" in str(raised.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as raised:
         config_to_huggingface(config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4), "float32")
-    assert all(text in str(told.value) for text in ("got relu", "got 16 and 3"))
+    assert all(text in str(raised.value) for text in ("got relu", "got 16 and 3"))
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
@@ -128,11 +128,11 @@ def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(
     own: dict[str, Any], convert: Run, tmp_path: Path
 ) -> None:
     state = reference(tmp_path / "theirs", **own)
-    code, told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
-    assert code == 0 and "examples/llama/pretrain_llama.py" in told, told
+    code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
+    assert code == 0 and "examples/llama/pretrain_llama.py" in output, output
     words = ["--max-shard-bytes", 20_000, "--verify"]
-    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
-    assert code == 0 and "verified: the logits of a random batch differ by" in told, told
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
+    assert code == 0 and "verified: the logits of a random batch differ by" in output, output
     back = tensors_in(tmp_path / "back")
     assert same(back, {key: state[key] for key in back})
     assert set(state) - set(back) == ({"lm_head.weight"} if own else set())
@@ -141,8 +141,8 @@ def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(
 def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding(convert: Run, tmp_path: Path) -> None:
     config = config_of("llama", num_attention_heads=4, num_query_groups=2, ff_hidden_size=20)
     path = save_model(tmp_path / "run", config, ranks=2)  # 29 tokens: a row of padding
-    code, told = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
-    assert code == 0, told
+    code, output = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
+    assert code == 0, output
     assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[0] == 0
     assert same(read_weights(open_folder(tmp_path / "back")), read_weights(open_folder(path)))
 

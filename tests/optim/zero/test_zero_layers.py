@@ -141,12 +141,16 @@ def other_ways(rank: int, way: str) -> str:
 
 @pytest.mark.parametrize("way", ["skips", "ends early", "evaluates", "goes on"])
 def test_replicas_that_call_other_layers_are_stopped_on_all_ranks_before_a_weight_is_changed(way: str) -> None:
-    codes, told, _ = fork_ranks(2, other_ways, way)
-    assert codes == [0, 0] and told[0] == told[1]
-    assert "same layers in the same order" in told[0] and "use --zero-stage 2" in told[0] and "CHANGED" not in told[0]
+    codes, messages, _ = fork_ranks(2, other_ways, way)
+    assert codes == [0, 0] and messages[0] == messages[1]
+    assert (
+        "same layers in the same order" in messages[0]
+        and "use --zero-stage 2" in messages[0]
+        and "CHANGED" not in messages[0]
+    )
     named = {"skips": "replica 0 calls layers.1, replica 1 calls layers.0", "ends early": "replica 0 calls layers.7"}
     named["goes on"] = "replica 0 calls layers.0, replica 1 is through with its micro-batch"
-    assert named.get(way, "replica 1 calls layers.7") in told[0]
+    assert named.get(way, "replica 1 calls layers.7") in messages[0]
 
 
 def test_replicas_of_one_way_are_not_stopped() -> None:
@@ -167,7 +171,7 @@ def look_later(rank: int) -> list[str]:
     """Say different things as on a device; return after which call that was told."""
     torch.Event = Instant
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    told = []
+    messages = []
     for calls in ("gathers end", "gathers check", "end check"):
         order = GatherOrder(grid.data, ["a", "b"], torch.device("cpu"), looks_later=True)
         first, second = calls.split()
@@ -175,8 +179,8 @@ def look_later(rank: int) -> list[str]:
         order.gathers(rank) if first == "gathers" else order.gathers(0) if rank else order.end()
         with pytest.raises(ConfigError, match="replica 1 calls [ab]"):
             getattr(order, second)()
-            told.append(f"not by {calls}")
-    return told
+            messages.append(f"not by {calls}")
+    return messages
 
 
 def test_a_device_looks_at_the_order_when_the_next_one_is_told_or_the_step_begins() -> None:
@@ -238,22 +242,22 @@ def test_an_encoder_in_a_sequential_computes_as_it_did() -> None:
 
 
 def test_the_largest_unit_is_told_and_warned_of_where_it_is_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str]] = []
+    messages: list[tuple[str, str]] = []
     log.warn_once.cache_clear()
-    monkeypatch.setattr(log, "info", lambda text: told.append(("info", text)))
-    monkeypatch.setattr(log, "warning", lambda text: told.append(("warning", text)))
+    monkeypatch.setattr(log, "info", lambda text: messages.append(("info", text)))
+    monkeypatch.setattr(log, "warning", lambda text: messages.append(("warning", text)))
     flat = nn.Module()
     for number in range(4):
         setattr(flat, f"layer{number}", nn.Linear(4, 4))
     for module in (Plain(), flat):
         alone(module)
-    assert [kind for kind, _ in told] == ["info", "warning"]
-    assert "8 units, the largest with 12% of the weights: layers.0" in told[0][1]
-    assert "100% of the weights: what is in no layer" in told[1][1] and "ModuleList" in told[1][1]
+    assert [kind for kind, _ in messages] == ["info", "warning"]
+    assert "8 units, the largest with 12% of the weights: layers.0" in messages[0][1]
+    assert "100% of the weights: what is in no layer" in messages[1][1] and "ModuleList" in messages[1][1]
 
 
 def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> None:
-    told = {}
+    messages = {}
     for stage in (0, 3):
         module = Plain()
         optimizer = alone(module) if stage else build_optimizer(module.parameters())
@@ -261,9 +265,9 @@ def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> N
         judge.take_loss(float("nan"))
         with pytest.raises(LossError) as caught:
             optimizer.judge(1.0)
-        told[stage] = str(caught.value)
-    assert "weights are read outside of the forward" in told[3] and "use --zero-stage 2" in told[3]
-    assert told[3].startswith(told[0])
+        messages[stage] = str(caught.value)
+    assert "weights are read outside of the forward" in messages[3] and "use --zero-stage 2" in messages[3]
+    assert messages[3].startswith(messages[0])
 
 
 def with_weight_norm() -> nn.Module:
@@ -291,10 +295,10 @@ def test_hooks_and_tensors_of_other_kinds_see_the_weights(make: Callable[[], Any
 
 
 def test_a_part_that_is_called_first_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     module = Plain()
     alone(module)
-    monkeypatch.setattr(log, "warning", told.append)
+    monkeypatch.setattr(log, "warning", messages.append)
     module.layers[2](torch.ones(2, H))
     module(torch.ones(2, H))
-    assert not told
+    assert not messages

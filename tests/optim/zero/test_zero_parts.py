@@ -274,13 +274,13 @@ def test_layers_whose_weights_are_read_past_them_are_named(monkeypatch: pytest.M
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(self.layers[0](x), self.layers[2].weight)
 
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(log, "warning", messages.append)
     module = Odd()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=EVERYWHERE)
     optimizer.cut_weights(module)
     assert all(module(torch.ones(2, 16)).isnan().all() for _ in range(2))
-    assert len(told) == 1 and "layers.1, layers.2 was not called" in told[0]
+    assert len(messages) == 1 and "layers.1, layers.2 was not called" in messages[0]
 
 
 def twice(rank: int) -> None:

@@ -156,7 +156,7 @@ def simulate_all(name: str, costs: Costs) -> float:
 
 
 def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(Auto, "_log", lambda self, reason: told.append(reason))
-    auto = Auto(told.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
-    assert auto.is_chosen and told == ["1f1b", "1f1b: with one stage there is nothing to choose"]
+    messages: list[str] = []
+    monkeypatch.setattr(Auto, "_log", lambda self, reason: messages.append(reason))
+    auto = Auto(messages.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
+    assert auto.is_chosen and messages == ["1f1b", "1f1b: with one stage there is nothing to choose"]

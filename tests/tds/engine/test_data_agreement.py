@@ -23,7 +23,7 @@ def _ends(rank: int) -> list[Any]:
     """Return what three stages see of: data that end on all, on the last alone, within a call; and a step after it."""
     toy = Toy("chain")
     engine = make_engine(toy, 3)
-    whole, told = toy.batches(), []
+    whole, ends = toy.batches(), []
     for first, last in ((2 * whole, 2 * whole), (2 * whole, whole), (whole[:3], whole), (2 * whole, whole * 2)):
         data = iter(first if rank == 0 else last)
         steps = 0
@@ -34,14 +34,14 @@ def _ends(rank: int) -> list[Any]:
             with pytest.raises(StopIteration):
                 engine.train_batch(data)
         except DataEnded as error:
-            told.append((steps, str(error)))
+            ends.append((steps, str(error)))
         else:
-            told.append((steps, "all ended"))
+            ends.append((steps, "all ended"))
     with pytest.raises(DataEnded):
         engine.eval_batch(iter(whole[: 3 if rank == 2 else 4]))
     with pytest.raises(StopIteration):
         engine.eval_batch(iter([]))
-    return [*told, train(engine, toy)]
+    return [*ends, train(engine, toy)]
 
 
 def test_all_ranks_learn_of_data_that_end_and_can_go_on() -> None:
@@ -52,8 +52,8 @@ def test_all_ranks_learn_of_data_that_end_and_can_go_on() -> None:
     assert "a multiple of gradient_accumulation_steps" in one[1] and "RepeatingLoader" in one[1]
     assert within[0] == 0 and "needs 4 micro-batches, got 3 on rank 0 (stage 0, replica 0), where the d" in within[1]
     _, wanted = reference(Toy("chain"))
-    for *told, (_, gradients, _) in ranks:
-        assert told == ranks[0][:4], "middle stages too"
+    for *ends, (_, gradients, _) in ranks:
+        assert ends == ranks[0][:4], "middle stages too"
         assert all(torch.allclose(g, wanted[name], rtol=1e-11, atol=1e-15) for name, g in gradients.items())
 
 

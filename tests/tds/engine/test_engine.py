@@ -73,8 +73,8 @@ def _die(rank: int, toy: Toy) -> str:
 def test_a_dead_peer_is_named_with_action_and_micro_batch() -> None:
     codes, results, reports = fork_ranks(2, _die, Toy("chain"))
     assert codes[1] == -signal.SIGKILL
-    told = (results[0] or "") + reports[0]
-    assert "stage 0 lost stage 1 (rank 1) while" in told and "micro-batch" in told
+    message = (results[0] or "") + reports[0]
+    assert "stage 0 lost stage 1 (rank 1) while" in message and "micro-batch" in message
 
 
 def _die_between(rank: int, toy: Toy) -> None:
@@ -148,13 +148,13 @@ def test_training_data_is_read_and_repeated() -> None:
 
 
 def _mistakes(rank: int) -> dict[str, str]:
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
     toy = Toy("chain", layers=4)
 
     def note(name: str, kinds: Any, call: Any) -> None:
         with pytest.raises(kinds) as raised:
             call()
-        told[name] = str(raised.value)
+        messages[name] = str(raised.value)
 
     engine = make_engine(toy, 2)
     for name in ("forward", "backward", "step"):
@@ -182,22 +182,28 @@ def _mistakes(rank: int) -> dict[str, str]:
     with torch.no_grad():
         note("no_grad", RuntimeError, engine.train_batch)
     note("divide", ValueError, lambda: engine.set_train_batch_size(toy.rows * 4 + 1))
-    return told
+    return messages
 
 
 def test_mistakes_are_told_with_what_to_do() -> None:
-    told = run_ranks(2, _mistakes)[0]
-    assert "train_batch(data_iter)" in told["forward"] and "train_batch" in told["step"]
-    assert "pass an iterator" in told["data"]
-    assert "'1f1b'" in told["schedule"] and "zb-h1" in told["schedule"]
-    assert "tds.PipelineModule(..., chunks=c)" in told["plain"] and "chunks=1 in PipelineModule" in told["chunks"]
-    assert "chunks" in told["interleaved"] and "interleaved" in told["whole"] and "in each chunk" in told["thin"]
-    assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in told["key"]
-    assert "[0, 2, 3]" in told["bounds"] and "4 layers" in told["bounds"]
-    assert "none on stage 0" in told["empty"] and "1 layers, 2 stages" in told["few"]
+    messages = run_ranks(2, _mistakes)[0]
+    assert "train_batch(data_iter)" in messages["forward"] and "train_batch" in messages["step"]
+    assert "pass an iterator" in messages["data"]
+    assert "'1f1b'" in messages["schedule"] and "zb-h1" in messages["schedule"]
+    assert (
+        "tds.PipelineModule(..., chunks=c)" in messages["plain"] and "chunks=1 in PipelineModule" in messages["chunks"]
+    )
+    assert (
+        "chunks" in messages["interleaved"]
+        and "interleaved" in messages["whole"]
+        and "in each chunk" in messages["thin"]
+    )
+    assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in messages["key"]
+    assert "[0, 2, 3]" in messages["bounds"] and "4 layers" in messages["bounds"]
+    assert "none on stage 0" in messages["empty"] and "1 layers, 2 stages" in messages["few"]
     classes = ", ".join(dict.fromkeys(spec.typename.__name__ for spec in Toy("chain", layers=4).specs()))
-    assert "got 'type:transformer'; the classes are " + classes + ". Take one" in told["type"]
-    assert "one length" in told["lists"] and "Leave it out" in told["mpu"]
+    assert "got 'type:transformer'; the classes are " + classes + ". Take one" in messages["type"]
+    assert "one length" in messages["lists"] and "Leave it out" in messages["mpu"]
 
 
 def _skipped(rank: int, toy: Toy) -> list[Any]:
@@ -296,8 +302,8 @@ def _goes_on(rank: int, num_stages: int) -> tuple[str, list[Any]]:
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_an_error_in_the_middle_leaves_nothing_for_the_next_batch(num_stages: int) -> None:
     _, wanted = reference(Toy("chain"))
-    for told, gradients in run_ranks(num_stages, _goes_on, num_stages):
-        assert ("_Planted" in told and "End the program" in told) == (num_stages > 1), told
+    for message, gradients in run_ranks(num_stages, _goes_on, num_stages):
+        assert ("_Planted" in message and "End the program" in message) == (num_stages > 1), message
         assert len(gradients) == (3 if num_stages == 1 else 2)
         for name, gradient in [item for each in gradients for item in each.items()]:
             assert torch.allclose(gradient, wanted[name], rtol=1e-11, atol=1e-15), name

@@ -110,12 +110,12 @@ def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
 
 
 def _wrong(engine: Any, data: list[Any]) -> str:
-    told = []
+    messages = []
     for given in ({"reduce_output": "sum"}, {"num_micro_batches": 0}):
         with pytest.raises((NotImplementedError, ValueError)) as raised:
             engine.eval_batch(iter(data), **given)
-        told.append(str(raised.value))
-    return "; ".join(told)
+        messages.append(str(raised.value))
+    return "; ".join(messages)
 
 
 def test_eval_batch_has_deepspeeds_arguments() -> None:

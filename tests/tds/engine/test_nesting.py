@@ -16,7 +16,7 @@ X, Y = torch.zeros(4, 128), torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (X, "tensor [4, 128]"),
         ((X, Y), "(tensor [4, 128], tensor [4])"),
@@ -29,8 +29,8 @@ X, Y = torch.zeros(4, 128), torch.zeros(4)
     ],
     ids=range(8),
 )
-def test_a_nesting_is_shown_as_text(value: Any, told: str) -> None:
-    assert describe_structure(value) == told
+def test_a_nesting_is_shown_as_text(value: Any, message: str) -> None:
+    assert describe_structure(value) == message
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], ((X, X), None), ({"ids": X}, (Y, Y)), [[X], [Y]]], ids=range(5))
@@ -40,7 +40,7 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         (
             None,
@@ -72,16 +72,16 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
     ],
     ids=range(12),
 )
-def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, told: str) -> None:
+def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         BatchSource(iter([batch]), None, 0).next()
     text = str(raised.value).replace(" from the iterator on stage 0", " from here")
     assert text.startswith("a micro-batch must be ((inputs...), labels): what the first layer takes, and")
-    assert told in text
+    assert message in text
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "message"),
     [
         (
             (X, np.zeros(3)),
@@ -96,10 +96,10 @@ def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, told: str) -> None
     ],
     ids=range(4),
 )
-def test_an_input_that_is_no_tensor_is_named_with_its_place(inputs: Any, told: str) -> None:
+def test_an_input_that_is_no_tensor_is_named_with_its_place(inputs: Any, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         stage_inputs(inputs, torch.device("cpu"), needs_grad=False)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_loader_is_no_iterator() -> None:
@@ -133,10 +133,10 @@ def test_an_engine_names_the_nesting_and_who_gave_it() -> None:
     codes, _, reports = fork_ranks(3, _train_on_three)
     assert codes == [1, 1, 1]
     for rank in (0, 2):
-        told = f"from the batch function without_pairs on stage {rank}"
-        assert "got (tensor [3, 4, 6], tensor [3, 4, 6], tensor [3, 4])" in reports[rank] and told in reports[rank]
+        message = f"from the batch function without_pairs on stage {rank}"
+        assert "got (tensor [3, 4, 6], tensor [3, 4, 6], tensor [3, 4])" in reports[rank] and message in reports[rank]
     assert (
         "the first layer was given (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_on_two_for_one)[2][0]
     )
-    told = "the loss function was given (tensor [3, 4, 6], tensor [3, 4, 6])"
-    assert told in fork_ranks(1, _train_with_wrong_labels)[2][0]
+    message = "the loss function was given (tensor [3, 4, 6], tensor [3, 4, 6])"
+    assert message in fork_ranks(1, _train_with_wrong_labels)[2][0]

@@ -80,7 +80,7 @@ def _bombed(rank: int, place: Path) -> tuple[str, str, bool, Any]:
     engine = _engine("ours", 2)
     engine.save_checkpoint(str(place), "good", client_state={"half": Fraction(1, 2)})
     engine.save_checkpoint(str(place), "bad")
-    told = []
+    messages = []
     if rank == 0:
         layer = place / "bad" / "layer_04-model_states.pt"
         torch.save({**torch.load(layer), "more": Bomb(place / "mark")}, layer)
@@ -89,11 +89,11 @@ def _bombed(rank: int, place: Path) -> tuple[str, str, bool, Any]:
     for tag in ("bad", "good"):
         with pytest.raises(CheckpointError) as raised:
             engine.load_checkpoint(str(place), tag)
-        told.append(str(raised.value))
+        messages.append(str(raised.value))
     same = all(torch.equal(weight, before[name]) for name, weight in _weights(engine).items())
     _, state = engine.load_checkpoint(str(place), "good", is_trusted=True)
     assert not engine.checkpoint_engine.load.is_trusted
-    return told[0], told[1], same, state["half"]
+    return messages[0], messages[1], same, state["half"]
 
 
 def test_the_engine_refuses_such_a_file_on_every_rank_and_reads_a_trusted_one(tmp_path: Path) -> None:

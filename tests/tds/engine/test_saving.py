@@ -143,10 +143,10 @@ def test_weights_load_on_another_number_of_stages_and_optimizer_states_do_not(
     layouts: list[tuple[int, int, Any]] = [(2, 2, {"partition_method": [0, 2, 6]}), (2, 1, {}), (3, 3, {})]
     for ranks, num_stages, options in layouts[: 2 if toy is HALF else 3]:
         seen: set[str] = set()
-        for told, path, loaded, state, moved in run_ranks(
+        for message, path, loaded, state, moved in run_ranks(
             ranks, _load_elsewhere, str(tmp_path), num_stages, toy, options
         ):
-            assert "Pass load_optimizer_states=False" in told, told
+            assert "Pass load_optimizer_states=False" in message, message
             assert path is not None and state == (2, [0.005]) and moved > 0
             assert all(torch.equal(saved[name], weight) for name, weight in loaded.items())
             seen |= set(loaded)
@@ -198,17 +198,17 @@ def test_what_a_tied_module_holds_beyond_its_tied_weight_comes_back_too(tmp_path
 
 def _broken(rank: int, place: str) -> list[str]:
     engine = _engine("ours", 2)
-    told = []
+    messages = []
     for tag in ("cut", "gone", "empty", "other", None):
         with pytest.raises(CheckpointError) as raised:
             engine.load_checkpoint(place, tag, load_optimizer_states=False)
-        told.append(str(raised.value))
+        messages.append(str(raised.value))
     with pytest.raises(ValueError, match="custom_load_fn"):
         engine.load_checkpoint(place, "good", custom_load_fn=print)
     assert engine.load_checkpoint(f"{place}/nowhere") == (None, None)
     engine.load_checkpoint(place, "good", load_module_only=True)
     assert engine.global_steps == 0 and set(engine.module_state_dict()) == set(engine.module.state_dict())
-    return told
+    return messages
 
 
 def test_a_damaged_checkpoint_stops_every_rank_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -231,14 +231,14 @@ def test_a_damaged_checkpoint_stops_every_rank_with_the_name_of_the_file(tmp_pat
 def _seen_otherwise(rank: int, place: str) -> list[tuple[str, float]]:
     """Load what rank 1 alone finds damaged or sees otherwise; return the errors and the seconds until they came."""
     engine = _engine("ours", 2)
-    told = []
+    messages = []
     for name in ("torn", f"rank{rank}", f"other{rank}"):
         began = time.monotonic()
         with pytest.raises(CheckpointError) as raised:
             engine.load_checkpoint(f"{place}/{name}")
-        told.append((str(raised.value), time.monotonic() - began))
+        messages.append((str(raised.value), time.monotonic() - began))
     assert engine.load_checkpoint(f"{place}/rank0")[0] is not None, "a checkpoint that is whole loads after all that"
-    return told
+    return messages
 
 
 def test_what_one_rank_alone_cannot_read_stops_every_rank_at_once(tmp_path: Path) -> None:
@@ -274,25 +274,25 @@ def _chunks(rank: int, place: str, chunks: int, loads: bool) -> Any:
         _steps(engine, 0, 1)
         engine.save_checkpoint(place)
         return _steps(engine, 1, 1), _weights(engine)
-    told = ""
+    message = ""
     try:
         engine.load_checkpoint(place)
     except CheckpointError as error:
-        told = str(error)
+        message = str(error)
         engine.load_checkpoint(place, load_optimizer_states=False)
-    return told, _weights(engine), _steps(engine, 1, 1)
+    return message, _weights(engine), _steps(engine, 1, 1)
 
 
 def test_chunks_are_saved_by_the_numbers_of_their_layers(tmp_path: Path) -> None:
     """Tied weights that meet on one stage, and two runs of layers on each."""
     saved = run_ranks(2, _chunks, str(tmp_path), 3, False)
     again = run_ranks(2, _chunks, str(tmp_path), 3, True)
-    for (losses, after), (told, _, continued) in zip(saved, again, strict=True):
-        assert told == "" and continued == losses and after
+    for (losses, after), (message, _, continued) in zip(saved, again, strict=True):
+        assert message == "" and continued == losses and after
     names = {name for _, loaded, _ in again for name in loaded}
     weights = {name: weight for _, loaded, _ in again for name, weight in loaded.items()}
     others = run_ranks(2, _chunks, str(tmp_path), 1, True)
     assert {name for _, loaded, _ in others for name in loaded} == names
-    for told, loaded, _ in others:
-        assert "stage " in told and "had the layers" in told and "load_optimizer_states=False" in told
+    for message, loaded, _ in others:
+        assert "stage " in message and "had the layers" in message and "load_optimizer_states=False" in message
         assert all(torch.equal(weight, weights[name]) for name, weight in loaded.items())

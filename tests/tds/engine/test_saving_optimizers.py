@@ -122,8 +122,8 @@ def _saved_and_loaded(rank: int, place: str) -> tuple[str, float]:
 
 
 def test_states_of_zero_that_are_cut_on_one_replica_stop_both(tmp_path: Path) -> None:
-    for told, seconds in run_ranks(2, _saved_and_loaded, str(tmp_path)):
-        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be loaded: " in told and told.endswith("(rank 1)"), (
-            told
-        )
+    for message, seconds in run_ranks(2, _saved_and_loaded, str(tmp_path)):
+        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be loaded: " in message and message.endswith(
+            "(rank 1)"
+        ), message
         assert seconds < GROUP_TIMEOUT_S / 2

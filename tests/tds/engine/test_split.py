@@ -73,8 +73,8 @@ def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
     _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
     have = {name for name, p in net.named_parameters() if p.grad is not None}
     assert have == {"norm.weight", "norm.bias"}
-    told = splitter.describe_split(dict(net.named_parameters()))
-    assert "norm.weight" in told and "91.5 %" in told, told
+    description = splitter.describe_split(dict(net.named_parameters()))
+    assert "norm.weight" in description and "91.5 %" in description, description
     splitter.run((0, 0))
     assert all(p.grad is not None for p in net.parameters())
 
@@ -122,19 +122,19 @@ def test_the_function_that_stood_there_is_called_and_back_afterwards(monkeypatch
     assert F.linear is counted and len(seen) == 1
 
 
-def _told(rank: int) -> list[str]:
-    told: list[str] = []
+def _messages(rank: int) -> list[str]:
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
     engine = make_engine(Toy("chain", pipeline={"schedule": "zb-h1"}), 2)
     for _ in range(2):
         train(engine, Toy("chain"))
-    return [text for text in told if "put off" in text]
+    return [text for text in messages if "put off" in text]
 
 
 def test_the_engine_says_once_what_its_schedule_splits() -> None:
-    first, last = run_ranks(2, _told)
+    first, last = run_ranks(2, _messages)
     assert first == [], "the first stage's backward is whole"
     assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
 
@@ -155,23 +155,23 @@ class LossWithWeights(nn.Module):
 
 
 def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
     toy = Toy("chain", pipeline={"schedule": schedule})
     module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
     engine = make_engine(toy, 2, module=module)
     loss = engine.train_batch(iter(toy.batches()))
-    return float(loss), [text for text in told if "put off" in text]
+    return float(loss), [text for text in messages if "put off" in text]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
     (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
-    (loss, _), (_, told) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
+    (loss, _), (_, messages) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
     assert loss == wanted
-    assert told == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+    assert messages == ["zb-h1, stage 1: the gradients of all its weights are put off"]
 
 
 def _calls(rank: int) -> list[int]:

@@ -253,7 +253,7 @@ def _declare(rank: int) -> list[str]:
     """Change the declaration between calls of one exchange; return what the sender was told in each."""
     module = SimpleNamespace(_input_grad=[True], _layer_specs=[torch.tanh, torch.nn.ReLU()], parts=[0, 1, 2])
     exchange = make_exchange(module=module)
-    told = []
+    messages = []
     for dtype, grad in ((None, True), ("bool", False), (torch.float64, True)):
         set_list(module, "_input_type", [dtype])
         set_list(module, "_input_grad", [grad])
@@ -267,17 +267,17 @@ def _declare(rank: int) -> list[str]:
             else:
                 _, leaves = exchange.recv_forward(Message(Kind.ACTIVATION, 0, 0, 0))
                 exchange.send_backward(Message(Kind.GRADIENT, 0, 0, 0), leaves)
-            told.append("")
+            messages.append("")
         except BoundaryError as error:
-            told.append(str(error))
+            messages.append(str(error))
         exchange.finish()
-    return told
+    return messages
 
 
 def test_a_new_declaration_holds_from_the_next_call_on() -> None:
-    told, _ = run_ranks(2, _declare)
-    assert told[0] == told[2] == ""
-    assert "stage 0 output 0 (of layer 0 (tanh)): declared bool, got float64[2, 3]" in told[1]
+    messages, _ = run_ranks(2, _declare)
+    assert messages[0] == messages[2] == ""
+    assert "stage 0 output 0 (of layer 0 (tanh)): declared bool, got float64[2, 3]" in messages[1]
 
 
 def test_tensors_that_lie_elsewhere_are_named() -> None:

@@ -137,12 +137,12 @@ def messages(rank: int, group: Any) -> Iterator[torch.Tensor]:
 
 
 def objects(rank: int, group: Any) -> Iterator[torch.Tensor]:
-    told: list[Any] = [None] * SIZE
-    dist.all_gather_object(told, {"rank": rank}, group=group)
+    gathered: list[Any] = [None] * SIZE
+    dist.all_gather_object(gathered, {"rank": rank}, group=group)
     said = [rank]
     dist.broadcast_object_list(said, src=2, group=group)
     dist.barrier(group=group)
-    yield torch.tensor([*(one["rank"] for one in told), *said])
+    yield torch.tensor([*(one["rank"] for one in gathered), *said])
 
 
 def _results(rank: int, operations: Callable[[int, Any], Iterator[torch.Tensor]]) -> tuple[Any, Any]:
@@ -248,9 +248,9 @@ def _alone(rank: int, copies: bool) -> str:
 def test_a_rank_that_dies_is_told_in_the_words_of_gloo() -> None:
     for copies in (False, True):
         codes, results, reports = fork_ranks(2, _alone, copies)
-        told = results[0] or reports[0]
-        assert codes[1] == 9 and "RuntimeError" in told
-        assert re.search("Connection (closed|reset) by peer", told), told
+        message = results[0] or reports[0]
+        assert codes[1] == 9 and "RuntimeError" in message
+        assert re.search("Connection (closed|reset) by peer", message), message
 
 
 def _limits(rank: int) -> Any:
@@ -282,8 +282,8 @@ def _late(rank: int) -> str:
 
 def test_a_message_through_the_host_that_does_not_come_is_waited_for_as_long_as_the_limit_says() -> None:
     begin = time.monotonic()
-    told = run_ranks(2, _late)[1]
-    assert "stage 1 lost stage 0 (rank 0) while receiving the activation" in told
+    message = run_ranks(2, _late)[1]
+    assert "stage 1 lost stage 0 (rank 0) while receiving the activation" in message
     assert time.monotonic() - begin < GROUP_TIMEOUT_S
 
 
@@ -303,8 +303,8 @@ def _of_stages(rank: int, name: str) -> Any:
 
 def test_stages_on_gpus_send_in_a_group_that_copies_and_are_told_of_it_where_gloo_is_alone() -> None:
     assert run_ranks(2, _of_stages, host_copies.NAME) == [({True}, False)] * 2
-    for told in run_ranks(2, _of_stages, "gloo"):
-        assert "tds.p2p.host_copies.register()" in told and 'init_distributed(dist_backend="host_copies")' in told
+    for message in run_ranks(2, _of_stages, "gloo"):
+        assert "tds.p2p.host_copies.register()" in message and 'init_distributed(dist_backend="host_copies")' in message
 
 
 def _heard(rank: int) -> list[str]:
@@ -318,8 +318,8 @@ def _heard(rank: int) -> list[str]:
 
 
 def test_it_says_once_in_a_job_that_it_is_not_for_speed() -> None:
-    told = "cpu tensors go through the host, by gloo (host_copies): for numbers only, not for speed"
-    assert run_ranks(2, _heard) == [[told], []]
+    message = "cpu tensors go through the host, by gloo (host_copies): for numbers only, not for speed"
+    assert run_ranks(2, _heard) == [[message], []]
 
 
 def test_each_method_of_a_group_that_torch_gives_tensors_is_known() -> None:

@@ -66,8 +66,8 @@ def test_the_others_give_up_when_a_stage_sleeps(
     results = run_ranks(size, _hang, size, str(tmp_path), toy, at_loss, init=False, deadline_s=30)
     for rank, result in enumerate(results):
         if rank != SLEEPER:
-            waited, told = result
-            assert words in told, told
+            waited, message = result
+            assert words in message, message
             assert waited < TIMEOUT_S + 3, (rank, waited)
 
 

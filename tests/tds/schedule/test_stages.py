@@ -84,11 +84,11 @@ def test_as_many_forwards_are_in_flight_as_the_schedule_itself_keeps(name, num_c
     for p in (2, 3, 4, 8):
         for m in (1, p - 1, p, 4 * p) if num_chunks == 1 else (p, 4 * p):
             actions = [order(p, m, stage) for stage in range(p)]
-            told = [in_flight(p, m, name, num_chunks, stage) for stage in range(p)]
+            counted = [in_flight(p, m, name, num_chunks, stage) for stage in range(p)]
             held = validate(actions, m, num_chunks=num_chunks)
-            if name == "zb-h1" and num_chunks > 1 and told[1] == held[1] + 1:  # where it splits its last round alone
-                told[1] -= 1
-            assert told == held, (p, m)
+            if name == "zb-h1" and num_chunks > 1 and counted[1] == held[1] + 1:  # where it splits its last round alone
+                counted[1] -= 1
+            assert counted == held, (p, m)
 
 
 def test_auto_is_reckoned_by_its_worst_and_its_default_follows_the_chunks():
@@ -105,12 +105,12 @@ def test_the_bubble_of_equal_stages_is_the_one_that_is_simulated(name, num_chunk
         for m in (1, p - 1, p, p + 1, 4 * p):
             actions = [schedule_named(name, num_chunks)(p, m, stage) for stage in range(p)]
             simulated = simulate(actions, Costs.even(p * num_chunks), num_chunks).bubble
-            told = bubble(p, m, name, num_chunks)
+            predicted = bubble(p, m, name, num_chunks)
             apart = 1e-9
             if num_chunks > 1 and m % p:
                 apart = 0.06 if name == "zb-h1" else 0.01 if m > p else apart
-                assert told <= bubble(p, m, "interleaved", num_chunks) + 1e-9, (p, m)
-            assert told == pytest.approx(simulated, abs=apart), (p, m)
+                assert predicted <= bubble(p, m, "interleaved", num_chunks) + 1e-9, (p, m)
+            assert predicted == pytest.approx(simulated, abs=apart), (p, m)
 
 
 @pytest.mark.parametrize(("name", "num_chunks"), [(name, c) for name, c in NAMES if c < 3])

@@ -97,9 +97,9 @@ def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: 
     assert not dog.look(4.0) and dog.look(2.0)
 
 
-@pytest.mark.parametrize(("stopped_s", "is_told"), [(60.0, True), (2.0, False)])
+@pytest.mark.parametrize(("stopped_s", "is_reported"), [(60.0, True), (2.0, False)])
 def test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained(
-    stopped_s: float, is_told: bool, dog: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    stopped_s: float, is_reported: bool, dog: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     armed: list[float] = []
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda limit_s, file: armed.append(limit_s))
@@ -107,8 +107,8 @@ def test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained(
     dog.clock.now += stopped_s
     dog._arm()
     dog._arm()
-    told = "rank 0: the stacks above were shown because nothing ran here for 60 s: the process was stopped, "
-    assert capfd.readouterr().err.count(told) == is_told and armed == [10.0, 10.0]
+    message = "rank 0: the stacks above were shown because nothing ran here for 60 s: the process was stopped, "
+    assert capfd.readouterr().err.count(message) == is_reported and armed == [10.0, 10.0]
 
 
 def test_a_limit_that_changes_holds_at_once(dog: Any) -> None:
@@ -134,27 +134,27 @@ def _record(rank: int) -> tuple[str, float, int, str | None]:
     thread = threading.Thread(target=in_background)
     thread.start()
     released.wait(SLACK_S)
-    told = diagnosis.format_operations({here.grid.data.handle.group_name: "data"})
+    operations = diagnosis.format_operations({here.grid.data.handle.group_name: "data"})
     for _ in range(30):
         all_reduce(torch.ones(3), here.grid.data)
     many = diagnosis.format_operations({})
     held.set()
     thread.join()
-    return told, diagnosis.idle_s(), many.count("all_reduce"), many
+    return operations, diagnosis.idle_s(), many.count("all_reduce"), many
 
 
 def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() -> None:
-    for told, idle_s, number, many in run_ranks(2, _record):
-        assert told.endswith("all_reduce float[2] (data)") and "float[7]" not in told
+    for operations, idle_s, number, many in run_ranks(2, _record):
+        assert operations.endswith("all_reduce float[2] (data)") and "float[7]" not in operations
         assert idle_s < SLACK_S
         assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
 
 
 def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: Any) -> None:
-    told: list[Any] = []
-    dog._on_stuck, dog._is_busy = (lambda *seen: told.append(seen)), (lambda: True)
+    messages: list[Any] = []
+    dog._on_stuck, dog._is_busy = (lambda *seen: messages.append(seen)), (lambda: True)
     dog._answer(dog._alarms)
-    ((found, own, linger),) = told
+    ((found, own, linger),) = messages
     assert found.startswith("no rank is at work") and own.is_waiting and linger == dog._alarms.linger
 
 

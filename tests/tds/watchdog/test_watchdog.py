@@ -61,17 +61,17 @@ def _lose_one(rank: int, place: str, how: str, num_stages: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
     engine.on_micro_batch = lose
-    told = "trained"
+    message = "trained"
     try:
         engine.train_batch(iter(toy.batches(engine.grid.get_data_parallel_rank())))
     except (RuntimeError, InterruptedError) as error:
-        told = str(error)
+        message = str(error)
     pid, lost_at = Path(f"{place}/lost").read_text().split()
-    text = json.dumps({"told": told, "after_s": time.monotonic() - float(lost_at)})
-    Path(f"{place}/told-{rank}").write_text(text)
+    text = json.dumps({"message": message, "after_s": time.monotonic() - float(lost_at)})
+    Path(f"{place}/message-{rank}").write_text(text)
     if rank == 0 and how != "kill":
         end = time.monotonic() + SLACK_S
-        while len(list(Path(place).glob("told-*"))) < RANKS - 1 and time.monotonic() < end:
+        while len(list(Path(place).glob("message-*"))) < RANKS - 1 and time.monotonic() < end:
             time.sleep(0.02)
         os.kill(int(pid), signal.SIGKILL)
     raise SystemExit(4)
@@ -87,16 +87,16 @@ def _survivors(place: Path, how: str, num_stages: int = RANKS) -> list[tuple[int
     assert codes == wanted, reports
     survivors = []
     for rank in set(range(RANKS)) - {ABSENT}:
-        told = json.loads((place / f"told-{rank}").read_text())
+        content = json.loads((place / f"message-{rank}").read_text())
         text = (place / f"lines-{rank}").read_text()
         lines = [line for line in text.splitlines() if line.startswith("tds watchdog: ")]
-        survivors.append((rank, told["told"], told["after_s"], lines))
+        survivors.append((rank, content["message"], content["after_s"], lines))
     return survivors
 
 
 def test_a_killed_rank_ends_all_others_at_once_even_those_that_do_not_talk_to_it(tmp_path: Path) -> None:
-    for rank, told, after_s, lines in _survivors(tmp_path, "kill"):
-        assert f"stage {rank} lost stage" in told and "of micro-batch" in told
+    for rank, message, after_s, lines in _survivors(tmp_path, "kill"):
+        assert f"stage {rank} lost stage" in message and "of micro-batch" in message
         assert after_s < SLACK_S and not lines
 
 
@@ -106,26 +106,28 @@ def test_a_killed_rank_of_one_replica_ends_all_of_both_and_is_named(tmp_path: Pa
     for number in range(3):
         place = tmp_path / str(number)
         place.mkdir()
-        survivors = {rank: (told, after_s) for rank, told, after_s, _ in _survivors(place, "kill", 2)}
+        survivors = {rank: (message, after_s) for rank, message, after_s, _ in _survivors(place, "kill", 2)}
         ends_s.append(max(after_s for _, after_s in survivors.values()))
         assert "stage 1 lost stage 0 (rank 1) while" in survivors[3][0]
-        assert all(f"stage {rank // 2} lost " in told for rank, (told, _) in survivors.items()), survivors
+        assert all(f"stage {rank // 2} lost " in message for rank, (message, _) in survivors.items()), survivors
     print(f"all others had their error {min(ends_s):.2f} s after the loss, the best of {len(ends_s)}")
     assert max(ends_s) < SLACK_S
 
 
 def test_a_stopped_rank_is_named_by_all_others_when_the_time_is_up(tmp_path: Path) -> None:
-    for rank, told, after_s, lines in _survivors(tmp_path, "stop"):
-        assert told.startswith("rank 1 (stage 1, replica 0) did not come and does not answer: stopped"), told
-        assert f"stage {rank} lost stage" in told or f"stage {rank} lost a rank" in told
+    for rank, message, after_s, lines in _survivors(tmp_path, "stop"):
+        assert message.startswith("rank 1 (stage 1, replica 0) did not come and does not answer: stopped"), message
+        assert f"stage {rank} lost stage" in message or f"stage {rank} lost a rank" in message
         assert LIMIT_S - 1 < after_s < LIMIT_S + SLACK_S
         assert len(lines) == 1 and f"rank {rank} (stage {rank}, replica 0) has " in lines[0]
         assert "of micro-batch" in lines[0] and "last messages: " in lines[0]
 
 
 def test_a_rank_stuck_in_a_users_code_answers_and_is_named(tmp_path: Path) -> None:
-    for _, told, after_s, lines in _survivors(tmp_path, "sleep"):
-        assert told.startswith("rank 1 (stage 1, replica 0) did not come: it has been in its forward of micro-batch 2")
+    for _, message, after_s, lines in _survivors(tmp_path, "sleep"):
+        assert message.startswith(
+            "rank 1 (stage 1, replica 0) did not come: it has been in its forward of micro-batch 2"
+        )
         assert after_s < LIMIT_S + SLACK_S and len(lines) == 1
     own = [line for line in (tmp_path / "lines-1").read_text().splitlines() if line.startswith("tds watchdog: ")]
     assert len(own) == 1 and "rank 1 (stage 1, replica 0) has been in its forward of micro-batch 2 for" in own[0]
@@ -258,11 +260,11 @@ def _collectives(rank: int) -> str:
 
 
 def test_the_last_messages_tell_of_collectives_too() -> None:
-    for told in run_ranks(2, _collectives):
-        places = [told.index(f"ended {what}") for what in (
+    for message in run_ranks(2, _collectives):
+        places = [message.index(f"ended {what}") for what in (
             "agreeing on the loss", "adding up the gradients of tied weights", "taking the norm"
         )]  # fmt: skip
-        assert places == sorted(places) and told.index("gradient of micro-batch 3") < places[0]
+        assert places == sorted(places) and message.index("gradient of micro-batch 3") < places[0]
 
 
 def _says(is_waiting: bool, waits_for: int | None = None, since_s: float = 3.0, words: str = "waits") -> Report:
@@ -292,9 +294,9 @@ def test_the_verdict_follows_the_chain_of_waits(reports: dict[int, Report], star
 def test_a_report_says_what_where_and_for_how_long() -> None:
     message = Message(Kind.GRADIENT, 3, 1, 2)
     waiting = "receiving", Kind.GRADIENT, message
-    told = report("in train_batch", Backward(3, 1), waiting, None, 3.04, [0, 2, 4])
-    assert told.waits_for == 4 and told.is_waiting
-    assert told.words == (
+    reported = report("in train_batch", Backward(3, 1), waiting, None, 3.04, [0, 2, 4])
+    assert reported.waits_for == 4 and reported.is_waiting
+    assert reported.words == (
         "has waited for the gradient of micro-batch 3 chunk 1 from stage 2 (rank 4) ahead of its backward of "
         "micro-batch 3 chunk 1 for 3.0 s"
     )

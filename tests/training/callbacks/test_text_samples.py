@@ -24,13 +24,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def samples(script: ModuleType, ranks: int, extra: str, corpus: Path, folder: Path, told: pytest.CaptureFixture) -> str:
+def samples(
+    script: ModuleType, ranks: int, extra: str, corpus: Path, folder: Path, capture: pytest.CaptureFixture
+) -> str:
     """Train in a layout; return what stands on the screen from the first sample on."""
     prompts = PROMPTS[script.__name__.removeprefix("pretrain_")]
     argv = flags(corpus, folder, f"--fp64 --train-iters 3 --hidden-dropout 0 --attention-dropout 0 {extra}", script)
     codes, _ = train_ranks(ranks, [*argv, "--sample-prompts", *prompts], script=script)
     assert codes == [0] * ranks
-    out = told.readouterr().out
+    out = capture.readouterr().out
     return out[out.index("sample | ") :].partition("Done")[0].rstrip()
 
 
@@ -84,9 +86,9 @@ def test_a_prompt_of_the_defaults_that_the_model_cannot_take_is_left_out_and_tol
 ) -> None:
     monkeypatch.setenv("MEGATRON_DEFAULTS", f"--sample-prompts '{'The tide ' * 40}'")
     codes, _ = train_ranks(1, flags(corpus, tmp_path / "run", "--train-iters 2"))
-    told = capfd.readouterr()
-    assert codes == [0] and "step 2/2" in told.out and "sample | " not in told.out
-    assert (told.out + told.err).count("no text is shown at the end: prompt 1 has") == 1
+    captured = capfd.readouterr()
+    assert codes == [0] and "step 2/2" in captured.out and "sample | " not in captured.out
+    assert (captured.out + captured.err).count("no text is shown at the end: prompt 1 has") == 1
 
 
 def test_a_text_ends_where_a_training_sample_does() -> None:
