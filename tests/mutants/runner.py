@@ -40,6 +40,8 @@ COPIED = (
     "pretrain_t5.py",
     "run_gpt2.sh",
     "run_t5.sh",
+    "ds_config_gpt2.json",
+    "ds_config_t5.json",
     "pyproject.toml",
     ".gitignore",
 )

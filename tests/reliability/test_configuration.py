@@ -13,12 +13,12 @@ from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.dry_run import dry_run
 from tests.helpers.runs import ROOT, flags, start_script, train_ranks
-from tests.reliability.cases import CASES, GPT2, T5, Case, told
+from tests.reliability.cases import CASES, GPT2, T5, Case, message_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row} {case.line or case.json!r}")
 def test_what_cannot_be_is_told_with_what_was_got_and_what_to_do(case: Case, tmp_path: Path) -> None:
-    text = told(case, tmp_path)
+    text = message_of(case, tmp_path)
     for part in case.parts:
         assert part in text
 
@@ -98,6 +98,6 @@ def test_a_dry_run_of_1024_ranks_prints_every_stage_and_starts_nothing(
 
 def test_a_layout_of_1024_ranks_that_cannot_be_is_told_without_them() -> None:
     case = Case("C05", "--model-parallel-size 8 --pipe-parallel-size 48 --dry-run", (), 1024)
-    text = told(case, Path())
+    text = message_of(case, Path())
     assert "1024" in text and "8 x 48 = 384" in text and "768 or 1152" in text
     assert "--num-attention-heads must be a multiple" in text and "every pipeline stage must hold a layer" in text
