@@ -36,11 +36,11 @@ class Counting:
 
 
 def counted(count: Counting, starts: Any, limits: list[int], eos_id: int | None = EOS) -> Any:
-    messages: list[tuple[int, int]] = []
+    streamed: list[tuple[int, int]] = []
     part = ModelStage(torch.nn.Linear(1, 1), ModelArgs(**SMALL), ParallelContext(), {}, [0])
     how: dict[str, Any] = {"limits": limits, "eos_id": eos_id, "choose": lambda logits, rows, step: logits}
-    rows = generate(part, count, starts, **how, on_token=lambda row, token: messages.append((row, token)))
-    assert [[token for place, token in messages if place == row] for row in range(len(rows))] == rows
+    rows = generate(part, count, starts, **how, on_token=lambda row, token: streamed.append((row, token)))
+    assert [[token for place, token in streamed if place == row] for row in range(len(rows))] == rows
     return rows
 
 

@@ -151,10 +151,10 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
 
 
 def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: Any) -> None:
-    messages: list[Any] = []
-    dog._on_stuck, dog._is_busy = (lambda *seen: messages.append(seen)), (lambda: True)
+    calls: list[Any] = []
+    dog._on_stuck, dog._is_busy = (lambda *seen: calls.append(seen)), (lambda: True)
     dog._answer(dog._alarms)
-    ((found, own, linger),) = messages
+    ((found, own, linger),) = calls
     assert found.startswith("no rank is at work") and own.is_waiting and linger == dog._alarms.linger
 
 
