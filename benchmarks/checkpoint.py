@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -29,10 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.machine import surroundings
-from benchmarks.turns import quartiles
+from benchmarks.turns import quartiles, rotated, surroundings
 from megatron.checkpoint import AsyncSaver, TensorRecord, open_checkpoint, save
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
 from megatron.optim import build_optimizer
+from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import make_moments, optimizer_records, weight_records
 
@@ -285,62 +282,19 @@ class TeamResult:
     saved: Path | None = None
 
 
-def run_team(task: Task, start_method: str) -> TeamResult:
+def run_team(task: Task) -> TeamResult:
     """Let the contenders take turns on ranks in processes of their own; return what rank 0 tells.
 
     Raises:
         RuntimeError: a rank failed; its traceback is the message.
     """
-    context = multiprocessing.get_context(start_method)
     task.folder.mkdir(parents=True, exist_ok=True)
-    pipes, ranks = [], []
-    try:
-        for rank in range(task.num_ranks):
-            near, far = context.Pipe()
-            pipes.append(near)
-            ranks.append(context.Process(target=_rank, args=(rank, task, far), daemon=True))  # type: ignore[attr-defined]
-            ranks[-1].start()
-            far.close()
-        told = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-        failures = [each for each in told if isinstance(each, str)]
-        if failures:
-            raise RuntimeError("\n".join(failures))
-        return told[0]  # type: ignore[return-value]
-    finally:
-        for process in ranks:
-            process.join(timeout=20.0)
-            if process.is_alive():
-                process.kill()
+    return run_ranks(task.num_ranks, _measure, task, threads=task.threads, deadline_s=PATIENCE_S)[0]
 
 
-def _answer(rank: int, pipe: Connection) -> TeamResult | str:
-    """Return what a rank tells, or why it failed."""
-    if not pipe.poll(PATIENCE_S):
-        return f"rank {rank} did not answer within {PATIENCE_S:g} s"
-    try:
-        return pipe.recv()
-    except EOFError:
-        return f"rank {rank} died"
-
-
-def _rank(rank: int, task: Task, pipe: Connection) -> None:
-    try:
-        pipe.send(_measure(rank, task))
-    except Exception:
-        pipe.send(f"rank {rank} failed:\n{traceback.format_exc()}")
-    finally:
-        pipe.close()
-
-
-def _measure(rank: int, task: Task) -> TeamResult:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.num_ranks), LOCAL_WORLD_SIZE=str(task.num_ranks),
-        MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
-    )  # fmt: skip
-    torch.set_num_threads(task.threads)
-    store = dist.FileStore(str(task.folder / "store"), task.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.num_ranks)
-    grid = build_grid(Topology.of_world(task.num_ranks, tensor=task.num_ranks, pipe=1), rank)
+def _measure(rank: Rank, task: Task) -> TeamResult:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
     state, told = State(task.num_bytes, grid), TeamResult()
     if task.other is None:
         told.saved = save(task.folder / "saved", 1, state.records(), {}, grid.host)
@@ -350,18 +304,14 @@ def _measure(rank: int, task: Task) -> TeamResult:
         told.files_bytes = contenders.files_bytes
         contenders.close()
     told.state_bytes = _sum(state.num_bytes())
-    dist.barrier()
-    dist.destroy_process_group()
     return told
 
 
 def _rounds(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each measure; the order rotates from round to round, the first round warms up."""
-    names = list(contenders.turns)
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(contenders.turns, number):
             for measure, seconds in contenders.turns[name]().items():
                 if number:
                     found.setdefault(measure, []).append(seconds)
@@ -473,16 +423,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
 
 
-def measure(args: argparse.Namespace, folder: Path, start_method: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return what each team and the small run told."""
     num_bytes, cores = int(args.megabytes * 1e6), len(os.sched_getaffinity(0))
     teams, saved = {}, {}
     for ranks in {*args.ranks, *map(_other, args.ranks)}:
-        saved[ranks] = run_team(Task(ranks, num_bytes, 0, 1, folder / f"{ranks}-saves"), start_method).saved
+        saved[ranks] = run_team(Task(ranks, num_bytes, 0, 1, folder / f"{ranks}-saves")).saved
     for ranks in args.ranks:
         threads, other = max(1, cores // ranks), saved[_other(ranks)]
         task = Task(ranks, num_bytes, args.rounds, threads, folder / f"{ranks}-ranks", other)
-        teams[ranks] = run_team(task, start_method)
+        teams[ranks] = run_team(task)
     result: dict[str, Any] = {"teams": teams, "bars": {}}
     for ranks, told in teams.items():
         result["bars"][ranks] = bars_of(told.seconds, DEFAULT_INTERVAL_S)
@@ -529,11 +479,11 @@ def as_json(result: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def main(argv: Sequence[str] | None = None, start_method: str = "fork") -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table, write the JSON."""
     args = parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as folder:
-        result = measure(args, Path(folder), start_method)
+        result = measure(args, Path(folder))
     print(table(result))
     told = surroundings() | {"options": {name: str(value) for name, value in vars(args).items()}} | as_json(result)
     if args.json:

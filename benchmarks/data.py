@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks import data_preprocessing
-from benchmarks.machine import surroundings
-from benchmarks.sizes import GPTSizes, T5Sizes
-from benchmarks.turns import Bar, Work, quartiles, rates_in_turns, ratio_quartiles
-from benchmarks.turns import take_turns as steps_in_turns
+from benchmarks.contenders import GPTSizes, T5Sizes
+from benchmarks.step_time import Work
+from benchmarks.step_time import take_turns as steps_in_turns
+from benchmarks.turns import Bar, quartiles, rates_in_turns, ratio_quartiles, surroundings
 from megatron import device
 from megatron.data import DataLoader, GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from megatron.data.permutation import random_words

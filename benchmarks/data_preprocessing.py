@@ -18,18 +18,17 @@ import re
 import shutil
 import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import orjson
 
-from benchmarks.turns import Bar, rates_in_turns, ratio_quartiles
+from benchmarks.turns import Bar, Team, rates_in_turns, ratio_quartiles
 from megatron import tokenizer
 from megatron.data import preprocess
 from megatron.data.index_format import HEADER, MAGIC, VERSION
@@ -394,23 +393,13 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         RuntimeError: it failed; its traceback is the message.
     """
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    process = context.Process(target=_run, args=(far, function, args))
-    process.start()
-    far.close()
-    try:
-        failed, result = near.recv()
-    except EOFError:
-        failed, result = True, "it died"
-    process.join()
-    if failed:
-        raise RuntimeError(f"{function.__name__} failed: {result}")
-    return result
+    with closing(Team(function.__name__, Call, (function, args))) as team:
+        team.ready()
+        return team.ask("result")[0]
 
 
-def _run(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        pipe.send((False, function(*args)))
-    except Exception:
-        pipe.send((True, traceback.format_exc()))
+class Call:
+    """A function that is called when it is asked for its result."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
+        self.result = partial(function, *args)

@@ -27,8 +27,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.turns import Team
 from megatron.data.cache import IndexCache
 from megatron.data.index_format import DatasetMetadata, index_chunks
 from megatron.data.indexed_dataset import IndexedDataset, sizes_of
@@ -206,7 +206,6 @@ def make_corpus(prefix: Path, num_documents: int) -> int:
 
 _SAMPLES = 32
 _BYTES_A_DOCUMENT = 20 + 4 + 4 + 4
-_DEADLINE_S = 600
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[dict[str, float]]]:
@@ -241,26 +240,16 @@ def _check_room(folder: Path, num_documents: int) -> None:
 
 def _start(way: str, number: int, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Start all ranks, wait for the first samples of each and its workers, and look at the memory."""
-    cache = folder / way.replace(", ", "-").replace(" ", "-")
-    context = multiprocessing.get_context("spawn")
-    start, ranks, pipes = time.perf_counter(), [], []
-    for rank in range(args.ranks):
-        here, there = context.Pipe()
-        ranks.append(context.Process(target=_rank, args=(way, folder / "corpus", cache, rank, args.workers, there)))
-        pipes.append(here)
-        ranks[-1].start()
-        there.close()
-    pids = [rank.pid or 0 for rank in ranks]
-    try:
+    cache, start = folder / way.replace(", ", "-").replace(" ", "-"), time.perf_counter()
+    with closing(Team(way, Reader, (way, folder / "corpus", cache, args.workers), size=args.ranks)) as team:
+        pids = team.pids
         with PeakOfSum(lambda: list(pids)) as memory:
-            answers = [_answer(pipe) for pipe in pipes]
+            team.ready()
+            answers = team.ask("told")
             start_s = max(answer["at"] for answer in answers) - start
             pids += [pid for answer in answers for pid in answer["workers"]]
             memory_bytes = memory.look()
-    finally:
-        for pipe, rank in zip(pipes, ranks, strict=True):
-            pipe.close()
-            rank.join()
+        team.ask("end")
     cpu_s = sum(answer["cpu_s"] for answer in answers)
     found = {"start_s": start_s, "cpu_s": cpu_s, "memory_bytes": memory_bytes, "peak_bytes": memory.bytes}
     name = f"{way}, again" if number else way
@@ -271,40 +260,38 @@ def _start(way: str, number: int, folder: Path, args: argparse.Namespace) -> dic
     return found
 
 
-def _answer(pipe: Connection) -> dict[str, Any]:
-    if not pipe.poll(_DEADLINE_S):
-        raise TimeoutError(f"a rank said nothing for {_DEADLINE_S} s")
-    try:
-        return pipe.recv()
-    except EOFError as error:
-        raise RuntimeError("a rank ended before its first samples; what it said is above") from error
+class Reader:
+    """A rank: it has read the first samples itself and in forked workers, which stay until the end."""
 
+    def __init__(self, way: str, prefix: Path, cache: Path, num_workers: int, rank: int) -> None:
+        read = WAYS[way](prefix, cache, rank)
+        _read_some(read, rank)
+        context = multiprocessing.get_context("fork")
+        ready = context.Semaphore(0)
+        self._ended, rank_pid = context.Event(), os.getpid()
 
-def _rank(way: str, prefix: Path, cache: Path, rank: int, num_workers: int, pipe: Connection) -> None:
-    """Read the first samples here and in forked workers, say so, and stay until the other end of the pipe closes."""
-    read = WAYS[way](prefix, cache, rank)
-    _read_some(read, rank)
-    context = multiprocessing.get_context("fork")
-    ready = context.Semaphore(0)
-    ended, rank_pid = context.Event(), os.getpid()
+        def work(worker: int) -> None:
+            _read_some(read, rank * num_workers + worker)
+            ready.release()
+            while not self._ended.wait(1) and os.getppid() == rank_pid:
+                pass
 
-    def work(worker: int) -> None:
-        _read_some(read, rank * num_workers + worker)
-        ready.release()
-        while not ended.wait(1) and os.getppid() == rank_pid:
-            pass
+        self._workers = [context.Process(target=work, args=(worker,)) for worker in range(num_workers)]
+        for each in self._workers:
+            each.start()
+        for _ in self._workers:
+            ready.acquire()
+        self._at, self._cpu_s = time.perf_counter(), time.process_time()
 
-    workers = [context.Process(target=work, args=(worker,)) for worker in range(num_workers)]
-    for each in workers:
-        each.start()
-    for _ in workers:
-        ready.acquire()
-    pipe.send({"at": time.perf_counter(), "cpu_s": time.process_time(), "workers": [each.pid for each in workers]})
-    with suppress(EOFError):
-        pipe.recv()
-    ended.set()
-    for each in workers:
-        each.join()
+    def told(self) -> dict[str, Any]:
+        """Return when the first samples were read, this rank's processor time until then, and its workers."""
+        return {"at": self._at, "cpu_s": self._cpu_s, "workers": [each.pid for each in self._workers]}
+
+    def end(self) -> None:
+        """End the workers."""
+        self._ended.set()
+        for each in self._workers:
+            each.join()
 
 
 def _read_some(read: Any, reader: int) -> None:

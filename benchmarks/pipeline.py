@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py --out runs/pipeline
     python benchmarks/pipeline.py --model t5 --micro-batches 8
+    python benchmarks/pipeline.py --overhead [--profile "ours 1f1b"]
 
 Every contender is a set of processes with one thread each that stay for a whole case; all train the same GPT from the
 same weights on the same tokens (their first losses must agree). They take turns, in an order that rotates;
@@ -27,6 +28,10 @@ DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png. Bars:
 | tensors on the first stage, our 1F1B and ZB-H1 of one chunk to the stock engine at the same cut | at most 1 |
 
 Chunks and GPipe have no bar of memory: they hold more micro-batches at a time, by design.
+
+``--overhead`` prints the processor time that an engine itself takes for each action, a forward or a backward of one
+micro-batch on one stage with its messages: layers of next to no work on two stages, less what one process takes for
+them. ``--profile`` prints where Python spends it on the first stage.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -44,8 +50,46 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import surroundings
-from benchmarks.pipe.team import KINDS, START_METHODS, Case, Contender, Order, Team, assembled, cases_of
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+
+from benchmarks.contenders import GPTSizes, T5Sizes
+from benchmarks.pipe.cuts import START_METHODS, assembled, compare, format_cut, line_up, stage_seconds
+from benchmarks.pipe.model import Case, Contender, make_model
+from benchmarks.turns import Team, rotated, surroundings
+
+MAIN = GPTSizes(num_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=8192, seq_length=256)
+DEEP = replace(MAIN, num_layers=16, vocab_size=4096)
+SMALL = GPTSizes(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
+T5_MAIN = T5Sizes(num_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=11776, enc_seq_length=256)
+"""With this vocabulary the decoder's side and the head make up for what the encoder's layers leave over."""
+T5_LOSS_TOLERANCE = 5e-5
+"""Stages add up the gradients of tied tables in another order, which Adam's first steps blow up."""
+T5_SMALL = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, enc_seq_length=16)
+KINDS = {"gpt2": ("main", "deep", "tensor"), "t5": ("main",)}
+
+
+def cases_of(model: str, kinds: Sequence[str], micro_batches: Sequence[int], *, is_smoke: bool) -> list[Case]:
+    """Return the cases of ``kinds``, in the order of their running; the main one with each number of micro-batches."""
+    batch = 2 if is_smoke else 4
+    if model == "t5":
+        sizes = T5_SMALL if is_smoke else T5_MAIN
+        t5 = Case(name="t5", sizes=sizes, micro_batch_size=batch, balance=0.03, loss_tolerance=T5_LOSS_TOLERANCE)
+        return [replace(t5, name=f"t5 m={m}", num_micro_batches=m, bar=_at_8(m, 0.85)) for m in micro_batches]
+    main, deep = (SMALL, replace(SMALL, num_layers=4)) if is_smoke else (MAIN, DEEP)
+    found = []
+    if "main" in kinds:
+        case = Case(name="main", sizes=main, micro_batch_size=batch)
+        found += [replace(case, name=f"m={m}", num_micro_batches=m, bar=_at_8(m, 0.93)) for m in micro_batches]
+    if "deep" in kinds:
+        found.append(Case(name="deep m=16", sizes=deep, micro_batch_size=batch, num_micro_batches=16, bar=0.94))
+    if "tensor" in kinds:
+        found.append(Case(name="tensor m=8", sizes=main, micro_batch_size=batch, num_micro_batches=8, tensor=2))
+    return found
+
+
+def _at_8(num_micro_batches: int, bar: float) -> float | None:
+    return bar if num_micro_batches == 8 else None
+
 
 NUM_EQUAL_LOSSES = 3
 
@@ -283,22 +327,30 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=tuple(KINDS), default="gpt2", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that count, of each contender (default: 5)")
+    parser.add_argument("--rounds", type=int, help="turns that count, of each contender (default: 5; of --overhead 7)")
     parser.add_argument("--warm-up", type=int, default=2, help="turns ahead of them (default: 2)")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a turn (default: 1)")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4, 16], help="of the main cases")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", help="of the main cases (default: 8 4 16; of --overhead 64)"
+    )
     parser.add_argument("--cases", nargs="+", choices=KINDS["gpt2"], help="default: all; T5 has main alone")
     parser.add_argument("--cuts", type=int, default=3, help="how many of its best cuts each engine runs (default: 3)")
     parser.add_argument("--only", nargs="+", help="take contenders alone whose names hold one of these texts")
     parser.add_argument(
         "--keep-freed", action="store_true", help="let the allocator keep freed memory for the other engines, too"
     )
+    parser.add_argument("--overhead", action="store_true", help="measure processor time of the engines alone")
+    parser.add_argument("--profile", metavar="NAME", help="with --overhead: print where this contender spends its time")
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--start-method", choices=START_METHODS, default=START_METHODS[0], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.cases = args.cases or KINDS[args.model]
+    args.rounds = args.rounds if args.rounds is not None else 7 if args.overhead else 5
+    args.micro_batches = args.micro_batches or ([64] if args.overhead else [8, 4, 16])
+    if args.profile and not args.overhead:
+        parser.error("--profile needs --overhead")
     if set(args.cases) - set(KINDS[args.model]):
         parser.error(f"--cases of --model {args.model} must be of {', '.join(KINDS[args.model])}, got {args.cases}")
     return args
@@ -311,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit("--rounds, --warm-up, --steps, --cuts and --micro-batches must be at least 1")
     if args.smoke:
         args.rounds, args.warm_up = min(args.rounds, 2), 1
+    if args.overhead:
+        return overhead(args)
     args.out.mkdir(parents=True, exist_ok=True)
     text, drawn = [], {}
     result: dict[str, Any] = {"surroundings": surroundings(), "cases": {}}
@@ -339,8 +393,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Record]:
     """Let the contenders of one case take their turns."""
-    from benchmarks.pipe.cuts import line_up
-
     costs = of_others = layer_costs(case, args.start_method, keeps_freed=True)
     if not args.keep_freed and case.sizes.family != "t5":  # which no other engine trains
         of_others = layer_costs(case, args.start_method, keeps_freed=False)
@@ -352,10 +404,10 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
     if not contenders:
         raise ValueError(f"--only must name a contender of case {case.name}, got {args.only}; see {args.out}/table.txt")
     with assembled(case, contenders, args.start_method) as teams:
-        records = {name: _record(case, team, costs) for name, team in teams.items()}
+        records = {each.name: _record(case, each, teams[each.name], costs) for each in contenders}
         for number in range(args.warm_up + args.rounds):
             start = time.time()
-            for name in _rotated(list(teams), number):
+            for name in rotated(teams, number):
                 _turn(case, number, args, teams[name], records[name], lines)
             _progress(case, number + 1, args, len(teams), time.time() - start)
         worst = check_losses(records.values(), case.loss_tolerance)
@@ -372,15 +424,15 @@ def layer_costs(case: Case, start_method: str, keeps_freed: bool) -> list[float]
         probe = Contender(name="probe", kind="ours", layers="t5", partition="profile")
     alone = replace(case, tensor=1, num_stages=2)
     with assembled(alone, [probe], start_method) as teams:
-        found = teams[probe.name].ask(Order("layers"))
+        found = teams[probe.name].ask("layers")
     return [statistics.fmean(each) for each in zip(*found, strict=True)]
 
 
 def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record: Record, lines: Any) -> None:
     is_last_warm_up = number == args.warm_up - 1
-    trials_left = team.contender.num_trials - args.warm_up * args.steps
+    trials_left = record.contender.num_trials - args.warm_up * args.steps
     num_steps = args.steps + (max(0, trials_left) if is_last_warm_up else 0)
-    answers = team.ask(Order("run", number * args.steps, num_steps))
+    answers = team.ask("run", number * args.steps, num_steps)
     told = next(each["losses"] for each in reversed(answers) if each["losses"][-1] is not None)
     record.losses += told
     seconds = [each["seconds"] / num_steps for each in answers]
@@ -389,45 +441,36 @@ def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record:
     if counts:
         record.seconds.append(seconds)
         record.cpu_s.append(cpu_s)
-    _write(lines, what="turn", case=case.name, round=number, counts=counts, contender=team.contender.name,
+    _write(lines, what="turn", case=case.name, round=number, counts=counts, contender=team.name,
            seconds=seconds, cpu_s=cpu_s, losses=told)  # fmt: skip
 
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
     """After the turns: memory of the first stage, and steps of ours beside their simulation."""
-    from benchmarks.pipe.cuts import compare
-
     step = (args.warm_up + args.rounds) * args.steps
     for name, team in teams.items():
-        if team.contender.num_ranks(case) == case.num_stages * case.tensor:
-            held = team.ask(Order("memory", step))[0]
+        contender = records[name].contender
+        if contender.num_ranks(case) == case.num_stages * case.tensor:
+            held = team.ask("memory", step)[0]
             records[name].first_stage_bytes = (held["before_bytes"], held["added_bytes"])
-        if team.contender.kind == "ours":
-            ranks = team.ask(Order("costs", step + 1, RECORDED_STEPS))[:: case.tensor]
+        if contender.kind == "ours":
+            ranks = team.ask("costs", step + 1, RECORDED_STEPS)[:: case.tensor]
             for stages in zip(*ranks, strict=True):
-                records[name].measured_to_simulated.append(compare(stages, team.contender.chunks).ratio)
+                records[name].measured_to_simulated.append(compare(stages, contender.chunks).ratio)
 
 
-def _record(case: Case, team: Team, costs: Sequence[float]) -> Record:
-    from benchmarks.pipe.cuts import format_cut, stage_seconds
-    from benchmarks.pipe.model import make_model
-
-    bounds = team.ask(Order("cut"))[0]
-    record = Record(team.contender)
+def _record(case: Case, contender: Contender, team: Team, costs: Sequence[float]) -> Record:
+    bounds = team.ask("cut")[0]
+    record = Record(contender)
     if bounds:
-        record.cut = format_cut(bounds, make_model(case, team.contender.layers).specs)
-    if team.contender.kind == "ours":
+        record.cut = format_cut(bounds, make_model(case, contender.layers).specs)
+    if contender.kind == "ours":
         record.stage_s = stage_seconds(bounds, costs, case.num_stages)
     return record
 
 
 def _is_wanted(contender: Contender, only: Sequence[str] | None) -> bool:
     return only is None or any(text in contender.name for text in only)
-
-
-def _rotated(names: list[str], number: int) -> list[str]:
-    shift = number % len(names)
-    return names[shift:] + names[:shift]
 
 
 def _progress(case: Case, done: int, args: argparse.Namespace, num_teams: int, round_s: float) -> None:
@@ -444,6 +487,42 @@ def _bar_values(bar: Bar) -> dict[str, Any]:
 def _write(lines: Any, **values: Any) -> None:
     lines.write(json.dumps(values) + "\n")
     lines.flush()
+
+
+# What an engine itself takes.
+
+TINY = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
+CUT = (0, 2, 5)
+ONE_PROCESS = Contender(name="one process", kind="alone")
+ENGINES = [
+    Contender(name="stock", kind="stock", partition="type:^Attention$|^Norm$|^Head$"),
+    Contender(name="torch 1f1b", kind="torch", partition=CUT),
+    *[Contender(name=f"ours {name}", kind="ours", partition=CUT, schedule=name) for name in ("gpipe", "1f1b", "zb-h1")],
+]
+
+
+def overhead(args: argparse.Namespace) -> dict[str, Any]:
+    """Print and return microseconds for each action, by number of micro-batches and contender."""
+    found: dict[str, Any] = {}
+    engines = [each for each in ENGINES if _is_wanted(each, args.only) or each.name == args.profile]
+    for m in args.micro_batches:
+        case = Case(name="overhead", sizes=TINY, micro_batch_size=1, num_micro_batches=m)
+        with assembled(case, [ONE_PROCESS, *engines], args.start_method) as teams:
+            cpu_s: dict[str, list[float]] = {name: [] for name in teams}
+            for number in range(args.warm_up + args.rounds):
+                for name, team in teams.items():
+                    answers = team.ask("run", number)
+                    if number >= args.warm_up:
+                        cpu_s[name].append(sum(each["cpu_s"] for each in answers))
+            layers_s = statistics.median(cpu_s.pop(ONE_PROCESS.name))
+            actions = 2 * case.num_stages * m
+            print(f"processor time beyond the layers' {layers_s / actions * 1e6:.0f} us, for each of {actions} actions")
+            found[f"m={m}"] = {n: (statistics.median(each) - layers_s) / actions * 1e6 for n, each in cpu_s.items()}
+            for name, each in found[f"m={m}"].items():
+                print(f"{name:16}{each:8.0f} us")
+            if args.profile:
+                print(teams[args.profile].ask("profile", args.warm_up + args.rounds, 4)[0])
+    return found
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ one rank.
 
 Time and memory are measured in steps of their own, for counting slows a step down. Memory is counted, not read off
 the process: the tensors that lie there ahead of a step, and the most that the step adds in torch's allocator
-(``benchmarks.memory``). So it is the same in every run and on a busy machine, and means what the estimate means:
+(``benchmarks.step_profile``). So it is the same in every run and on a busy machine, and means what the estimate means:
 bytes of tensors, without Python, libraries, gloo's buffers and what an allocator keeps.
 
 DIR gets table.txt, plan.json and the machines as machine-N.json. plan.json holds the machines, too: from it alone the
@@ -39,8 +39,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler that counts memory is talkative
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-from benchmarks.machine import surroundings
-from benchmarks.memory import bytes_alive, measure
+from benchmarks.step_profile import bytes_alive, measure
+from benchmarks.turns import surroundings
 from megatron.arguments import parse, resolve_dtype
 from megatron.config import Config
 from megatron.models.common.memory import BYTES

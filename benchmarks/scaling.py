@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import surroundings
 from benchmarks.plan import PIPE, TENSOR, Case, estimate_of, train_rank
+from benchmarks.turns import surroundings
 from megatron.arguments import parse
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import surroundings  # noqa: E402
+from benchmarks.turns import surroundings  # noqa: E402
 
 FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
 LIMITS = {"--help": 0.5, "--dry-run": 2.0, "run_gpt2.sh --dry-run": 2.0, "first step": 12.0}

@@ -22,19 +22,184 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import surroundings
-from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
-from benchmarks.turns import PRODUCT, Record, Work, products_of, quartiles, ratio_quartiles, take_turns
+import torch
+
+from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
+from benchmarks.step_profile import look
+from benchmarks.turns import Team, quartiles, ratio_quartiles, rotated, surroundings
 from megatron import device
 from megatron.models import registry
 from megatron.models.common import cost, decoder_cost, memory
+
+# Each contender in a process of its own.
+
+PRODUCT = "matrix product"
+PRODUCTS = {"cpu": (2048, 8)}
+"""Kind of device -> side of the square matrices, and products in a turn."""
+PRODUCTS_ELSEWHERE = (8192, 50)
+"""On a GPU, where smaller ones are over before their starts are: they would make a base that MFU is above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every contender does.
+
+    Args:
+        product_side: of the matrices that are multiplied; 0: what suits the kind of device.
+    """
+
+    sizes: Sizes
+    batch_size: int
+    steps: int
+    kind: str
+    dtype: str
+    threads: int
+    product_side: int = 0
+
+
+@dataclass
+class Record:
+    """What one contender told: seconds of each turn, the loss of the first step and after each turn, bytes.
+
+    Args:
+        cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
+        reserved_bytes: the most that the device's allocator has held, free room between tensors included; 0 on a CPU.
+        looked: what ``look`` has found in one more step, of those who were asked.
+        compile_s: in which torch.compile was waited for, the turn that warms up included.
+    """
+
+    turns_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    first_loss: float = math.nan
+    peak_bytes: int = 0
+    idle_bytes: int = 0
+    compile_s: float = 0.0
+    reserved_bytes: int = 0
+    looked: dict[str, Any] = field(default_factory=dict)
+
+
+def products_of(kind: str, product_side: int = 0) -> tuple[int, int]:
+    """Return the side of the square matrices on this kind of device, and how many products a turn has."""
+    side, number = PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
+    return product_side or side, number
+
+
+def take_turns(
+    names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn", look_at: Sequence[str] = ()
+) -> dict[str, Record]:
+    """Return a record for each contender and for the matrix product; the first turn warms up and is not in it.
+
+    Args:
+        look_at: contenders that take one more step at the end, under the profiler.
+
+    Raises:
+        RuntimeError: a contender failed; its traceback is the message.
+    """
+    with ExitStack() as stack:
+        teams = {}
+        for name in [*names, PRODUCT]:
+            teams[name] = Team(name, StepWorker, (name, work), start_method=start_method, threads=work.threads)
+            stack.callback(teams[name].close)
+        for team in teams.values():
+            team.ready()
+        records = {name: Record(idle_bytes=team.ask("idle_bytes")[0]) for name, team in teams.items()}
+        for number in range(rounds + 1):
+            for name in rotated(teams, number):
+                (told,) = teams[name].ask("turn", number * work.steps)
+                record = records[name]
+                record.losses.append(told["losses"][-1])
+                record.peak_bytes, record.reserved_bytes = told["peak_bytes"], told["reserved_bytes"]
+                record.compile_s = told["compile_s"]
+                if number == 0:
+                    record.first_loss = told["losses"][0]
+                else:
+                    record.turns_s.append(told["seconds"])
+                    record.cpu_s.append(told["cpu_s"])
+        for name in look_at:
+            (records[name].looked,) = teams[name].ask("look")
+        return records
+
+
+class StepWorker:
+    """One contender, or the matrix product, in its process."""
+
+    def __init__(self, name: str, work: Work, rank: int) -> None:
+        self._name, self._work = name, work
+        self._turn = _product(work) if name == PRODUCT else _contender(name, work)
+
+    def idle_bytes(self) -> int:
+        return device.peak_memory_bytes(self._work.kind)
+
+    def turn(self, first: int) -> dict[str, Any]:
+        """Take a turn from step ``first``; return its seconds, processor time, losses, and memory so far."""
+        kind = self._work.kind
+        device.synchronize(kind)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses = [float(loss) for loss in self._turn(first)]
+        device.synchronize(kind)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        return {
+            "seconds": seconds, "cpu_s": cpu_s, "losses": losses, "compile_s": _compile_s(self._name),
+            "peak_bytes": device.peak_memory_bytes(kind), "reserved_bytes": _reserved_bytes(kind),
+        }  # fmt: skip
+
+    def look(self) -> dict[str, Any]:
+        """Take one step under the profiler; return what was seen."""
+        return _looked(lambda: look(lambda: self._turn(0, 1), self._work.kind))
+
+
+def _looked(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what was seen; where there is no profiler that works, why: the times that were measured still count."""
+    try:
+        return look()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _reserved_bytes(kind: str) -> int:
+    return 0 if kind == "cpu" else torch.accelerator.max_memory_reserved()
+
+
+def _compile_s(name: str) -> float:
+    if not name.endswith("-compiled"):
+        return 0.0
+    from megatron.training.compile import compiled_here
+
+    return compiled_here().seconds
+
+
+def _contender(name: str, work: Work) -> Any:
+    step = CONTENDERS[work.sizes.family][name](work.sizes, work.batch_size, work.kind, work.dtype)
+
+    def turn(first: int, steps: int = work.steps) -> list[Any]:
+        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + steps)]
+
+    return turn
+
+
+def _product(work: Work) -> Any:
+    """Return a turn of matrix products: its rate is what MFU is a part of."""
+    place, (side, number) = device.bind(work.kind, 0), products_of(work.kind, work.product_side)
+    a, b = (torch.randn(side, side, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def turn(_: int) -> list[float]:
+        for _ in range(number):
+            torch.mm(a, b, out=out)
+        return [0.0]
+
+    return turn
+
 
 # What a step of ours is to reach beside others in the same run. On a CPU the bars are set for the small sizes, and
 # judged for whatever sizes are given; on a GPU they are for the large ones alone.

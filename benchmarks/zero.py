@@ -14,18 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks import memory
-from benchmarks.contenders import PlainGPT
-from benchmarks.machine import surroundings
-from benchmarks.sizes import GPTSizes
+from benchmarks import step_profile
+from benchmarks.contenders import GPTSizes, PlainGPT
+from benchmarks.turns import Team, rotated, surroundings
 
 # The contenders and their processes: a plain GPT on each replica, by our ZeRO or DeepSpeed's own.
 #
@@ -192,98 +186,25 @@ def _theirs(contender: Contender, case: Case, rank: int) -> Step:
     return step
 
 
-PATIENCE_S = 600.0
+class Replica:
+    """One replica of a contender: takes steps and counts bytes, at once with the others."""
 
-
-class Team:
-    """The processes of ``contender``; they wait in a pipe between two turns."""
-
-    def __init__(self, contender: Contender, case: Case, threads: int, start_method: str) -> None:
-        self.contender = contender
-        self._place = tempfile.TemporaryDirectory(prefix="megatron-zero-")
-        context = multiprocessing.get_context(start_method)
-        self._pipes: list[Connection] = []
-        self._ranks: list[Any] = []
-        for rank in range(case.replicas):
-            near, far = context.Pipe()
-            args = (contender, case, rank, threads, Path(self._place.name), far)
-            self._ranks.append(context.Process(target=_rank, args=args, daemon=True))  # type: ignore[attr-defined]
-            self._ranks[-1].start()
-            far.close()
-            self._pipes.append(near)
-
-    def hear(self) -> list[Any]:
-        """Return what each rank tells.
-
-        Raises:
-            RuntimeError: one failed; its traceback is the message.
-        """
-        told = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(PATIENCE_S):
-                raise RuntimeError(f"{self.contender.name}: rank {rank} did not answer within {PATIENCE_S:g} s")
-            try:
-                told.append(pipe.recv())
-            except EOFError:
-                told.append(f"rank {rank} died")
-        failures = [each for each in told if isinstance(each, str)]
-        if failures:
-            raise RuntimeError(f"{self.contender.name}: {failures[0]}")
-        return told
-
-    def ask(self, what: str, first: int, number: int) -> list[Any]:
-        """Let the ranks take ``number`` steps from step ``first``, or measure the memory of one; see ``hear``."""
-        for pipe in self._pipes:
-            pipe.send((what, first, number))
-        return self.hear()
-
-    def dismiss(self) -> None:
-        """Let the processes end."""
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send(None)
-            pipe.close()
-        for process in self._ranks:
-            process.join(timeout=20.0)
-            if process.is_alive():
-                process.kill()
-        self._place.cleanup()
-
-
-def _rank(contender: Contender, case: Case, rank: int, threads: int, place: Path, pipe: Connection) -> None:
-    try:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.replicas), LOCAL_WORLD_SIZE=str(case.replicas),
-            MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
-        )  # fmt: skip
-        torch.set_num_threads(threads)
-        inherited = memory.bytes_alive()  # a forked process has what its parent had
+    def __init__(self, contender: Contender, case: Case, rank: int) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that DeepSpeed uses
-        store = dist.FileStore(str(place / "store"), case.replicas)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=case.replicas)
-        step = build(contender, case, rank)
-        pipe.send(b"ready")
-        while (order := pipe.recv()) is not None:
-            what, first, number = order
-            pipe.send(_timed(step, first, number) if what == "steps" else _memory(step, first, inherited))
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(traceback.format_exc())
+        self._inherited = step_profile.bytes_alive()  # a forked process has what its parent had
+        self._step = build(contender, case, rank)
 
+    def steps(self, first: int, number: int) -> tuple[float, float, list[float]]:
+        """Take steps from ``first`` on; return seconds, processor seconds and the losses."""
+        dist.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        losses = [self._step(each) for each in range(first, first + number)]
+        return time.perf_counter() - start, time.process_time() - cpu, losses
 
-def _timed(step: Any, first: int, number: int) -> tuple[float, float, list[float]]:
-    """Return seconds, processor seconds and the losses."""
-    dist.barrier()
-    start, cpu = time.perf_counter(), time.process_time()
-    losses = [step(each) for each in range(first, first + number)]
-    return time.perf_counter() - start, time.process_time() - cpu, losses
-
-
-def _memory(step: Any, first: int, inherited: int) -> tuple[int, int]:
-    """Return the bytes that are kept between steps, and the most that a step adds."""
-    kept, added = memory.measure(lambda: step(first))
-    return kept - inherited, added
+    def memory(self, number: int) -> tuple[int, int]:
+        """Take a step; return the bytes that are kept between steps, and the most that it adds."""
+        kept, added = step_profile.measure(lambda: self._step(number))
+        return kept - self._inherited, added
 
 
 def expected(contender: Contender, case: Case) -> tuple[int, int]:
@@ -380,21 +301,22 @@ def measure(case: Case, args: argparse.Namespace, start_method: str) -> dict[str
     try:
         for contender in contenders(args.stages, not args.no_offload):
             records[contender.name] = _record(contender, case)
-            teams[contender.name] = Team(contender, case, threads, start_method)
-            _ask(teams, records, contender.name, None)
+            teams[contender.name] = Team(
+                contender.name, Replica, (contender, case), size=case.replicas, start_method=start_method,
+                has_group=True, threads=threads,
+            )  # fmt: skip
+            _ask(teams, records, contender.name)
         for number in range(args.rounds + 1):
-            order = list(teams)
-            shift = number % max(1, len(order))
-            for name in order[shift:] + order[:shift]:
-                answer = _ask(teams, records, name, ("steps", number * args.steps, args.steps))
+            for name in rotated(teams, number):
+                answer = _ask(teams, records, name, "steps", number * args.steps, args.steps)
                 if answer:
                     _note(records[name], answer, args.steps, counts=number > 0)
         for name in list(teams):
-            held = _ask(teams, records, name, ("memory", (args.rounds + 1) * args.steps, 1)) or [(0, 0)]
+            held = _ask(teams, records, name, "memory", (args.rounds + 1) * args.steps) or [(0, 0)]
             records[name].kept, records[name].added = (max(each) for each in zip(*held, strict=True))
     finally:
         for team in teams.values():
-            team.dismiss()
+            team.close()
     check_losses(case, records)
     return records
 
@@ -404,21 +326,19 @@ def _record(contender: Contender, case: Case) -> Record:
     return Record(expected_kept=kept, expected_added=added)
 
 
-def _ask(
-    teams: dict[str, Team], records: dict[str, Record], name: str, order: tuple[str, int, int] | None
-) -> list[Any]:
-    """Return what a team answers to ``order``; a peer's that fails is dismissed, and its record says why.
+def _ask(teams: dict[str, Team], records: dict[str, Record], name: str, what: str = "", *args: int) -> list[Any]:
+    """Return what a team answers, or wait until it is ready; a peer's that fails is closed, and its record says why.
 
     Raises:
         RuntimeError: one of ours has failed.
     """
     try:
-        return teams[name].hear() if order is None else teams[name].ask(*order)
+        return teams[name].ask(what, *args) if what else teams[name].ready()
     except RuntimeError as error:
         if name.startswith("ours"):
             raise
         records[name].failed = str(error).strip().splitlines()[-1]
-        teams.pop(name).dismiss()
+        teams.pop(name).close()
         return []
 
 

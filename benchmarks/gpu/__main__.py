@@ -100,7 +100,7 @@ def about(machine: Machine, commit: str = "") -> dict[str, Any]:
     """
     import torch
 
-    from benchmarks.machine import surroundings
+    from benchmarks.turns import surroundings
 
     return {
         "device": machine.name,

@@ -40,8 +40,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from benchmarks.gpu.part import PASSED, Case, Done, Machine, Part, Skip, python
-from benchmarks.sizes import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from megatron.models import registry
 from megatron.models.common.memory import Memory, peak_flops
 from megatron.mpu.topology import Topology

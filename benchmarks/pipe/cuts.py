@@ -1,4 +1,4 @@
-"""Where a model can be cut into stages, which cuts each engine can make and which look best; and where time goes.
+"""Where a model can be cut into stages, which cuts each engine can make and which look best; and what a rank measures.
 
 Costs are seconds of each layer, forward and backward, as one process measured them. They only choose who takes part.
 """
@@ -8,20 +8,30 @@ from __future__ import annotations
 import cProfile
 import io
 import itertools
+import multiprocessing
+import os
 import pstats
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
 
-from benchmarks.pipe.model import Batch, Model, make_model
-from benchmarks.pipe.team import Bounds, Case, Contender
+import tds
+from benchmarks.pipe.model import Batch, Bounds, Case, Contender, Model, build, cut_by_cost, make_model, make_seat
+from benchmarks.step_profile import measure
+from benchmarks.turns import Team
+from tds import timers
+from tds.schedule import Costs, Forward, schedule_named, sent, simulate
+from tds.schedule.schedules import received
 
 WEIGHT_OF_A_LAYER = {
     "Block": 1.0,
@@ -104,8 +114,6 @@ def best_ring(
 
     A forward is taken for a third of a layer's time, as each half of its backward.
     """
-    from tds.schedule import Costs, schedule_named, simulate
-
     order = schedule_named(schedule, num_chunks)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
 
@@ -210,8 +218,6 @@ def _pipelines(
 
 def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator[Contender]:
     """Yield our schedules alone, for no other engine trains an encoder-decoder; at the default cut, too."""
-    from benchmarks.pipe.model import cut_by_cost
-
     p, m = case.num_stages, case.num_micro_batches
     specs = _specs(case, "t5", costs)
     cuts = all_cuts(len(specs), p)
@@ -311,10 +317,8 @@ class Recorded:
 
 def record_steps(engine: Any, steps: list[list[Batch]]) -> list[Recorded]:
     """Take steps of our engine and return what each was. Collective."""
-    from tds.timers import Recorder
-
     stage, run = engine._stage, engine._stage.run
-    recorder = Recorder(stage.exchange)
+    recorder = timers.Recorder(stage.exchange)
 
     def recorded_run(*args: Any, **kwargs: Any) -> None:
         stage.recorder = recorder
@@ -348,8 +352,6 @@ class Prediction:
 
 def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
     """Return one step of all stages beside its simulation."""
-    from tds.schedule import simulate
-
     costs = costs_of([each.work for each in stages], num_chunks)
     actions = [[work.action for work in each.work] for each in stages]
     timeline = simulate(actions, costs, num_chunks)
@@ -359,8 +361,6 @@ def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
 
 def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
     """Return the costs of a recorded step: means over the micro-batches."""
-    from tds import timers
-
     seconds = [timers.durations_of(works) for works in stages]
     means = [{key: statistics.fmean(each) for key, each in stage.items()} for stage in seconds]
     return replace(timers.costs_of(means, num_chunks), transfer=transfer_s(stages, num_chunks))
@@ -368,9 +368,6 @@ def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
 
 def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
     """Return the median time of a message that was waited for, from the end of the action that sent it."""
-    from tds.schedule import Forward, sent
-    from tds.schedule.schedules import received
-
     p = len(stages)
     sent_ns = {}
     for stage, works in enumerate(stages):
@@ -390,3 +387,87 @@ def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
             if began < left:
                 found.append(max(0, ended - left) * 1e-9)
     return statistics.median(found) if found else 0.0
+
+
+# The ranks of the contenders, each with one thread, which stay for a whole case.
+
+
+class RankOf:
+    """A rank of a contender: what it can be asked to measure.
+
+    Each method is called in all ranks of the contender at once; ``step`` is the number of the first step.
+    """
+
+    def __init__(self, case: Case, contender: Contender, rank: int) -> None:
+        warnings.simplefilter("ignore")
+        self.case, self.contender, self.size = case, contender, contender.num_ranks(case)
+        seat = make_seat(case, contender, rank)
+        if contender.kind in ("stock", "dualpipev", "ours"):
+            tds.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        self.built = build(contender, seat)
+
+    def run(self, step: int, num_steps: int = 1) -> dict[str, Any]:
+        """Take steps; return their seconds, this rank's processor time, and the loss of each."""
+        batches = self._batches(step, num_steps)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses = [self.built.step(each) for each in batches]
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        return {"seconds": seconds, "cpu_s": cpu_s, "losses": losses}
+
+    def memory(self, step: int) -> dict[str, int]:
+        """Take a step; return the bytes of tensors before it, and the most that it adds."""
+        (batches,) = self._batches(step)
+        before, added = measure(lambda: self.built.step(batches))
+        return {"before_bytes": before, "added_bytes": added}
+
+    def costs(self, step: int, num_steps: int) -> list[Recorded]:
+        """Take steps of our engine; return what each was."""
+        return record_steps(self.built.engine, self._batches(step, num_steps))
+
+    def cut(self) -> tuple[int, ...]:
+        """Return the bounds by which the engine has cut the model; none where nobody cuts."""
+        return tuple(int(bound) for bound in getattr(self.built.part, "parts", self.contender.partition))
+
+    def layers(self) -> list[float]:
+        """Return seconds of each layer, forward and backward, for one micro-batch; the loss counts to the last."""
+        if self.contender.partition == "profile":
+            return seconds_by_profile(self.built.part)
+        return seconds_of_layers(self.built.part, self.built.model, self.built.model.batches(self.case, 0)[0])
+
+    def profile(self, step: int, num_steps: int) -> str:
+        """Take steps under Python's profiler; return the table of where the time went."""
+        batches = self._batches(step, num_steps)
+        return hot_spots(lambda: [self.built.step(each) for each in batches])
+
+    def _batches(self, step: int, num_steps: int = 1) -> list[list[Batch]]:
+        """Return the micro-batches of steps, once all ranks have theirs."""
+        batches = [self.built.model.batches(self.case, number) for number in range(step, step + num_steps)]
+        if self.size > 1:
+            dist.barrier()
+        return batches
+
+
+START_METHODS = ("forkserver", "spawn", "fork")
+PRELOADED = ["torch.distributed.pipelining", "benchmarks.pipe.cuts"]
+"""What the server that forks them imports once: a process is then ready in a fraction of a second."""
+
+
+@contextmanager
+def assembled(case: Case, contenders: Iterable[Contender], start_method: str) -> Iterator[dict[str, Team]]:
+    """Yield the ranks of each contender, by name; afterwards none of their processes is left."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler that counts memory is talkative
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(PRELOADED)
+    teams: dict[str, Team] = {}
+    with ExitStack() as stack:
+        for each in contenders:
+            size = each.num_ranks(case)
+            team = Team(each.name, RankOf, (case, each), size=size, start_method=start_method, has_group=size > 1,
+                        threads=1)  # fmt: skip
+            stack.callback(team.close)
+            team.ready()
+            teams[each.name] = team
+        yield teams

@@ -1,4 +1,4 @@
-"""What the contenders of ``pipeline.py`` train, and each of them as a function ``step(batches) -> loss``.
+"""Cases and contenders of ``pipeline.py``: what is trained, and each contender as ``step(batches) -> loss``.
 
 The GPT that they train is a list of pipeline layers that build alike everywhere:
 
@@ -26,16 +26,16 @@ All use torch's fused AdamW and do not clip. The loss is None on ranks that are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from benchmarks.pipe.team import Bounds, Case, Contender
-from benchmarks.sizes import START_ID, config_of
+from benchmarks.contenders import START_ID, GPTSizes, Sizes, config_of
 from megatron.models import registry
 from megatron.models.common.language_model import model_loss
 from megatron.models.common.model_args import ModelArgs, ParallelContext
@@ -45,12 +45,77 @@ from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
 from megatron.models.t5.pipeline import T5ModelPipe, layer_specs
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.groups import SINGLE
+from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tds.device import keep_freed
 
 SEED, STD = 1234, 0.02
 Batch = tuple[Any, Any]
+Bounds = tuple[int, ...]
+MOST_KEPT = 128
+"""Micro-batches times layers whose activations one contender may keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison, all of whose contenders take turns.
+
+    Args:
+        bar: speed that ours must reach, as a part of two one-process runs side by side; None: reported without bars.
+        balance: how much longer than the shortest the longest stage of our best may take, as measured ahead.
+        loss_tolerance: how far apart the losses of contenders may be in their first steps.
+    """
+
+    name: str
+    sizes: Sizes = field(default_factory=GPTSizes)
+    micro_batch_size: int = 4
+    num_micro_batches: int = 8
+    num_stages: int = 2
+    tensor: int = 1
+    bar: float | None = None
+    balance: float | None = None
+    loss_tolerance: float = 1e-5
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.sizes.tokens_per_sample * self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def has_gpipe(self) -> bool:
+        """Whether GPipe takes part: where it keeps gigabytes, 24 GiB are not enough for all contenders together."""
+        return self.num_micro_batches * self.sizes.num_layers <= MOST_KEPT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Who trains it, and how.
+
+    Args:
+        kind: "alone", "side by side", "stock", "dualpipev", "torch" or "ours".
+        layers: as in ``make_model``.
+        partition: bounds, or the name of a method of the engine's.
+        keeps_freed: let the allocator keep freed memory; our engine does so by itself.
+    """
+
+    name: str
+    kind: str
+    layers: str = "half"
+    partition: Bounds | str = ()
+    schedule: str = "1f1b"
+    chunks: int = 1
+    keeps_freed: bool = False
+
+    @property
+    def num_trials(self) -> int:
+        """How many steps it takes before it runs as it will: "auto" tries schedules first."""
+        return 4 if self.schedule == "auto" else 0
+
+    def num_ranks(self, case: Case) -> int:
+        """Return how many processes it runs in."""
+        if self.kind in ("alone", "side by side"):
+            return 1 if self.kind == "alone" else case.num_stages * case.tensor
+        return case.num_stages * case.tensor
 
 
 class Embedding(nn.Module):
@@ -306,6 +371,16 @@ class Seat:
     stage: int
     pipe_group: Any = None
     tensor_group: Any = None
+
+
+def make_seat(case: Case, contender: Contender, rank: int) -> Seat:
+    """Return the place of ``rank``; stages lie ``case.tensor`` ranks apart. Collective over the contender's ranks."""
+    if contender.num_ranks(case) == 1 or contender.kind == "side by side" or case.tensor == 1:
+        return Seat(case, rank, rank)
+    grid = build_grid(Topology(tensor=case.tensor, pipe=case.num_stages, data=1), rank)
+    if dist.get_world_size() != case.num_stages * case.tensor:
+        raise ValueError(f"{contender.name} needs {case.num_stages * case.tensor} ranks, got {dist.get_world_size()}")
+    return Seat(case, rank, rank // case.tensor, grid.pipe.handle, grid.tensor)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.memory import bytes_alive, measure, most_at_once
+from benchmarks.step_profile import bytes_alive, measure, most_at_once
 from tests.helpers.harness import run_ranks
 
 NUMEL = 1 << 20

@@ -67,3 +67,17 @@ def test_every_schedule_trains_the_same_t5(tmp_path) -> None:
     assert {each["contender"].split()[0] for each in rows} == {"one", "side", "ours"}
     schedules = {each["contender"].split()[1] for each in rows if "ours" in each["contender"]}
     assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}
+
+
+@pytest.mark.slow
+def test_what_an_engine_takes_is_told_for_each_action_and_where(tmp_path, capsys) -> None:
+    found = run(tmp_path, "--overhead", "--micro-batches", "4", "--only", "1f1b", "--profile", "ours 1f1b")
+    assert set(found["m=4"]) == {"torch 1f1b", "ours 1f1b"}
+    told = capsys.readouterr().out
+    assert "for each of 16 actions" in told and "tottime" in told
+
+
+def test_a_profile_is_of_the_engines_alone(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--profile", "ours 1f1b")
+    assert "--profile needs --overhead" in capsys.readouterr().err

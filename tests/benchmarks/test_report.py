@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipe.team import Case, Contender
+from benchmarks.pipe.model import Case, Contender
 from benchmarks.pipeline import Record, UnequalError, bars, check_losses, draw, fastest, ratio, table
 
 CASE = Case(name="toy", bar=0.93)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import contenders, machine, step_time, turns
-from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
-from benchmarks.step_time import bars
-from benchmarks.turns import PRODUCT, PRODUCTS, Record, Work
+from benchmarks import contenders, step_time, turns
+from benchmarks.contenders import GPTSizes, LlamaSizes, Sizes, T5Sizes
+from benchmarks.step_time import PRODUCT, PRODUCTS, Record, Work, bars
 from tests.helpers.harness import run_ranks
 
 SIZES = GPTSizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
@@ -99,7 +98,7 @@ def test_unequal_first_losses_end_a_run() -> None:
 
 @pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf"])])
 def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
-    monkeypatch.setitem(turns.PRODUCTS, "cpu", (64, 2))
+    monkeypatch.setitem(step_time.PRODUCTS, "cpu", (64, 2))
     lengths = {"gpt2": "--seq-length 8", "t5": "--enc-seq-length 16"}[model]
     tiny = f"--model {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 {lengths}"
     short = "--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu"
@@ -143,7 +142,7 @@ def test_on_a_gpu_the_better_of_ours_counts_by_the_data_sheet(family: str, share
 
 
 def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> None:
-    from benchmarks.sizes import config_of
+    from benchmarks.contenders import config_of
     from megatron.models import registry
 
     for family in step_time.MODELS:
@@ -156,13 +155,13 @@ def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> 
 
 
 def test_products_on_a_gpu_are_long_enough_to_hide_their_starts() -> None:
-    assert turns.products_of("cpu") == (2048, 8)
-    side, number = turns.products_of("cuda")
+    assert step_time.products_of("cpu") == (2048, 8)
+    side, number = step_time.products_of("cuda")
     assert number * 2 * side**3 / 989e12 > 0.05, "seconds of a turn at best"
 
 
 def test_strict_ends_with_1_where_something_was_missed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(turns.PRODUCTS, "cpu", (64, 2))
+    monkeypatch.setitem(step_time.PRODUCTS, "cpu", (64, 2))
     tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 --seq-length 8 --batch-size 1"
     short = "--rounds 1 --steps 1 --threads 1 --device cpu --contenders ours --strict --json"
     with pytest.raises(SystemExit) as end:
@@ -172,5 +171,5 @@ def test_strict_ends_with_1_where_something_was_missed(tmp_path, monkeypatch) ->
 
 
 def test_a_package_that_is_not_there_has_no_version() -> None:
-    assert machine._version("no-such-package") is None
-    assert machine._version("torch")
+    assert turns._version("no-such-package") is None
+    assert turns._version("torch")

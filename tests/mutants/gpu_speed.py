@@ -10,7 +10,7 @@ PICTURES = "tests/benchmarks/gpu/test_pictures.py"
 GPU_SPEED = (
     Mutant(
         "reserved memory is that of the end, not the most",
-        "benchmarks/turns.py",
+        "benchmarks/step_time.py",
         "torch.accelerator.max_memory_reserved()",
         "torch.accelerator.memory_reserved()",
         (f"{SPEED}::test_reserved_memory_is_the_most_that_the_allocator_held",),
@@ -31,14 +31,14 @@ GPU_SPEED = (
     ),
     Mutant(
         "an operator's kernels count twice",
-        "benchmarks/turns.py",
+        "benchmarks/step_profile.py",
         'if (each.device_type == on_cpu) == (kind == "cpu") and not each.is_user_annotation',
         "if not each.is_user_annotation",
         (f"{SPEED}::test_the_kernels_are_what_ran_on_the_device_and_their_shares_those_of_all_kernels",),
     ),
     Mutant(
         "shares are those of the kernels that are shown",
-        "benchmarks/turns.py",
+        "benchmarks/step_profile.py",
         "whole = sum(time for _, time, _ in times)",
         "whole = sum(time for _, time, _ in times[:SHOWN])",
         (f"{SPEED}::test_the_kernels_are_what_ran_on_the_device_and_their_shares_those_of_all_kernels",),

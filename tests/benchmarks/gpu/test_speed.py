@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import step_time, turns
+from benchmarks import step_time
+from benchmarks.contenders import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.gpu import speed
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import PASSED, Done, Machine, Results, Skip, Verdict
 from benchmarks.gpu.speed import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
-from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
-from benchmarks.turns import PRODUCT, Record, Work, kernels_of, look
+from benchmarks.step_profile import kernels_of, look
+from benchmarks.step_time import PRODUCT, Record, Work
 from megatron.log import human_bytes
 from megatron.models import registry
 from megatron.mpu.topology import Topology
@@ -92,12 +93,12 @@ def test_reserved_memory_is_the_most_that_the_allocator_held(monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda: 7)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 5)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 6)
-    assert (turns._reserved_bytes("cuda"), turns._reserved_bytes("cpu")) == (7, 0)
+    assert (step_time._reserved_bytes("cuda"), step_time._reserved_bytes("cpu")) == (7, 0)
 
 
 def test_a_step_has_quartiles_and_both_kinds_of_memory() -> None:
     work = Work(sizes=SIZES, batch_size=4, steps=2, kind="cuda", dtype="bf16", threads=1)
-    side, number = turns.products_of("cuda")
+    side, number = step_time.products_of("cuda")
     record = Record(
         turns_s=[0.2, 0.4, 0.3, 0.5, 0.1], cpu_s=[1.0] * 5, losses=[1.0], peak_bytes=5, reserved_bytes=7,
         looked={"kernels": []},
@@ -137,7 +138,7 @@ def test_times_count_where_the_profiler_does_not_work(tmp_path: Path) -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
-    given = told(looked=turns._looked(broken))
+    given = told(looked=step_time._looked(broken))
     figures = speed.figures_of(MODEL, RUN, given, machine(tmp_path, name="NVIDIA New 1"))
     assert figures["kernels"] == [] and figures["contenders"][OURS]["ms"] == 100.0
     assert speed.line_of(figures).endswith("no profile: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.contenders import GPTSizes
 from benchmarks.pipe import model
 from benchmarks.pipe.cuts import all_cuts, best_cuts, line_up
-from benchmarks.pipe.team import Case, Contender
-from benchmarks.sizes import GPTSizes
+from benchmarks.pipe.model import Case, Contender
 
 CASE = Case(
     name="toy", sizes=GPTSizes(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)

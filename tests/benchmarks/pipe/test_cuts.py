@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from deepspeed.runtime.utils import partition_balanced
 
+from benchmarks.contenders import GPTSizes, T5Sizes
 from benchmarks.pipe.cuts import (
     all_cuts,
     best_cuts,
@@ -18,9 +19,7 @@ from benchmarks.pipe.cuts import (
     predicted_s,
     stage_seconds,
 )
-from benchmarks.pipe.model import cut_by_cost, plain_specs
-from benchmarks.pipe.team import MOST_KEPT, Case
-from benchmarks.sizes import GPTSizes, T5Sizes
+from benchmarks.pipe.model import MOST_KEPT, Case, cut_by_cost, plain_specs
 from tds.schedule import Costs, schedule_named, simulate
 
 SIZES = GPTSizes(num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)

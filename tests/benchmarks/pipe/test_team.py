@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipe.team import Case, Contender, Order, Team, assembled
-from benchmarks.sizes import GPTSizes
+from benchmarks.contenders import GPTSizes
+from benchmarks.pipe.cuts import assembled
+from benchmarks.pipe.model import Case, Contender
+from benchmarks.turns import Team
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, micro_batch_size=1, num_micro_batches=4)
@@ -38,7 +40,7 @@ def is_gone(pid: int) -> bool:
 
 def test_ranks_wait_without_using_the_processor_and_end_with_the_run() -> None:
     with assembled(CASE, [TORCH, OURS, SIDE], "fork") as teams:
-        losses = {name: team.ask(Order("run", 0, 2))[-1]["losses"] for name, team in teams.items()}
+        losses = {name: team.ask("run", 0, 2)[-1]["losses"] for name, team in teams.items()}
         before = {name: cpu_ticks(team) for name, team in teams.items()}
         time.sleep(1.0)
         for name, team in teams.items():
@@ -52,10 +54,10 @@ def test_a_rank_that_dies_ends_the_run_and_takes_the_others_along() -> None:
     with pytest.raises(RuntimeError, match=r'"torch", rank \d'), assembled(CASE, [TORCH], "fork") as teams:
         pids = teams["torch"].pids
         os.kill(pids[1], signal.SIGKILL)
-        teams["torch"].ask(Order("run"))
+        teams["torch"].ask("run", 0)
     assert all(map(is_gone, pids))
 
 
 def test_an_error_of_a_rank_is_told_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="no_such_order"), assembled(CASE, [SIDE], "fork") as teams:
-        teams["side"].ask(Order("no_such_order"))
+        teams["side"].ask("no_such_order")
