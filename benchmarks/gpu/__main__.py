@@ -26,9 +26,16 @@ from typing import Any
 
 from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
-NAMES = ("tests", "train", "layouts", "faults", "speed", "pictures")
-MODULES = {"tests": "suite", "pictures": "publish"}
-"""Of parts whose module has another name."""
+PLACES = {
+    "tests": "checks.TESTS_PART",
+    "train": "train.PART",
+    "layouts": "checks.LAYOUTS_PART",
+    "faults": "faults.PART",
+    "speed": "speed.PART",
+    "pictures": "publish.PART",
+}
+"""Name of a part -> where it is; in the order of their running."""
+NAMES = tuple(PLACES)
 UNKNOWN = "unknown"
 """What ``run_folder.commit`` says without git."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
@@ -68,7 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def part_of(name: str) -> Part:
     """Return the part of this name; its module is imported only now."""
-    return importlib.import_module(f"benchmarks.gpu.{MODULES.get(name, name)}").PART
+    module, _, part = PLACES[name].partition(".")
+    return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), part)
 
 
 def machine_of(kind: str, work: Path, out: Path) -> Machine:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import ROOT, Case, Done, Machine, Part, Skip, python
-from benchmarks.gpu.runs import (
+from benchmarks.gpu.train import (
     STEPS,
     Run,
     begin,

@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
 # Proves and measures the project on the GPU of this machine: `bash benchmarks/gpu/run.sh [--out DIR] [PART...]`.
-# Where this Python lacks packages and benchmarks/gpu/wheels.sh has gathered them, they are installed beside it, without
-# a network. docs/accelerators.md says what each part does; `--help` lists the flags.
+# docs/accelerators.md says what each part does; `--help` lists the flags.
+#
+# For a machine without a network `bash benchmarks/gpu/run.sh wheels [--python 3.12] [--have FILE] [--out DIR]` gathers
+# what its Python lacks, beforehand and elsewhere, into .gpu-wheels (GPU_WHEELS names another folder). Take that along
+# with the repository: the first command installs it beside the Python that lacks it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
+if [ "${1:-}" = wheels ]; then
+  shift
+  # shellcheck source=tools/setup.sh
+  source tools/setup.sh run                       # sets PYTHON: the versions that were tested here are carried
+  exec "$PYTHON" -m benchmarks.gpu.wheels "$@"
+fi
 PYTHON=${PYTHON:-python3}
 wheels=${GPU_WHEELS:-$root/.gpu-wheels}
 
@@ -19,7 +28,7 @@ if compgen -G "$wheels/*.whl" > /dev/null && ! is_complete; then
     if [ -e "$site/.stamp" ]; then rm -rf "$site"; fi                    # one that this script has made
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || {
       echo "error: the wheels in $wheels are not for $("$PYTHON" --version) (see above). On a machine with a network:" \
-        "bash benchmarks/gpu/wheels.sh --python X.Y" >&2
+        "bash benchmarks/gpu/run.sh wheels --python X.Y" >&2
       exit 1
     }
     printf '%s\n' "$stamp" > "$site/.stamp"

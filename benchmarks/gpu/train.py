@@ -1,5 +1,8 @@
 """The training scripts on the device: as the CPU in fp32, to the bit where they say so, stopped, killed and resumed.
 
+Ahead of the part ``train`` lie the runs themselves, as users start them on texts of the repository, and how two of them
+are compared.
+
 The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. The largest difference that
 is allowed, in nats, beside what was seen on a CPU with these flags:
 
@@ -13,31 +16,296 @@ is allowed, in nats, beside what was seen on a CPU with these flags:
 from __future__ import annotations
 
 import functools
+import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import ROOT, Case, Machine, Part, Skip
-from benchmarks.gpu.runs import (
-    DROPOUT,
-    SCRIPTS,
-    Run,
-    begin,
-    flags,
-    judge_bits,
-    judge_losses,
-    judge_weights,
-    kept,
-    last_step,
-    limit_s,
-    read_run,
-    reference,
-    train,
-    worst,
+from benchmarks.gpu.part import ROOT, Case, Done, Machine, Part, Skip, python, started
+
+SCRIPTS = {
+    "gpt2": "pretrain_gpt2.py",
+    "t5": "pretrain_t5.py",
+    "llama": "examples/llama/pretrain_llama.py",
+    "mpt": "examples/mpt/pretrain_mpt.py",
+    "bert": "examples/bert/pretrain_bert.py",
+}
+TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
+STEPS = 20
+COMMON = (
+    "--warmup 0.1 --log-interval 1 --eval-interval 0 --eval-iters 0 --split 1,0,0 --progress plain --seed 1234 "
+    f"--num-attention-heads 4 --gas 2 --train-iters {STEPS}"
 )
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --layout-independent-dropout"
+DEVICE_SIZES = {
+    "gpt2": "--num-layers 4 --seq-length 128 --hidden-bias",
+    "t5": "--num-layers 2 --enc-seq-length 128",
+    "llama": "--num-layers 4 --seq-length 128 --num-query-groups 2 --ff-hidden-size 704",
+    "mpt": "--num-layers 4 --seq-length 128",
+    "bert": "--num-layers 4 --seq-length 128 --lr 2e-4",
+}
+"""BERT's rate is low: at 1e-3 its first steps jump, and bf16 on a CPU is 0.36 away in step 4."""
+DRY_SIZES = {
+    "gpt2": "--num-layers 2 --seq-length 32 --hidden-bias",
+    "t5": "--num-layers 1 --enc-seq-length 32",
+    "llama": "--num-layers 2 --seq-length 32 --num-query-groups 2",
+    "mpt": "--num-layers 2 --seq-length 32",
+    "bert": "--num-layers 2 --seq-length 32",
+}
+
+
+def limit_s(machine: Machine) -> float:
+    """Return the seconds of a usual case; the dry form may share a few cores with other work."""
+    return 480.0 if machine.is_dry else 120.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has reached its end: its folder, and loss and gradient norm of each step."""
+
+    folder: Path
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    num_skipped: int
+    seconds: float
+
+    @property
+    def bits(self) -> list[tuple[int, str, str]]:
+        """(step, loss, norm), each number with all of its bits."""
+        return [
+            (step, loss.hex(), norm.hex()) for step, loss, norm in zip(self.steps, self.losses, self.norms, strict=True)
+        ]
+
+
+def texts(machine: Machine) -> Path:
+    """Return the prefix of the token files of examples/corpus, made once; needs no network."""
+    return machine.once("texts", lambda: write_texts(machine.work / "texts"))
+
+
+def write_texts(folder: Path) -> Path:
+    """Tokenize the repository's own texts into ``folder``, as the golden losses have them; return the prefix."""
+    import numpy as np
+
+    from megatron.data import IndexedDatasetBuilder
+    from megatron.tokenizer import build
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build(tokenizer_path=TOKENIZER)
+    prefix = folder / "texts"
+    facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
+    with IndexedDatasetBuilder(prefix, **facts) as writer:
+        for text in sorted((ROOT / "examples" / "corpus").glob("*/*.txt")):
+            writer.add(np.array([*tokenizer.encode(text.read_text(encoding="utf-8")), tokenizer.eod_id]))
+    return prefix
+
+
+def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: str | None = None) -> list[str]:
+    """Return the command line of a run of ``family`` in the run folder ``folder``; later flags hold."""
+    sizes = (DRY_SIZES if machine.is_dry else DEVICE_SIZES)[family]
+    common = (
+        "--hidden-size 32 --batch-size 2 --lr 3e-3" if machine.is_dry else "--hidden-size 256 --batch-size 8 --lr 1e-3"
+    )
+    return [
+        *f"{common} {COMMON} {NO_DROPOUT} {sizes}".split(),
+        *("--data-path", str(texts(machine)), "--tokenizer-path", str(TOKENIZER), "--save", str(folder)),
+        *("--device", device or machine.kind, *extra.split()),
+    ]
+
+
+def on_cpu(machine: Machine) -> dict[str, str]:
+    """Return the variables of a run on the CPU beside those on the device."""
+    threads = max(1, min(4, machine.num_cores // 4))
+    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+
+
+def start(
+    machine: Machine,
+    family: str,
+    folder: Path,
+    extra: str = "",
+    *,
+    device: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Done:
+    """Run the script of ``family`` to its end, whatever that is."""
+    variables = (on_cpu(machine) if device == "cpu" else {}) | dict(env or {})
+    return python(machine, str(ROOT / SCRIPTS[family]), *flags(machine, family, folder, extra, device), env=variables)
+
+
+def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: Any) -> Run:
+    """Run the script of ``family`` to its last step and return what it has recorded.
+
+    Raises:
+        AssertionError: it has ended with another code than 0.
+    """
+    return read_run(folder, start(machine, family, folder, extra, **more).check().seconds)
+
+
+def read_run(folder: Path, seconds: float = 0.0) -> Run:
+    """Return what the run in ``folder`` has recorded."""
+    from megatron.training.callbacks.metrics_writer import read_metrics
+
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
+    numbers = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
+    num_skipped = max((record["skipped"] for record in records), default=0)
+    return Run(folder, tuple(r["step"] for r in records), tuple(numbers[0]), tuple(numbers[1]), num_skipped, seconds)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def reference(machine: Machine, family: str, extra: str = "") -> Run:
+    """Return the run of ``family`` on the CPU in fp32 with these flags, made once."""
+    return kept(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
+
+
+def kept(machine: Machine, name: str, family: str, extra: str, **more: Any) -> Run:
+    """Return the run of that name, made once: cases compare others with it."""
+    folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
+
+    def make() -> Run:
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+        return train(machine, family, folder, extra, **more)
+
+    return machine.once(name, make)
+
+
+def worst(run: Run, other: Run) -> float:
+    """Return the largest difference of the losses of two runs.
+
+    Raises:
+        AssertionError: they have not done the same steps, or a loss is no number.
+    """
+    assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
+    assert run.steps, "no step was recorded"
+    assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
+    return max(abs(one - two) for one, two in zip(run.losses, other.losses, strict=True))
+
+
+def spans(steps: Sequence[int]) -> str:
+    """Return "1 to 20 (20)" of steps."""
+    return f"{steps[0]} to {steps[-1]} ({len(steps)})" if steps else "none"
+
+
+def judge_losses(run: Run, other: Run, allowed: float, fall: float = 0.3) -> str:
+    """Say how far the losses of ``run`` are from those of ``other``.
+
+    Args:
+        fall: by which the last loss must be below the first.
+
+    Raises:
+        AssertionError: further than ``allowed``, or they have not fallen, or a step was left out.
+    """
+    largest = worst(run, other)
+    assert not run.num_skipped, f"{run.num_skipped} steps were left out for an overflow"
+    fallen = run.losses[0] - run.losses[-1]
+    seen = f"losses within {largest:.2g} of {len(run.steps)} steps, {allowed:.2g} allowed"
+    assert largest <= allowed, f"{seen}: got {_row(run.losses)} against {_row(other.losses)}"
+    assert fallen >= fall, f"the loss must fall by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
+    return f"{seen}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
+
+
+def _row(losses: Sequence[float]) -> str:
+    return " ".join(f"{loss:.5f}" for loss in losses)
+
+
+def judge_bits(run: Run, other: Run) -> str:
+    """Say that losses and gradient norms of two runs are the same bits.
+
+    Raises:
+        AssertionError: they are not; with the first step that differs.
+    """
+    assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
+    assert run.steps, "no step was recorded"
+    for one, two in zip(run.bits, other.bits, strict=True):
+        assert one == two, f"step {one[0]} has loss and norm {one[1:]}, against {two[1:]}"
+    return f"losses and norms of {len(run.steps)} steps equal to the bit"
+
+
+def judge_weights(machine: Machine, one: Path, other: Path) -> str:
+    """Say that two checkpoints hold the same bits, the optimizer's states included.
+
+    Raises:
+        AssertionError: they do not; with what differs.
+    """
+    done = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
+    assert done.code == 0, f"the checkpoints differ or were not compared (code {done.code}): {done.text[-600:]}"
+    return "weights and moments equal to the bit"
+
+
+@dataclass
+class Live:
+    """A script that is under way."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    end: float
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for ``what`` while the script goes on.
+
+        Raises:
+            AssertionError: the script ends before, or the case's time.
+        """
+        while not is_so():
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}: {self.text[-900:]}"
+            )
+            assert time.monotonic() < self.end, f"{what} did not come in time: {self.text[-900:]}"
+            time.sleep(0.005)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the script's own process."""
+        self.process.send_signal(number)
+
+    def finish(self, within_s: float = math.inf) -> int:
+        """Return the exit code.
+
+        Raises:
+            AssertionError: it did not end within so many seconds, or the case's time.
+        """
+        limit = min(within_s, self.end - time.monotonic())
+        try:
+            return self.process.wait(max(limit, 0.1))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {limit:.0f} s: {self.text[-900:]}") from None
+
+    def close(self) -> None:
+        """Leave nothing of it behind."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
+    """Start ``words``, and return at once; ``close`` must be called."""
+    with open(log, "w") as file:
+        process = started(machine, words, file, env)
+    return Live(process, log, machine.end)
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that the run in ``folder`` has recorded; 0: none yet."""
+    from megatron.training.callbacks.metrics_writer import read_metrics
+
+    return max((r["step"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"), default=0)
+
+
+# The part.
 
 Shown = tuple[str, dict[str, Any]]
 

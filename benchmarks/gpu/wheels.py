@@ -1,8 +1,8 @@
-"""Gather the wheels that another machine's Python lacks, for a machine without a network (wheels.sh calls this).
+"""Gather the wheels that another machine's Python lacks, for a machine without a network.
 
-    bash benchmarks/gpu/wheels.sh                                    # for Python 3.12 on x86-64 Linux, into .gpu-wheels
-    bash benchmarks/gpu/wheels.sh --python 3.11 --have there.txt     # there: `python3 -m pip list --format=freeze`
-    bash benchmarks/gpu/wheels.sh --check                            # fetch nothing, judge what .gpu-wheels holds
+    bash benchmarks/gpu/run.sh wheels                                # for Python 3.12 on x86-64 Linux, into .gpu-wheels
+    bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt # there: `python3 -m pip list --format=freeze`
+    bash benchmarks/gpu/run.sh wheels --check                        # fetch nothing, judge what .gpu-wheels holds
 
 Follows what pyproject.toml and its extra `test` require, and what that requires in turn, past the packages that are
 there. A package without a wheel (DeepSpeed) is built from its source, and must be pure Python. torch, CUDA and triton
@@ -30,7 +30,19 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[2]
-THERE = Path(__file__).with_name("there.txt")
+THERE = dict.fromkeys(
+    """
+    absl-py annotated-doc attrs certifi charset-normalizer click contourpy cycler einops execnet filelock
+    fonttools fsspec grpcio h11 h5py hf-xet httpx huggingface-hub hypothesis idna iniconfig jinja2 kiwisolver
+    markdown markdown-it-py markupsafe matplotlib mdurl mpi4py mpmath msgpack networkx ninja numba numpy
+    opt-einsum packaging pandas pillow pip pluggy protobuf psutil py-cpuinfo pyarrow pygments pyparsing pytest
+    pytest-benchmark pytest-timeout pytest-xdist python-dateutil pyyaml regex requests rich safetensors scipy
+    sentencepiece setuptools shellingham six sortedcontainers sympy tensorboard tensorboard-data-server
+    tokenizers torch torchvision tqdm transformers triton typer typing-extensions urllib3 werkzeug xxhash
+    """.split(),
+    "",
+)
+"""Packages that the Python of a GPU machine is taken to have, in versions that fit."""
 MEGABYTE = 1_000_000
 LIMIT_MB = 45.0
 GLIBC = 28
@@ -250,7 +262,7 @@ def wheel_lines(folder: Path, target: Target, limit_mb: float) -> Iterator[str]:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks/gpu/wheels.sh",
+        prog="benchmarks/gpu/run.sh wheels",
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -259,8 +271,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="the other Python (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=out, help="folder of the wheels (default: %(default)s)")
     parser.add_argument(
-        "--have", type=Path, default=THERE, metavar="FILE",
-        help="what is there, a line NAME or NAME==VERSION for each package (default: %(default)s)",
+        "--have", type=Path, metavar="FILE",
+        help="what is there, a line NAME or NAME==VERSION for each package (default: what such machines usually have)",
     )  # fmt: skip
     parser.add_argument(
         "--with", nargs="+", default=[], dest="also", choices=sorted(LEFT_OUT), metavar="NAME",
@@ -271,7 +283,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", args.python):
         parser.error(f"--python must be a version such as 3.12, got {args.python}")
-    if not args.have.is_file():
+    if args.have and not args.have.is_file():
         parser.error(f"--have must be a file with a package a line, got {args.have}")
     return args
 
@@ -279,7 +291,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Gather or judge; return the exit code."""
     args = parse_args(argv)
-    target, there = Target(args.python), read_there(args.have)
+    target, there = Target(args.python), read_there(args.have) if args.have else THERE
     wanted = [one for one in required() if one.name in args.also or one.name not in LEFT_OUT]
     if args.check:
         problems = amiss(wanted, args.out, there, target, args.limit_mb)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.suite import Report, read_report
+from benchmarks.gpu.checks import Report, read_report
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = (

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 TRAIN = "tests/benchmarks/gpu/test_train.py"
 PROGRAM = "tests/benchmarks/gpu/test_program.py"
 FAULTS = "tests/benchmarks/gpu/test_faults.py"
-RUNS = "benchmarks/gpu/runs.py"
+RUNS = "benchmarks/gpu/train.py"
 PART = "benchmarks/gpu/faults.py"
 
 GPU_RUNS = (
@@ -114,7 +114,7 @@ GPU_RUNS = (
     ),
     Mutant(
         "the ordinary suite sees the GPU",
-        "benchmarks/gpu/suite.py",
+        "benchmarks/gpu/checks.py",
         "words, env=NO_GPU), limit_s=150.0",
         "words), limit_s=150.0",
         ("tests/benchmarks/gpu/test_suite.py::test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do",),

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 SEAM = "tds/p2p/host_copies.py"
 COPIES = "tests/tds/p2p/test_host_copies.py"
 SHARED = "tests/training/test_world.py::test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it"
-PART = "benchmarks/gpu/layouts.py"
+PART = "benchmarks/gpu/checks.py"
 LAYOUTS = "tests/benchmarks/gpu/test_layouts.py"
 
 HOST_COPIES = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.part import Machine
-from benchmarks.gpu.runs import Run
+from benchmarks.gpu.train import Run
 
 
 def dry_machine(folder: Path, limit_s: float = 900.0, kind: str = "cpu") -> Machine:

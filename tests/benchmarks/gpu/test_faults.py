@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import faults, runs
+from benchmarks.gpu import faults, train
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
 from tests.benchmarks.gpu.made import dry_machine, made_run
@@ -120,7 +120,7 @@ def test_an_end_passes_with_its_code_and_words_alone(judge: Any, done: Done, wor
 def test_a_nan_must_end_the_run_at_its_step_and_be_left_out_there_alone() -> None:
     with pytest.raises(AssertionError, match="5 steps were recorded, not 4"):
         faults.judge_ended(Done(5, ENDED, 9.0), made_run([7.0] * 5))
-    falling = [7.0 - step / 100 for step in range(runs.STEPS)]
+    falling = [7.0 - step / 100 for step in range(train.STEPS)]
     falling[4] = math.nan
     assert faults.judge_skipped(Done(0, "", 9.0), made_run(falling)).startswith("step 5 left out, 20 steps done")
     for losses, told in (
@@ -140,7 +140,7 @@ def test_a_rank_is_found_among_the_launchers_children(tmp_path: Path) -> None:
         "import os, subprocess, sys, time; "
         "subprocess.Popen(['sleep', '9'], env={'RANK': '1'}); print('up', flush=True); time.sleep(9)"
     )
-    live = runs.begin(dry_machine(tmp_path), [sys.executable, "-c", code], tmp_path / "log")
+    live = train.begin(dry_machine(tmp_path), [sys.executable, "-c", code], tmp_path / "log")
     try:
         live.wait_until(lambda: "up" in live.text, "its child")
         assert b"RANK=1" in Path(f"/proc/{faults.rank_of(live.process.pid, 1)}/environ").read_bytes()

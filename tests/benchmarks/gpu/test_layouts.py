@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import layouts
+from benchmarks.gpu import checks
 from benchmarks.gpu.part import FAILED, PASSED, SKIPPED, Done, Machine, Results, Skip, run_part
 from tds.schedule.simulate import AUTO, SCHEDULES, by_default
 
@@ -37,27 +37,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         Path(words[words.index("--json") + 1]).write_text(json.dumps(TOLD), encoding="utf-8")
         return Done(0 if TOLD["is_equal"] else 1, "said", 0.1)
 
-    monkeypatch.setattr(layouts, "python", python)
+    monkeypatch.setattr(checks, "python", python)
     return lines
 
 
 def results_in(folder: Path, only: str = "", budget_s: float = 480.0) -> dict[str, Any]:
     about = {"device": "CPU", "kind": "cpu", "is_dry": True, "date": "2026-11-24", "commit": "abc"}
     results = Results.begin_or_go_on(folder / "out", about)
-    part = replace(layouts.PART, budget_s=budget_s)
+    part = replace(checks.LAYOUTS_PART, budget_s=budget_s)
     run_part(part, machine_in(folder), results, only=only, say=lambda _: None)
     return dict(results.of("layouts"))
 
 
 def test_every_schedule_every_stage_of_zero_and_every_axis_is_tried() -> None:
-    told = " ".join(layouts.LAYOUTS.values())
+    told = " ".join(checks.LAYOUTS.values())
     for schedule in set(SCHEDULES) - {AUTO, "1f1b", "interleaved"}:
         assert f"--pipeline-schedule {schedule}" in told, schedule
     assert by_default(1) == "1f1b" and by_default(2) == "interleaved", "what is tried without a name"
-    assert layouts.LAYOUTS["gpt2 fp64 pp 2, 1f1b"] == layouts.PIPE
-    assert layouts.LAYOUTS["gpt2 fp64 pp 2, interleaved"] == f"{layouts.PIPE} --pipeline-chunks 2"
+    assert checks.LAYOUTS["gpt2 fp64 pp 2, 1f1b"] == checks.PIPE
+    assert checks.LAYOUTS["gpt2 fp64 pp 2, interleaved"] == f"{checks.PIPE} --pipeline-chunks 2"
     assert all(f"--zero-stage {stage}" in told for stage in (1, 2, 3))
-    assert "t5 fp64 tp 2 x pp 2" in layouts.LAYOUTS
+    assert "t5 fp64 tp 2 x pp 2" in checks.LAYOUTS
 
 
 def test_one_process_is_started_once_for_a_model_and_a_format(tmp_path: Path, started: list[list[str]]) -> None:
@@ -66,7 +66,7 @@ def test_one_process_is_started_once_for_a_model_and_a_format(tmp_path: Path, st
     assert passed and set(passed) == {name for name in found if not name.startswith("nccl")}
     assert {verdict.status for name, verdict in found.items() if name.startswith("nccl")} == {SKIPPED}
     alone = [line for line in started if "--distributed-backend" not in line]
-    assert len(alone) == 3 and len(started) == 3 + len(layouts.LAYOUTS)
+    assert len(alone) == 3 and len(started) == 3 + len(checks.LAYOUTS)
     assert len({line[line.index("--reference") + 1] for line in started}) == 3
     of_data = [line for line in started if "--data-parallel-size" in line]
     assert of_data and all(line[line.index("--gas") + 1] == "2" for line in of_data), "the same global batch"
@@ -81,12 +81,12 @@ def test_a_layout_that_differs_fails(tmp_path: Path, started: list[list[str]], m
 
 
 def test_nccl_needs_a_gpu_and_all_of_several_are_used(tmp_path: Path, started: list[list[str]]) -> None:
-    cases = {case.name: case.run for case in layouts.cases(machine_in(tmp_path))}
+    cases = {case.name: case.run for case in checks.layout_cases(machine_in(tmp_path))}
     cuda = Machine("cuda", "GPU", False, 1, 2**34, 2, tmp_path, tmp_path)
     with pytest.raises(Skip, match="there is one GPU"):
         cases["nccl, tp over all GPUs"](cuda, tmp_path)
     six = Machine("cuda", "GPU", False, 6, 2**34, 2, tmp_path, tmp_path)
-    for axis, flag in layouts.ALL_GPUS.items():
+    for axis, flag in checks.ALL_GPUS.items():
         cases[f"nccl, {axis} over all GPUs"](six, tmp_path)
         line = started.pop()
         assert line[line.index(flag) + 1] == "6" and line[line.index("--distributed-backend") + 1] == "nccl"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import part, suite
+from benchmarks.gpu import checks, part
 from benchmarks.gpu.part import ROOT, TIMED_OUT, Done, Machine, Skip
 
 SOURCE = """
@@ -47,7 +47,7 @@ def run(folder: Path, text: str, *words: str) -> tuple[str, dict[str, object]]:
     """Return what the part tells of a file with these tests."""
     (folder / "test_made.py").write_text(text)
     words = ("-p", "no:xdist", "-p", "no:hypothesispytest", *words)
-    return suite.pytest_of([str(folder / "test_made.py")], words, machine(folder), folder)
+    return checks.pytest_of([str(folder / "test_made.py")], words, machine(folder), folder)
 
 
 def test_failed_tests_are_told_by_name_with_why(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_file_of_which_nothing_ran_is_no_success(tmp_path: Path) -> None:
 def test_of_a_run_that_did_not_end_is_told_how_far_it_came(lines: str, tmp_path: Path) -> None:
     done = Done(TIMED_OUT, f"collected 9 items\n\n{lines}", 61.4)
     with pytest.raises(AssertionError) as told:
-        suite.judge(done, tmp_path / "none.xml")
+        checks.judge(done, tmp_path / "none.xml")
     assert str(told.value) == (
         "did not end in 61 s, after 2 tests of which failed: tests/gpu/test_a.py::test_two; in "
         "tests/gpu/test_a.py::test_three"
@@ -98,21 +98,21 @@ def test_of_a_run_that_did_not_end_is_told_how_far_it_came(lines: str, tmp_path:
 
 def test_many_failures_leave_room_for_the_first_ones() -> None:
     """A verdict has 1,500 letters, of which the end is kept."""
-    failed = {f"test_gpu::test_number_{i}": "x" * suite.LETTERS_OF_A_REASON for i in range(50)}
-    text = suite.Report(3, failed).text
+    failed = {f"test_gpu::test_number_{i}": "x" * checks.LETTERS_OF_A_REASON for i in range(50)}
+    text = checks.Report(3, failed).text
     assert len(text) < 1500 and text.startswith("3 passed, 50 failed; test_gpu::test_number_0: ")
     assert text.endswith("and 44 more failed")
 
 
 def test_every_file_with_tests_for_a_gpu_is_a_case_and_every_folder_is_there(tmp_path: Path) -> None:
-    files = suite.gpu_files()
-    own = {path.name for path in (ROOT / suite.OWN).glob("test_*.py")} - {"test_dry_form.py"}
-    assert {Path(file).name for file in files if file.startswith(suite.OWN)} == own
+    files = checks.gpu_files()
+    own = {path.name for path in (ROOT / checks.OWN).glob("test_*.py")} - {"test_dry_form.py"}
+    assert {Path(file).name for file in files if file.startswith(checks.OWN)} == own
     assert {"tests/mpu/test_uploads.py", "tests/tds/test_clock.py", "tests/training/test_host_reads.py"} < set(files)
-    assert [Path(file).name for file in files[:3]] == list(suite.FIRST)
-    names = [case.name for case in suite.cases(machine(tmp_path))]
-    assert len(names) == len(set(names)) == len(files) + len(suite.DRY)
-    assert all((ROOT / path).exists() for paths in (*suite.SUITE.values(), *suite.DRY.values()) for path in paths)
+    assert [Path(file).name for file in files[:3]] == list(checks.FIRST)
+    names = [case.name for case in checks.suite_cases(machine(tmp_path))]
+    assert len(names) == len(set(names)) == len(files) + len(checks.DRY)
+    assert all((ROOT / path).exists() for paths in (*checks.SUITE.values(), *checks.DRY.values()) for path in paths)
 
 
 def test_no_test_hides_the_packages_that_lie_beside_this_python() -> None:
@@ -136,9 +136,9 @@ def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
         seen.update({name: there.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")})
         return Done(5, "no test", 0.1)
 
-    monkeypatch.setattr(suite, "command", noting)
+    monkeypatch.setattr(checks, "command", noting)
     place = replace(machine(tmp_path), kind="cuda", is_dry=False)
-    for case in suite.cases(place):
+    for case in checks.suite_cases(place):
         with pytest.raises(AssertionError, match="code 5"):
             case.run(place, tmp_path)
         assert tuple(seen.values()) == (("0", "cuda") if case.name.startswith("gpu: ") else ("", "cpu")), case.name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import runs, train
+from benchmarks.gpu import train
 from benchmarks.gpu.part import Done, Machine, Skip
 from tests.benchmarks.gpu.made import dry_machine, made_run, write_metrics
 
@@ -24,7 +24,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_losses_within_the_tolerance_pass() -> None:
-    told = runs.judge_losses(made_run([7.0, 6.51, 6.0]), made_run(FALLING), 0.011)
+    told = train.judge_losses(made_run([7.0, 6.51, 6.0]), made_run(FALLING), 0.011)
     assert told == "losses within 0.01 of 3 steps, 0.011 allowed; 7.000 to 6.000"
 
 
@@ -39,53 +39,53 @@ def test_losses_within_the_tolerance_pass() -> None:
         (made_run(FALLING, num_skipped=1), "1 steps were left out for an overflow"),
     ],
 )
-def test_losses_that_are_not_those_of_the_reference_fail(run: runs.Run, told: str) -> None:
+def test_losses_that_are_not_those_of_the_reference_fail(run: train.Run, told: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(told)):
-        runs.judge_losses(run, made_run(FALLING), 0.011)
+        train.judge_losses(run, made_run(FALLING), 0.011)
 
 
 def test_losses_that_do_not_fall_and_runs_without_steps_fail() -> None:
     flat = made_run([7.0, 6.9, 6.8])
     with pytest.raises(AssertionError, match="the loss must fall by 0.3, got 7.0000 to 6.8000"):
-        runs.judge_losses(flat, flat, 0.1)
-    for judge in (runs.worst, runs.judge_bits):
+        train.judge_losses(flat, flat, 0.1)
+    for judge in (train.worst, train.judge_bits):
         with pytest.raises(AssertionError, match="no step was recorded"):
             judge(made_run([]), made_run([]))
 
 
 def test_one_bit_of_a_loss_or_a_norm_fails() -> None:
     plain = made_run(FALLING)
-    assert runs.judge_bits(made_run(FALLING), plain) == "losses and norms of 3 steps equal to the bit"
+    assert train.judge_bits(made_run(FALLING), plain) == "losses and norms of 3 steps equal to the bit"
     for other in (made_run([7.0, math.nextafter(6.5, 7), 6.0]), made_run(FALLING, norm=math.nextafter(1.0, 2))):
         with pytest.raises(AssertionError, match=r"step \d has loss and norm"):
-            runs.judge_bits(other, plain)
+            train.judge_bits(other, plain)
     with pytest.raises(AssertionError, match=re.escape("the steps 1 to 2 (2) were done")):
-        runs.judge_bits(made_run(FALLING[:2]), plain)
+        train.judge_bits(made_run(FALLING[:2]), plain)
 
 
 @pytest.mark.parametrize("code", [1, 3, -1])
 def test_checkpoints_that_differ_fail(code: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(runs, "python", lambda _, *words: asked.append(words) or Done(0, "", 1.0))
-    runs.judge_weights(machine, Path("one"), Path("other"))
+    monkeypatch.setattr(train, "python", lambda _, *words: asked.append(words) or Done(0, "", 1.0))
+    train.judge_weights(machine, Path("one"), Path("other"))
     assert asked[0][1:] == ("one", "--compare", "other") and Path(asked[0][0]).exists()
-    monkeypatch.setattr(runs, "python", lambda *_: Done(code, "verdict: 2 tensors differ", 1.0))
+    monkeypatch.setattr(train, "python", lambda *_: Done(code, "verdict: 2 tensors differ", 1.0))
     with pytest.raises(AssertionError, match=rf"not compared \(code {code}\): verdict: 2 tensors differ"):
-        runs.judge_weights(machine, Path("one"), Path("other"))
+        train.judge_weights(machine, Path("one"), Path("other"))
 
 
 def test_a_runs_records_are_read_with_losses_that_are_no_numbers(tmp_path: Path) -> None:
     write_metrics(tmp_path, [7.0, None])
-    run = runs.read_run(tmp_path)
+    run = train.read_run(tmp_path)
     assert run.steps == (1, 2) and run.losses[0] == 7.0 and math.isnan(run.losses[1])
-    assert runs.last_step(tmp_path) == 2 and runs.last_step(tmp_path / "none") == 0
+    assert train.last_step(tmp_path) == 2 and train.last_step(tmp_path / "none") == 0
 
 
 def test_cases_are_those_of_every_family_in_every_format(machine: Machine) -> None:
     names = [case.name for case in train.cases(machine)]
     assert len(set(names)) == len(names)
-    assert {f"{family} {form}" for family in runs.SCRIPTS for form in ("fp32", "bf16", "fp16")} < set(names)
-    assert all((runs.ROOT / script).exists() for script in runs.SCRIPTS.values())
+    assert {f"{family} {form}" for family in train.SCRIPTS for form in ("fp32", "bf16", "fp16")} < set(names)
+    assert all((train.ROOT / script).exists() for script in train.SCRIPTS.values())
     with pytest.raises(Skip, match="fp16 needs a GPU"):
         train.on_device(machine, "gpt2", "fp16")
 
@@ -137,7 +137,7 @@ def cut_with(
     """Return what ``cut_off`` shows of a script that says of these steps that they are done, and leaves so."""
     script = folder / "script.py"
     script.write_text(STAND_IN.format(leave=leave, done=done))
-    monkeypatch.setitem(runs.SCRIPTS, "gpt2", str(script))
+    monkeypatch.setitem(train.SCRIPTS, "gpt2", str(script))
     monkeypatch.setattr(train, "limit_s", lambda _: 0.2 if leave == "pass" else 60.0)
     return train.cut_off(machine, folder, number=signal.SIGTERM, code=75, is_due=train.is_under_way)
 
@@ -171,7 +171,7 @@ def test_a_script_that_ends_or_says_nothing_is_no_live_run(tmp_path: Path) -> No
         ("print('gone'); exit(3)", 60.0, "ended with 3 before step 1: gone"),
         ("import time; time.sleep(9)", 0.1, "step 1 did not come in time"),
     ):
-        live = runs.begin(dry_machine(tmp_path, limit_s), [sys.executable, "-c", code], tmp_path / "log")
+        live = train.begin(dry_machine(tmp_path, limit_s), [sys.executable, "-c", code], tmp_path / "log")
         with pytest.raises(AssertionError, match=told):
             live.wait_until(lambda: False, "step 1")
         live.close()

@@ -47,13 +47,12 @@ def wants(*requirements: str) -> list[Requirement]:
 
 
 def test_each_requirement_of_the_project_is_carried_or_there_or_left_out_with_a_reason() -> None:
-    there = read_there(THERE)
     names = {one.name for one in required()}
     assert names > CARRIED
     for name in names:
-        assert (name in CARRIED) + (name in there) + (name in LEFT_OUT) == 1, name
+        assert (name in CARRIED) + (name in THERE) + (name in LEFT_OUT) == 1, name
     assert set(LEFT_OUT) < names, "a package that nothing requires any more"
-    assert {"torch", "numpy"} <= set(there)
+    assert {"torch", "numpy"} <= set(THERE)
 
 
 def test_wheels_that_fit_and_need_nothing_more_are_right(make: Make, tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ def test_a_python_that_lacks_packages_is_given_the_wheels_once(make: Make, tmp_p
     make("engine-1.0-py3-none-any.whl", size=10, folder=home / ".gpu-wheels")
     assert start(1).returncode == 0 and (site / "engine" / "data").stat().st_size == 10
     make("core-1.0-cp27-none-any.whl", folder=home / ".gpu-wheels")
-    assert (start(1).returncode, "bash benchmarks/gpu/wheels.sh --python X.Y" in start(1).stderr) == (1, True)
+    assert (start(1).returncode, "bash benchmarks/gpu/run.sh wheels --python X.Y" in start(1).stderr) == (1, True)
 
 
 def test_a_package_without_a_wheel_is_built_and_pip_is_asked_for_the_other_python(
@@ -236,6 +235,18 @@ def test_deepspeed_is_built_without_operators(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DS_BUILD_OPS", "1")
     code = "import os, sys; sys.exit(os.environ['DS_BUILD_OPS'])"
     assert wheels._run([sys.executable, "-c", code]) == "0\n\n"
+
+
+def test_the_wheels_are_gathered_by_the_python_that_set_up_makes(tmp_path: Path) -> None:
+    for name, text in (
+        ("benchmarks/gpu/run.sh", (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()),
+        ("tools/setup.sh", 'PYTHON="echo"\n'),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    words = ["bash", tmp_path / "benchmarks" / "gpu" / "run.sh", "wheels", "--check"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "-m benchmarks.gpu.wheels --check\n"
 
 
 def test_the_scripts_are_whole() -> None:
