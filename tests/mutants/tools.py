@@ -141,6 +141,13 @@ TOOLS = (
         (f"{BENCHMARK}::test_turns_rotate_and_ratios_are_taken_within_rounds",),
     ),
     Mutant(
+        "what a contender prints stands in the tables",
+        "benchmarks/turns.py",
+        "        os.dup2(sys.stdout.fileno(), 1)\n",
+        "",
+        ("tests/benchmarks/test_turns.py::test_every_process_answers_and_what_it_prints_is_kept_out_of_the_tables",),
+    ),
+    Mutant(
         "reading is held against one step instead of ten",
         "benchmarks/data.py",
         "needed = {family: TIMES * rate",
