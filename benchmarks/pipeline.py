@@ -340,7 +340,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--keep-freed", action="store_true", help="let the allocator keep freed memory for the other engines, too"
     )
     parser.add_argument("--overhead", action="store_true", help="measure processor time of the engines alone")
-    parser.add_argument("--profile", metavar="NAME", help="with --overhead: print where this contender spends its time")
+    parser.add_argument(
+        "--profile", choices=[each.name for each in ENGINES], metavar="NAME",
+        help="with --overhead: print where this contender spends its time, one of: %(choices)s",
+    )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
