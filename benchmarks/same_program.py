@@ -13,7 +13,7 @@
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
 | tests | no test is lost: pytest's names without folders, with and without --all |
-| speed | step_time, pipeline, start_up in interleaved pairs: 95 % of the median ratio below 1.02; --help in 0.35 s |
+| speed | step_time, pipeline, start_up in pairs that take turns: median ratio below 1.02 at 95 %; --help in 0.35 s |
 
 Both checkouts run as subprocesses of this Python with PYTHONPATH of their own. Each comparison prints a line, same or
 DIFFERS; after a failure the next one goes on. --reasons names a file of lines ``NAME -- reason``: a lost test
@@ -30,6 +30,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -38,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,8 @@ BAD_INPUTS = [
 ]
 SPEED_BAR, HELP_BAR_S = 1.02, 0.35
 DEADLINE_S = 900
+TURNS = 7
+"""Steps of a pair: the pair's ratio is the median of theirs."""
 
 Found = tuple[list[str], str]
 """The differences, and what else is printed of a comparison."""
@@ -115,12 +118,8 @@ class Checkout:
             RuntimeError: the exit code is not ``code`` (None: any; it is then the last line).
         """
         words = command.split() if isinstance(command, str) else command
-        own = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
-        own |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
-        own |= {"OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false", **(env or {})}
-        own.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds byte code, each checkout its own
-        own["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
         program = words if words[0] == "bash" else [sys.executable, *words]
+        own = self.environment(env)
         done = subprocess.run(program, cwd=self.root, env=own, capture_output=True, text=True, timeout=DEADLINE_S)
         text = f"{done.stdout}{done.stderr}".replace(str(self.root), "<checkout>")
         if code is None:
@@ -129,6 +128,29 @@ class Checkout:
             last = "\n".join(text.splitlines()[-15:])
             raise RuntimeError(f"{' '.join(words)} ended with code {done.returncode} in {self.root}:\n{last}")
         return text
+
+    @contextmanager
+    def worker(self, benchmark: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        """Give a process of the checkout that takes a turn at each line, by same_program_turns.py."""
+        command = [sys.executable, "-P", str(ROOT / "benchmarks/same_program_turns.py"), *benchmark]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=self.root, env=self.environment(), stdin=pipe, stdout=pipe, text=True
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the variables of a program of this checkout, ``more`` among them."""
+        own = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
+        own |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
+        own |= {"OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false", **(more or {})}
+        own.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds byte code, each checkout its own
+        own["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
+        return own
 
     def train(self, family: str, folder: Path, data: str, flags: str) -> Path:
         """Train on four ranks in the run folder ``folder``, which is returned."""
@@ -153,6 +175,7 @@ class Job:
     args: argparse.Namespace
     reasons: Mapping[str, str]
     failed: list[str] = field(default_factory=list)
+    warm: list[Checkout] = field(default_factory=list)
 
     @contextmanager
     def comparison(self, line: str) -> Iterator[list[Found]]:
@@ -397,28 +420,28 @@ def tests(job: Job) -> None:
 def speed(job: Job) -> None:
     """Time both by benchmarks that each of them has, in turns, the order changing from pair to pair."""
     for name in job.args.benchmarks:
-        measure, cases = BENCHMARKS[name]
+        take_pair, cases = BENCHMARKS[name]
         for case in cases:
             with job.comparison(f"speed: {name} {case}".strip()) as results:
-                results.append(same_speed(job, partial(measure, case=case)))
+                results.append(same_speed(job, partial(take_pair, job, f"{name} {case}")))
 
 
-def same_speed(job: Job, measure: Callable[[Job, Checkout], dict[str, float]]) -> Found:
-    """Compare the seconds of what ``measure`` names, in pairs."""
-    ratios: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
-    for _, where in job.both():
-        measure(job, where)  # makes byte code and sample data
+Seconds = dict[str, list[float]]
+"""Of each thing that is timed, the seconds of each of its turns."""
+
+
+def same_speed(job: Job, take_pair: Callable[[Sequence[Checkout]], Mapping[Checkout, Seconds]]) -> Found:
+    """Compare the seconds of both in pairs. ``take_pair`` gets both checkouts in the order of their turns."""
+    ratios: Seconds = {}
+    seconds: Seconds = {}
     for number in range(job.args.pairs):
-        turns = [job.here, job.other][:: 1 if number % 2 else -1]
-        took = {where: measure(job, where) for where in turns}
-        shared: dict[str, list[str]] = {}
-        for name in took[job.here].keys() & took[job.other].keys():
-            shared.setdefault(" ".join(name.split()[:2]), []).append(name)  # cuts of a schedule count as one
-        for what, names in shared.items():
-            each = [took[job.here][name] / took[job.other][name] for name in names]
-            ratios.setdefault(what, []).append(statistics.median(each))
-            seconds.setdefault(what, []).append(statistics.median(took[job.here][name] for name in names))
+        took = take_pair([job.here, job.other][:: 1 if number % 2 else -1])
+        for name in sorted(took[job.here].keys() & took[job.other].keys()):
+            here, other = took[job.here][name], took[job.other][name]
+            ratios.setdefault(name, []).append(statistics.median(a / b for a, b in zip(here, other, strict=True)))
+            seconds.setdefault(name, []).append(statistics.median(here))
+        latest = ", ".join(f"{name} {each[-1]:.3f}" for name, each in ratios.items())
+        print(f"    pair {number + 1} of {job.args.pairs}: {latest}", file=sys.stderr, flush=True)
     return judge_speed(ratios, seconds, job.args.pairs)
 
 
@@ -438,36 +461,47 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
     return found, "\n    ".join(summary)
 
 
-def step_time(job: Job, where: Checkout, case: str) -> dict[str, float]:
-    out = job.folder / "step_time.json"
-    flags = f"--model {case} --contenders ours --rounds 3 --steps 2 --batch-size 4 --product-side 256 --json {out}"
-    where.run(f"benchmarks/step_time.py {flags}")
-    return {"step": statistics.median(json.loads(out.read_text())["contenders"]["ours"]["turns_s"])}
+def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
+    """Let processes of both live side by side and take turns of a step: what is slow for a while is so for both."""
+    took: dict[Checkout, Seconds] = {where: {} for where in turns}
+    with ExitStack() as stack:
+        workers = {where: stack.enter_context(where.worker(benchmark.split())) for where in turns}
+        for worker in workers.values():
+            answer_of(worker)
+        for number in range(TURNS):
+            for where in turns[:: 1 if number % 2 else -1]:
+                workers[where].stdin.write("\n")
+                workers[where].stdin.flush()
+                for name, seconds in json.loads(answer_of(workers[where])).items():
+                    took[where].setdefault(name, []).append(seconds)
+    return took
 
 
-BALANCED = "5+3"
+def answer_of(worker: Any) -> str:
+    """Return the next line; the worker's errors are on stderr already."""
+    line: str = worker.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{shlex.join(worker.args)} ended with code {worker.wait()}")
+    return line
 
 
-def pipeline(job: Job, where: Checkout, case: str) -> dict[str, float]:
-    """Return seconds by schedule, at the cut that balances the eight layers on two equal cores."""
-    out = job.folder / "pipeline"
-    flags = f"--cases main --micro-batches 4 --cuts 2 --warm-up 1 --rounds 3 --out {out} --only"
-    where.run(["benchmarks/pipeline.py", *flags.split(), *(f"ours {schedule} {BALANCED}" for schedule in case.split())])
-    turns: dict[str, list[float]] = {}
-    for row in map(json.loads, (out / "turns.jsonl").read_text().splitlines()):
-        if row["what"] == "turn" and row["counts"]:
-            turns.setdefault(row["contender"], []).append(max(row["seconds"]))
-    return {name: statistics.median(each) for name, each in turns.items()}
-
-
-def start_up(job: Job, where: Checkout, case: str) -> dict[str, float]:
-    found = json.loads(where.run("benchmarks/start_up.py --runs 1").splitlines()[0])
-    return {name: row["wall_s"] for name, row in found.items() if isinstance(row, dict) and "wall_s" in row}
+def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
+    """Time starts, each of processes of their own. Byte code and sample data are there from the second on."""
+    took: dict[Checkout, Seconds] = {}
+    for where in turns:
+        if where not in job.warm:
+            where.run("benchmarks/start_up.py --runs 1")
+            job.warm.append(where)
+        found = json.loads(where.run("benchmarks/start_up.py --runs 1").splitlines()[0])
+        took[where] = {
+            name: [row["wall_s"]] for name, row in found.items() if isinstance(row, dict) and "wall_s" in row
+        }
+    return took
 
 
 BENCHMARKS = {
-    "step_time": (step_time, ("gpt2", "t5")),
-    "pipeline": (pipeline, ("1f1b zb-h1",)),
+    "step_time": (in_turns, ("gpt2", "t5")),
+    "pipeline": (in_turns, ("gpt2",)),
     "start_up": (start_up, ("",)),
 }
 PARTS = {part.__name__: part for part in (losses, resume, files, words, tests, speed)}

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -166,26 +167,63 @@ def test_the_interval_holds_the_median_and_narrows_with_pairs() -> None:
 def test_a_slower_checkout_is_found_in_interleaved_pairs(tmp_path: Path, slower: float, is_same: bool) -> None:
     job, order = made_job(tmp_path), []
 
-    def measure(job: Job, where: Checkout) -> dict[str, float]:
-        order.append(where)
+    def take_pair(turns: Sequence[Checkout]) -> dict[Checkout, dict[str, list[float]]]:
+        order.extend(turns)
         noise = 1 + len(order) % 5 / 1000
-        return {"step": noise * (slower if where is job.here else 1.0)}
+        return {where: {"step": [noise * (slower if where is job.here else 1.0)] * 3} for where in turns}
 
-    found, told = same_program.same_speed(job, measure)
-    assert (found == []) is is_same, told
-    assert len(order) == 32 and order[2:6] == [job.other, job.here, job.here, job.other], "two ahead do not count"
+    found, summary = same_program.same_speed(job, take_pair)
+    assert (found == []) is is_same, summary
+    assert len(order) == 30 and order[:4] == [job.other, job.here, job.here, job.other]
 
 
-def test_cuts_that_both_have_count_as_one_and_others_not_at_all(tmp_path: Path) -> None:
+def test_what_both_time_is_compared_turn_by_turn(tmp_path: Path) -> None:
     job = made_job(tmp_path, pairs=3)
     took = {
-        job.here: {"ours 1f1b 4+4": 1.2, "ours 1f1b 3+5": 1.0, "ours 1f1b 2+6": 9.0},
-        job.other: {"ours 1f1b 4+4": 1.0, "ours 1f1b 3+5": 1.0, "ours 1f1b 5+3": 1.0},
+        job.here: {"1f1b": [1.2, 9.0, 2.2], "gone": [9.0]},
+        job.other: {"1f1b": [1.0, 9.0, 2.0], "new": [1.0]},
     }
-    found, told = same_program.same_speed(job, lambda job, where: took[where])
-    assert told.startswith("ours 1f1b: 1.100 times") and "3 pairs" in told and len(found) == 1
-    del took[job.here]["ours 1f1b 4+4"], took[job.here]["ours 1f1b 3+5"]
-    assert "3 pairs must be comparable" in same_program.same_speed(job, lambda job, where: took[where])[0][0]
+    found, summary = same_program.same_speed(job, lambda turns: took)
+    assert summary.startswith("1f1b: 1.100 times") and "3 pairs" in summary and len(found) == 1
+    del took[job.here]["1f1b"]
+    assert "3 pairs must be comparable" in same_program.same_speed(job, lambda turns: took)[0][0]
+
+
+WORKER = """
+import json, sys
+print("ready", flush=True)
+for number, _ in enumerate(sys.stdin, 1):
+    open("turns.txt", "a").write(f"{sys.argv[1:]} {number}\\n")
+    print(json.dumps({"step": number}), flush=True)
+"""
+
+
+def test_processes_of_both_live_side_by_side_and_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = made_job(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/same_program_turns.py").write_text(WORKER)
+    for where in (job.here, job.other):
+        where.root.mkdir()
+    monkeypatch.setattr(same_program, "ROOT", tmp_path)
+    took = same_program.in_turns(job, "step_time gpt2", [job.other, job.here])
+    steps = [float(number) for number in range(1, same_program.TURNS + 1)]
+    assert took == {job.here: {"step": steps}, job.other: {"step": steps}}
+    lines = (job.here.root / "turns.txt").read_text().splitlines()
+    assert lines == [f"['step_time', 'gpt2'] {number}" for number in range(1, same_program.TURNS + 1)]
+    (tmp_path / "benchmarks/same_program_turns.py").write_text("raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="step_time gpt2 ended with code 3"):
+        same_program.in_turns(job, "step_time gpt2", [job.here, job.other])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("benchmark", ["step_time gpt2", "pipeline gpt2"])
+def test_this_checkout_takes_turns(benchmark: str, tmp_path: Path) -> None:
+    with Checkout(ROOT).worker(benchmark.split()) as worker:
+        assert same_program.answer_of(worker) == "ready\n"
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+        seconds = json.loads(same_program.answer_of(worker))
+    assert seconds.keys() == ({"step"} if "step" in benchmark else {"1f1b", "zb-h1"}) and min(seconds.values()) > 0
 
 
 def test_a_slow_help_and_too_few_pairs_are_found() -> None:
