@@ -9,12 +9,13 @@ moved since the tag before-house: both places are known.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SCHEDULES = ("1f1b", "zb-h1")
@@ -30,8 +31,9 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
     flags = f"--model {family} --contenders ours --rounds 1 --steps 1 --batch-size 4 --product-side 256"
     work = program.work_of(program.parse_args(flags.split()))
     torch.set_num_threads(work.threads)
-    contenders = importlib.import_module("benchmarks.contenders").CONTENDERS
-    step = contenders[family]["ours"](work.sizes, work.batch_size, work.kind, work.dtype)
+    ours = first_of("benchmarks.turns.MODULES", "benchmarks.contenders.CONTENDERS")[family]
+    contenders = importlib.import_module(ours).CONTENDERS if isinstance(ours, str) else ours  # a module, before
+    step = contenders["ours"](work.sizes, work.batch_size, work.kind, work.dtype)
 
     def take(number: int) -> dict[str, float]:
         batch = work.sizes.batch(work.batch_size, number)
@@ -81,8 +83,14 @@ def first_of(*names: str) -> Any:
     raise ImportError(f"this checkout has none of {', '.join(names)}")
 
 
-def main(benchmark: str, case: str) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Serve turns on standard output, which is kept free of what engines print."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("family", choices=("gpt2", "t5"), help="of step_time; a pipeline's is gpt2")
+    args = parser.parse_args(argv)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -92,10 +100,10 @@ def main(benchmark: str, case: str) -> None:
         for number, _ in enumerate(sys.stdin, 1):
             print(json.dumps(take(number)), file=answers, flush=True)
 
-    BENCHMARKS[benchmark](case, serve)
+    BENCHMARKS[args.benchmark](args.family, serve)
 
 
 BENCHMARKS = {"step_time": step_time, "pipeline": pipeline}
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

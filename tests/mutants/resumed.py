@@ -31,7 +31,7 @@ RESUMED = (
         "consumed samples leave out the accumulation",
         "megatron/training/trainer.py",
         "        progress.samples_consumed += count\n",
-        "        progress.samples_consumed += batch.batch_size * replicas\n",
+        "        progress.samples_consumed += count // self.samples.num_micro_batches\n",
         (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
     ),
     Mutant(

@@ -31,6 +31,7 @@ COPIED = (
     "examples",
     "docs",
     "mkdocs.yml",
+    "CHANGELOG.md",
     "README.md",
     "CONTRIBUTING.md",
     "Dockerfile",

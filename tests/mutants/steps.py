@@ -69,6 +69,7 @@ STEPS = (
         "            self.agreed.clear()\n",
         "",
         ("tests/tds/p2p/test_exchange.py::test_a_new_declaration_holds_from_the_next_call_on",),
+        refuses=True,
     ),
     Mutant(
         "a receive buffer is used again while its activations are in flight",

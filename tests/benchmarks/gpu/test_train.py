@@ -155,6 +155,7 @@ def test_a_stop_with_another_code_or_too_late_fails(
     leave: str, done: int, told: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(train, "train", lambda *_: None)  # nothing goes on behind it
+    monkeypatch.setattr(train, "whole", lambda _: made_run([7.0] * 80))
     with pytest.raises(AssertionError, match=re.escape(told)):
         cut_with(machine, tmp_path, monkeypatch, leave, done)
 
