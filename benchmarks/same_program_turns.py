@@ -74,13 +74,14 @@ def first_of(*names: str) -> Any:
     Raises:
         ImportError: none does.
     """
+    missing = []
     for name in names:
         module, _, part = name.rpartition(".")
         try:
             return getattr(importlib.import_module(module), part)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"this checkout has none of {', '.join(names)}")
+        except (ImportError, AttributeError) as error:
+            missing.append(str(error))
+    raise ImportError(f"PYTHONPATH must be a checkout that has one of {', '.join(names)}, got: {'; '.join(missing)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("family", choices=("gpt2", "t5"), help="of step_time; a pipeline's is gpt2")
     args = parser.parse_args(argv)
+    if args.benchmark == "pipeline" and args.family != "gpt2":
+        parser.error(f"a pipeline is timed with gpt2, got {args.family}")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

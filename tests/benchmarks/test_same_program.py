@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import same_program
+from benchmarks import same_program, same_program_turns
 from benchmarks import same_program_compare as compare
 from benchmarks.same_program import BAD_INPUTS, LAYOUTS, PROGRAMS, Checkout, Job
 
@@ -292,3 +292,18 @@ def test_what_is_no_checkout_is_refused_with_code_2(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stop:
         same_program.parse_args([str(tmp_path)])
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("pipeline t5", "a pipeline is timed with gpt2"), ("step_time bert", "invalid choice")]
+)
+def test_what_takes_no_turns_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        same_program_turns.main(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkout_without_the_benchmark_is_named() -> None:
+    with pytest.raises(ImportError, match="PYTHONPATH must be a checkout that has one of json.nothing, no.such"):
+        same_program_turns.first_of("json.nothing", "no.such")
+    assert same_program_turns.first_of("no.such", "json.dumps") is json.dumps
