@@ -54,13 +54,19 @@ program=$home/pretrain_$model.py
 is_dry=
 has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi
+file=                                             # of --config
 for flag in "$@"; do
+  if [ "$file" = next ]; then file=$flag; fi
   case $flag in
+    --config) file=next ;;
+    --config=*) file=${flag#*=} ;;
     -h | --help | --help-all) exec "$PYTHON" "$program" "$flag" ;;
     --dry-run) is_dry=1 ;;
     --data-path | --data-path=* | --*-data-path | --*-data-path=*) has_data=1 ;;
   esac
 done
+
+if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])((train|valid|test)[-_])?data[-_]path"?[[:space:]]*[:=]' "$file"; then has_data=1; fi
 
 machine=$("$PYTHON" -m megatron.launch.machine) || exit
 eval "$machine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -35,13 +35,16 @@ class JsonText:
         return f"{self.path}:{line}:{column}"
 
 
-def read_json(path: str) -> JsonText:
+def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
     """Return the JSON object in ``path``; a byte order mark in front is accepted.
+
+    Args:
+        flag: that has named it, for messages.
 
     Raises:
         ConfigError: missing, not readable, empty, not UTF-8, not JSON, a duplicate key, or not an object.
     """
-    text = _text_of(path)
+    text = text_of(path, flag)
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -56,12 +59,17 @@ def read_json(path: str) -> JsonText:
     return JsonText(path, values, _key_places(path, text))
 
 
-def _text_of(path: str) -> str:
+def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
+    """Return the text of ``path``, which ``flag`` has named and which must hold ``what``.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or is empty.
+    """
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--deepspeed_config must name a file that can be read, got {path}: {error.strerror} "
+            f"{flag} must name a file that can be read, got {path}: {error.strerror} "
             f"(looked in {Path.cwd()}). Correct the path"
         ) from error
     try:
@@ -72,9 +80,8 @@ def _text_of(path: str) -> str:
             f"{path}:{line}:1: must be UTF-8, got byte {raw[error.start]:#x}. Save it as UTF-8"
         ) from error
     if not text.strip():
-        raise ConfigError(
-            f"{path}:1:1: must hold one JSON object {{...}}, got an empty file. Write {{}} for no settings"
-        )
+        cure = "Write {} for no settings" if path.endswith("json") else "Leave the flag out for no settings"
+        raise ConfigError(f"{path}:1:1: must hold {what}, got an empty file. {cure}")
     return text
 
 
@@ -128,11 +135,15 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON object without its bad keys, and what is wrong with those."""
+    """Return the JSON object in ``path`` without its bad keys, and what is wrong with those."""
     try:
-        text = read_json(path)
+        return good_keys(read_json(path))
     except ConfigError as error:
         return {}, [str(error)]
+
+
+def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str]]:
+    """Return the JSON object without its bad keys, and what is wrong with those."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in text.values.items():
@@ -248,9 +259,17 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
 
 
 def resolve(
-    found: Scan, json: Mapping[str, Any], world_size: int, defaults: Mapping[str, Any] | None = None
+    found: Scan,
+    json: Mapping[str, Any],
+    world_size: int,
+    defaults: Mapping[str, Any] | None = None,
+    from_file: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
+    """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``.
+
+    Args:
+        from_file: fields of ``found`` that the file of --config says, not the command line: they win over the JSON.
+    """
     explicit, defaults = dict(found.values), dict(defaults or {})
     options = {option.name: option for _, option in all_options()}
     has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
@@ -261,6 +280,8 @@ def resolve(
             found.problems.append(problem)
         elif name not in found.values:
             explicit[name] = value
+        elif given != value and name in from_file:
+            found.notes.append(f"{found.spelling[name]} holds, and {key} {_text(value)} of the JSON does not")
         elif given != value:
             found.problems.append(
                 f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "

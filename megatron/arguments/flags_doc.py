@@ -16,13 +16,13 @@ HEAD = """# Flags
 
 Made by `python -m megatron.arguments.flags_doc > docs/flags.md`; do not edit.
 
-A value comes from its flag, else from the JSON of `--deepspeed_config`, else from the flags in the environment variable
-MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`; pretrain_t5.py: `--activation relu` and
-`--layernorm-epsilon 1e-6`), else from the family (LLaMA: `--activation gated-silu`, an untied head, no dropout; MPT: no
-dropout), else it is the default. A flag that is given and a JSON value that differ are an error;
-"auto" in the JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every
-mistake of a command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts
-pass it by habit, a note at the start.
+A value comes from its flag, else from the file of `--config`, else from the JSON of `--deepspeed_config`, else from the
+flags in the environment variable MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`;
+pretrain_t5.py: `--activation relu` and `--layernorm-epsilon 1e-6`), else from the family (LLaMA: an untied head, no
+dropout, `--activation gated-silu`; MPT: no dropout), else it is the default. A flag that is given and a JSON value that
+differ are an error; "auto" in the JSON means the flag or the default. The last of a repeated flag holds. Flags are not
+abbreviated. Every mistake of a command line is reported at once, with exit code 2; a flag that could not act is an
+error or, where scripts pass it by habit, a note at the start.
 
 Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as flags, and MEGATRON_VARIABLES holds
 `flag=NAME` for each flag that a variable of theirs sets, so that messages name both.

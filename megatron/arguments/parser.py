@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import deepspeed_json, flag_values
+from megatron.arguments import config_file, deepspeed_json, flag_values
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -42,8 +42,8 @@ class RaisingParser(argparse.ArgumentParser):
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 SOURCES = (
-    "A value comes from its flag, else from the JSON of --deepspeed_config, else from the flags in the environment "
-    "variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
+    "A value comes from its flag, else from the file of --config, else from the JSON of --deepspeed_config, else from "
+    "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
     "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
 )
 REST = "--help-all lists every flag. docs/flags.md says what each means, and which flags of Megatron-LM are accepted."
@@ -83,17 +83,20 @@ def parse(
         sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole="--help-all" in asked))
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
+    from_file = config_file.take(found, extra_flags)
     defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
+    defaults = from_file.weaker(defaults, found)
     extra = _extra_values(extra_parser, found)
-    json = _read_json(found, defaults)
-    values = deepspeed_json.resolve(found, json, world_size, defaults)
+    json = from_file.deepspeed or _read_json(found, defaults)
+    stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
+    values = deepspeed_json.resolve(found, stated, world_size, defaults, from_file.places)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,
         family=family,
         deepspeed=json,
         extra=extra,
-        given=tuple(found.values),
+        given=tuple(name for name in found.values if not (from_file.is_of_run and name in from_file.places)),
         repeated=tuple(found.repeated),
     )
     config = replace(config, precision=replace(config.precision, excluded=deepspeed_json.excluded(json)))

@@ -42,6 +42,11 @@ class RunConfig:
         aliases=("--deepspeed-config",),
         short="DeepSpeed's JSON file",
     )
+    config: str | None = option(
+        None,
+        "YAML, TOML or JSON file with flags, whose keys are their names; the config.json of a run folder repeats it",
+        short="YAML, TOML or JSON file with flags",
+    )
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
     dry_run: bool = option(
         False,

@@ -154,7 +154,7 @@ def some_value(option, folder: Path) -> str:
     }
     if option.name in chosen:
         return chosen[option.name]
-    if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config"):
+    if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config"):
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")
     if option.kind == "str":

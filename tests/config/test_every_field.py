@@ -77,7 +77,7 @@ ACTS_ON = {
         model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
     """,
-    "rates": "train_iters lr min_lr lr_decay_style lr_decay_iters warmup wsd_decay_fraction",
+    "rates": "config train_iters lr min_lr lr_decay_style lr_decay_iters warmup wsd_decay_fraction",
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
@@ -184,6 +184,7 @@ VALUES = {
     "vocab_size": "120",
     "rotary_original_positions": "4",
     "tensorboard_dir": "{folder}/file.json/events",
+    "config": "{folder}/flags.json",
     "deepspeed_config": "{folder}/deepspeed.json",
     "checkpoint_format": "deepspeed",
     "layers_per_chunk": "3",
@@ -416,6 +417,7 @@ def test_every_field_is_named_once() -> None:
 
 def test_every_field_changes_what_it_is_named_for(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text("{}")
+    (tmp_path / "flags.json").write_text('{"lr": 0.5}')
     (tmp_path / "deepspeed.json").write_text('{"steps_per_print": 3}')
     found = run_ranks(1, observe_all, sorted(OF), tmp_path, init=False)[0]
     idle = {field: before[:300] for field, (before, after) in found.items() if before == after}

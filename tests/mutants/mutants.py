@@ -8,6 +8,7 @@ from tests.mutants.callbacks import IN_CALLBACKS
 from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_LAYERS
 from tests.mutants.causal_kernel import CAUSAL_KERNEL
 from tests.mutants.chunked_loss import CHUNKED_LOSS
+from tests.mutants.config_file import CONFIG_FILE
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
@@ -85,7 +86,18 @@ IN_SPEED = (
     *HOST_READS,
     *UPLOADS,
 )
-IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *MIGRATION, *GPU_RUNS, *GPU_SPEED)
+IN_SIGHT = (
+    *PLANNER,
+    *CALIBRATION,
+    *OF_REPORTS,
+    *DOCS_MISTAKES,
+    *LEFTOVERS,
+    *FLAGS,
+    *CONFIG_FILE,
+    *MIGRATION,
+    *GPU_RUNS,
+    *GPU_SPEED,
+)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
     "runs": IN_RUNS,

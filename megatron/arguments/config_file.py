@@ -1,0 +1,435 @@
+"""--config: flags from a YAML, TOML or JSON file, or from the config.json that a run has written; no torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
+from megatron.arguments.flag_values import (
+    TOTAL,
+    Scan,
+    all_options,
+    all_sections,
+    config_from_values,
+    options_in,
+    refusals,
+    scan,
+    unknown,
+)
+from megatron.arguments.megatron_flags import ALREADY_SO
+from megatron.config.data import EACH
+from megatron.config.option import Option, is_derived
+from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
+
+# Text to keys and values, strictly: a duplicated key is an error that names file, line and key.
+#
+# | suffix | is read by |
+# |---|---|
+# | .yaml, .yml | PyYAML, whose nodes know their lines; scalars by YAML 1.2, so that 1e-4 is a number |
+# | .toml | tomllib |
+# | .json | ``deepspeed_json.read_json`` |
+
+
+@dataclass(frozen=True)
+class FileText:
+    """What a file holds, and the lines of its keys.
+
+    Args:
+        lines: keys from the root -> line.
+    """
+
+    path: str
+    values: dict[str, Any]
+    lines: Mapping[tuple[str, ...], int]
+
+    def where(self, *keys: str) -> str:
+        """Return "file:line" of a key, given with the heading above it."""
+        line = self.lines.get(keys)
+        return f"{self.path}:{line}" if line else self.path
+
+
+def read_file(path: str) -> FileText:
+    """Return what ``path``, a .yaml, .yml, .toml or .json file, holds.
+
+    Raises:
+        ConfigError: another suffix, missing, not UTF-8, empty, not what its suffix says, or a key that stands twice.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in READERS:
+        raise ConfigError(f"--config must name a file that ends in {', '.join(READERS)}, got {path}. Rename it")
+    return READERS[suffix](path)
+
+
+def _read_json(path: str) -> FileText:
+    text = read_json(path, "--config")
+    return FileText(path, text.values, {keys: line for keys, (line, _) in text.places.items()})
+
+
+_TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
+_KEY = re.compile(r"\s*([\w-]+)\s*=")
+
+
+def _read_toml(path: str) -> FileText:
+    text = text_of(path, "--config", "flags")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"line (\d+)", str(error))
+        line = text.splitlines()[int(found[1]) - 1].strip() if found else ""
+        at = f"{path}:{found[1]}" if found else path
+        if "overwrite" in str(error) or "twice" in str(error):
+            raise ConfigError(f"{at}: a key may stand once, got {line!r} again. Remove one") from error
+        raise ConfigError(f"{at}: must be TOML, got {error}") from error
+    lines: dict[tuple[str, ...], int] = {}
+    heading: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if table := _TABLE.fullmatch(line):
+            heading = (table[1].strip(),)
+            lines.setdefault(heading, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*heading, key[1]), number)
+    return FileText(path, values, lines)
+
+
+def _read_yaml(path: str) -> FileText:
+    import yaml  # 20 ms, where a YAML is given
+
+    text = text_of(path, "--config", "flags")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise ConfigError(f"{at}: must be YAML, got {error.problem or error.context}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: must be YAML, got {error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:1: must hold keys with values, one a line as in num-layers: 4. Write so")
+    lines: dict[tuple[str, ...], int] = {}
+    return FileText(path, _mapping(root, (), path, lines, set()), lines)
+
+
+_CORE = (
+    (re.compile(r"~|null|Null|NULL|"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+     lambda text: float(re.sub(r"\.(?=[inIN])", "", text))),
+)  # fmt: skip
+"""The core schema of YAML 1.2: pattern of a plain scalar, and its value. All else is a text."""
+
+
+def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
+    """Return the value of a YAML node; note the lines of the keys in it."""
+    at = f"{path}:{node.start_mark.line + 1}"
+    if node.id == "scalar":
+        if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
+            return next((make(node.value) for form, make in _CORE if form.fullmatch(node.value)), node.value)
+        if not node.tag.startswith("tag:yaml.org,2002:"):
+            raise ConfigError(f"{at}: a value must have no tag, got {node.tag}. Remove it")
+        return node.value
+    if id(node) in seen:
+        raise ConfigError(f"{at}: lists and mappings must be written out, got an alias for one. Write it out")
+    seen.add(id(node))
+    if node.id == "sequence":
+        return [_mapping(item, keys, path, lines, seen) for item in node.value]
+    found: dict[str, Any] = {}
+    for key_node, value in node.value:
+        line = key_node.start_mark.line + 1
+        if key_node.id != "scalar":
+            raise ConfigError(f"{path}:{line}: a key must be a name, got a list or a mapping. Write the name of a flag")
+        key = key_node.value
+        if key in found:
+            raise ConfigError(
+                f"{path}:{line}: a key may stand once, got {key!r} again (first on line {lines[(*keys, key)]}). "
+                "Remove one"
+            )
+        lines[(*keys, key)] = line
+        found[key] = _mapping(value, (*keys, key), path, lines, seen)
+    return found
+
+
+READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
+
+
+# Keys to fields.
+#
+# A key is a flag's name, with - or _, or a field's name as ``get_args()`` and config.json have it. The names of the
+# sections may stand above keys, as in config.json, and mean nothing. What is no flag of ours goes to ``scan`` as words
+# of a command line, which knows the flags of other programs and the nearest name.
+
+OF_RUN = "family"
+"""Key of every config.json that a run has written, beside its sections, "deepspeed" and "extra"."""
+
+
+@dataclass
+class Taken:
+    """What a file gave beyond the values in the ``Scan``.
+
+    Args:
+        places: field -> "file:line: key" of what it says.
+        is_of_run: it is the whole configuration of a run: no other default holds, and nothing in it counts as given.
+        deepspeed: the JSON of that run.
+    """
+
+    places: dict[str, str] = field(default_factory=dict)
+    is_of_run: bool = False
+    deepspeed: dict[str, Any] | None = None
+
+    def weaker(self, defaults: dict[str, Any], found: Scan) -> dict[str, Any]:
+        """Return the values of ``defaults`` that can still hold: none beside the whole configuration of a run."""
+        if defaults.pop("config", None):
+            found.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
+        return {} if self.is_of_run else defaults
+
+
+def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
+    """Add to ``found`` what the file of its --config says where the command line says nothing.
+
+    Args:
+        extra_flags: of ``extra_args_provider``; their values go to ``found.rest``.
+    """
+    path, taken = found.values.get("config"), Taken()
+    if path is None:
+        return taken
+    try:
+        text = read_file(path)
+    except ConfigError as error:
+        found.problems.append(str(error))
+        return taken
+    taken.is_of_run = isinstance(text.values.get(OF_RUN), str)
+    reader = _Reader(text, found.family, tuple(extra_flags), taken.is_of_run)
+    values = reader.read()
+    found.problems += reader.problems
+    found.notes += reader.notes
+    found.rest[:0] = reader.rest
+    if reader.problems:
+        return taken
+    if taken.is_of_run:
+        values = _begin_anew(_without_derived(values, found.family), Path(path))
+        if "deepspeed_config" not in found.values:
+            inner = JsonText(path, dict(text.values.get("deepspeed") or {}), {})
+            taken.deepspeed, problems = good_keys(inner)
+            found.problems += problems
+            values["deepspeed_config"] = None
+    for name in _given_way(values, found.values):
+        del values[name]
+    for name in values.keys() - found.values.keys():
+        taken.places[name] = reader.places.get(name, path)
+        found.spelling[name] = f"{taken.places[name]} {values[name]}"
+    found.values.update({name: values[name] for name in taken.places})
+    return taken
+
+
+class _Reader:
+    """Reads the keys of a file one by one and collects values, notes and problems."""
+
+    def __init__(self, text: FileText, family: str, extra_flags: tuple[str, ...], is_of_run: bool) -> None:
+        self.text, self.family, self.is_of_run = text, family, is_of_run
+        self.known: dict[str, tuple[Option, str]] = {}  # normal form of a name -> option, and the flag that it is
+        for option in options_in(family):
+            self.known.update({_normal(flag): (option, flag) for flag in option.flags})
+        for option in options_in(family):
+            self.known[option.name] = (option, "")
+        self.extras = {_normal(flag): flag for flag in extra_flags}
+        self.foreign = {option.name for _, option in all_options()} - set(self.known)
+        self.others = {_normal(flag): flag for flag in (*refusals(family), *ALREADY_SO)}
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.rest: list[str] = []
+
+    def read(self) -> dict[str, Any]:
+        """Return field -> value."""
+        for keys, value in self._leaves():
+            self._read_key(keys, value)
+        return self.values
+
+    def _leaves(self) -> Iterator[tuple[tuple[str, ...], Any]]:
+        headings = dict.fromkeys([*all_sections(), *FAMILIES])
+        for key, value in self.text.values.items():
+            if self.is_of_run and key == OF_RUN:
+                self._check_family(value)
+            elif self.is_of_run and key in ("deepspeed", "extra"):
+                for name, inner in value.items() if key == "extra" else ():
+                    yield (key, name), inner
+            elif isinstance(value, dict) and key in headings:
+                for name, inner in value.items():
+                    yield (key, name), inner
+            elif isinstance(value, dict):
+                said = unknown("section", key, headings).partition("; --help-all")[0]
+                self.problems.append(f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}")
+            else:
+                yield (key,), value
+
+    def _check_family(self, family: str) -> None:
+        if family == self.family:
+            return
+        program = f"use {FAMILIES[family].program}" if family in FAMILIES else "another program has written it"
+        self.problems.append(
+            f"{self.text.where(OF_RUN)}: the file must be of a run of {FAMILIES[self.family].title}, got family "
+            f"{family}: {program}"
+        )
+
+    def _read_key(self, keys: tuple[str, ...], value: Any) -> None:
+        key, place = keys[-1], self.text.where(*keys)
+        name = _normal(key)
+        if keys[0] == "extra" or name in self.extras:
+            self.rest += _words(self.extras.get(name, f"--{key}"), value) if name in self.extras else []
+        elif name == "config":
+            if not self.is_of_run:
+                self.problems.append(f"{place}: {key} must stand on the command line alone. Remove it here")
+        elif name in self.known:
+            self._take(*self.known[name], key, place, value)
+        elif not (self.is_of_run and (name in self.foreign or key == "excluded")):
+            self._pass_on(name, key, place, value)
+
+    def _take(self, option: Option, flag: str, key: str, place: str, value: Any) -> None:
+        where = f"{place}: {key}"
+        try:
+            is_said, value = self._value_of(option, flag, value)
+        except ValueError as error:
+            self.problems.append(f"{where} must be {error}")
+            return
+        if not is_said:
+            return
+        if option.name in self.places:
+            self.problems.append(
+                f"{where} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
+            )
+            return
+        self.places[option.name] = where
+        problem = option.problem(value, where)
+        if problem and not (self.is_of_run and is_derived(option, value)):
+            self.problems.append(problem)
+        else:
+            self.values[option.name] = value
+
+    def _value_of(self, option: Option, flag: str, value: Any) -> tuple[bool, Any]:
+        """Return whether ``value`` says anything, and what the field is to be.
+
+        Raises:
+            ValueError: what it must be, and what it is.
+        """
+        if value is None:
+            if option.default is not None:
+                raise ValueError(f"{option.rule()}, got no value. Give one, or leave the key out")
+            return self.is_of_run, None
+        if flag in option.constants:
+            if not isinstance(value, bool):
+                raise ValueError(f"true or false, got {_shown(value)}")
+            return value, option.constants[flag]
+        if value is True and option.alone is not None:
+            return True, option.alone
+        if option.join is not None and not self.is_of_run:
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
+                raise ValueError(f"a text, or a list of texts and numbers, got {_shown(value)}")
+            return True, option.join([str(word) for word in words])
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"{option.rule()}, got {_shown(value)}")
+        if option.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+            return True, float(value)
+        if option.kind == "str" and not isinstance(value, str):
+            raise ValueError(f"{option.rule()}, got {_shown(value)}. Write it in quotes if it is meant so")
+        return True, value
+
+    def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
+        """Let ``scan`` say what it thinks of a flag that is not ours."""
+        if isinstance(value, dict):
+            self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
+            return
+        flag = self.others.get(name, "--" + name.replace("_", "-"))
+        if value is None or value is False:
+            value = True  # it asks for nothing, but it must be a flag
+            found = scan([flag], (), self.family)
+            found.notes.clear()
+            found.problems = [one for one in found.problems if one.startswith("unknown ")]
+        else:
+            found = scan(_words(flag, value), (), self.family)
+        for problem in found.problems:
+            if problem.startswith("unknown flag "):
+                problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
+            self.problems.append(f"{place}: {problem}")
+        self.notes += [f"{place}: {note}" for note in found.notes]
+        for field_name, converted in found.values.items():
+            self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"
+
+
+def _normal(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    """Return ``value`` as words of a command line: true is the flag alone, false and null none at all."""
+    if value is None or value is False:
+        return []
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return [flag, *map(str, values)]
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, short whatever it is."""
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return repr(value)[:80]
+
+
+# What gives way: of a pair of flags that undo each other, and of three that follow from two, the command line's stay.
+
+EXCLUSIVE = (
+    (("data_path", "split", "split_by"), EACH),
+    (("tokenizer_path",), ("vocab_file", "merge_file")),
+    (("load",), ("resume",)),
+)
+"""Groups of fields of which a run has one."""
+SIZES = (TOTAL, "batch_size", "gas")
+NEEDS_CHECKPOINT = (
+    "load", "resume", "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
+    "allow_data_change", "allow_vocab_change", "resize_vocab",
+)  # fmt: skip
+
+
+def _given_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of the file that do not go with what the command line says."""
+    out = set()
+    for pair in EXCLUSIVE:
+        for group, other in (pair, pair[::-1]):
+            if any(name in given for name in other) and not any(name in given for name in group):
+                out |= {name for name in group if name in values}
+    both = {**values, **given}
+    said = [name for name in SIZES if name in given]
+    if said and all(both.get(name) for name in SIZES):
+        out.add({TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[said[0]] if len(said) == 1 else TOTAL)
+    yield from out & values.keys() - given.keys()
+
+
+def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return the values of a run's file without those that follow from the others: they follow those of the new run."""
+    derived = {option.name for option in options_in(family) if is_derived(option, option.default)}
+    rest = {name: value for name, value in values.items() if name not in derived}
+    flat = vars(config_from_values(rest, family=family).namespace())
+    return {name: value for name, value in values.items() if name not in derived or flat[name] != value}
+
+
+def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the values without the run's own folder: a repeated run begins as that one did and saves elsewhere."""
+    folder, values = path.resolve().parent, dict(values)
+
+    def is_own(name: str) -> bool:
+        place = Path(values.get(name) or "/").resolve()
+        return place == folder or folder / "checkpoints" in (place, *place.parents)
+
+    if is_own("load") or values.get("resume"):
+        for name in NEEDS_CHECKPOINT:
+            values.pop(name, None)
+    if is_own("save"):
+        values["save"] = None
+    return values
