@@ -43,7 +43,8 @@ TIMEOUT_S = 600
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
     """Return what answers prompts with the model of --load. Collective."""
     from megatron import device
-    from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+    from megatron.checkpoint.huggingface.config import saved_config
+    from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
     from megatron.checkpoint.loading import open_folder
     from megatron.generate import Sampling, load
     from megatron.generate.text import Prompts, TextGenerator

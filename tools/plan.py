@@ -4,6 +4,7 @@
     python tools/plan.py --model t5 --num-layers 24 --hidden-size 2048 --gpus 64 --gpu a100-80g --tokens 300e9
     python tools/plan.py --fits --model gpt2 --num-layers 48 --hidden-size 8192 --gpus 64 --model-parallel-size 8 \\
         --batch-size 4 --gas 8
+    python tools/plan.py --load Qwen3-8B --gpus 8                  # sizes of a Hugging Face folder or of a run
     python tools/plan.py --calibrate machine.json      # then: --machine machine.json
 
 The flags of the model and of the layout are those of the training (docs/flags.md): what is given of a layout is kept,
@@ -23,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.planner import report
 from megatron.planner.estimate import Planner
-from megatron.planner.options import Question, check_flags, make_parser, question
+from megatron.planner.options import Question, check_flags, family_of_load, make_parser, question
 from megatron.planner.search import overflow, remedies, search
 
 DOES_NOT_FIT = 1
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         asked = question(flags, rest)
         planner = Planner(asked.config, asked.machine)
         return fit(planner, asked, flags.json) if asked.layout else rank(planner, asked, flags.json)
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
 
 
@@ -49,6 +50,8 @@ def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     """Return the parser, the planner's flags, and those of the training; code 2 if they do not go together."""
     parser = make_parser(__doc__ or "")
     flags, rest = parser.parse_known_args(argv)
+    if flags.model is None:
+        flags.model = family_of_load(rest)
     check_flags(parser, flags, rest)
     return parser, flags, rest
 
@@ -59,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     try:
         if flags.calibrate is None:
             question(flags, rest)
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
     return flags
 

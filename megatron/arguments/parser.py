@@ -40,10 +40,12 @@ class RaisingParser(argparse.ArgumentParser):
 # ``parse``: the one way from a command line to a Config.
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+CheckpointArgs = Callable[[Scan, Mapping[str, Any]], dict[str, Any]]
 
 SOURCES = (
     "A value comes from its flag, else from the file of --config, else from the JSON of --deepspeed_config, else from "
-    "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
+    "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; sizes "
+    "of the model that neither a flag nor the file gives come from what --load or --resume names; "
     "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
 )
 REST = "--help-all lists every flag. docs/flags.md says what each means, and which flags of Megatron-LM are accepted."
@@ -58,6 +60,7 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     has_gpu: bool | None = None,
     family: str = "gpt2",
+    checkpoint_args: CheckpointArgs | None = None,
 ) -> Config:
     """Return the checked Config of a command line; no process group, no torch.
 
@@ -69,9 +72,12 @@ def parse(
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
         family: kind of model that the script trains, one of ``registry.FAMILIES``; flags of others are refused.
+        checkpoint_args: ``checkpoint.checkpoint_args.bring``, which reads sizes that nobody gave from what --load
+            names; None: they are the defaults.
 
     Raises:
         ConfigError: all problems at once, numbered.
+        CheckpointError: of ``checkpoint_args``.
         ValueError: there is no such family.
         SystemExit: after ``--help`` or ``--help-all``.
     """
@@ -86,6 +92,8 @@ def parse(
     from_file = config_file.take(found, extra_flags)
     defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
+    if checkpoint_args is not None:
+        defaults = {**defaults, **checkpoint_args(found, defaults)}
     extra = _extra_values(extra_parser, found)
     json = from_file.deepspeed or _read_json(found, defaults)
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already

@@ -1,28 +1,28 @@
-"""Checkpoints of named global tensors, without the layout that saved them."""
+"""Checkpoints of named global tensors, without the layout that saved them.
+
+Names resolve on first use (PEP 562), so that ``checkpoint_args``, which reads sizes, needs no torch.
+"""
+
+from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.folders import check_writable
-from megatron.checkpoint.loading import Checkpoint, check_model, compare_model_config, open_checkpoint, open_latest
-from megatron.checkpoint.metadata import TensorRecord
-from megatron.checkpoint.saving import AsyncSaver, Committed, Staged, save
-from megatron.models.common.parameters import named_parameters
 from tds.deprecated_paths import look_up
 
-__all__ = [
-    "AsyncSaver",
-    "Checkpoint",
-    "Committed",
-    "Staged",
-    "TensorRecord",
-    "check_model",
-    "check_writable",
-    "compare_model_config",
-    "named_parameters",
-    "open_checkpoint",
-    "open_latest",
-    "save",
-]
+_HOMES = {
+    "megatron.checkpoint.folders": ("check_writable",),
+    "megatron.checkpoint.loading": (
+        "Checkpoint",
+        "check_model",
+        "compare_model_config",
+        "open_checkpoint",
+        "open_latest",
+    ),
+    "megatron.checkpoint.metadata": ("TensorRecord",),
+    "megatron.checkpoint.saving": ("AsyncSaver", "Committed", "Staged", "save"),
+    "megatron.models.common.parameters": ("named_parameters",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 _FORMER = {
     "BackgroundSaver": "megatron.checkpoint.saving.AsyncSaver",
     "Durable": "megatron.checkpoint.saving.Committed",
@@ -31,4 +31,4 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, name, _FORMER)
+    return look_up(__name__, name, _FORMER, _HOME)

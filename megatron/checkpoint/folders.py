@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron import files, log
 from megatron.checkpoint import metadata
+from megatron.checkpoint.manifest import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.metadata import Manifest
 from megatron.errors import CheckpointError, ConfigError
 
@@ -27,8 +28,6 @@ from megatron.errors import CheckpointError, ConfigError
 #
 # Anything else belongs to somebody else and is left alone.
 
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run folder."""
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
 _STALE = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
+from megatron.checkpoint.manifest import is_whole as is_whole
+from megatron.checkpoint.manifest import read_sequence as read_sequence
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
 
@@ -137,20 +139,9 @@ def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | 
     return None if end == size else f"dimension {dim} has {size} indices, {end} are written"
 
 
-# ``manifest.json``: what a checkpoint folder holds. A folder without a whole one is not a checkpoint.
-#
-#     {"crc32": "1c291ca3",
-#      "format_version": 1, "sequence": 4, "step": 20,
-#      "state": {...}, "files": {"rank-00000.safetensors": [size, crc32]}, "index": {name: {...}}}
-#
-# The checksum covers every byte after its own line. ``sequence`` counts the saves into a folder: the newest checkpoint
-# is the last one saved, also when a run went back to an earlier step and saved a lower one.
+# ``manifest.json`` and what it says; ``manifest`` has its first lines.
 
-MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
 _FIELDS = {"crc32", "format_version", "sequence", "step", "state", "files", "index"}
-_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
-_SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step": \d+,')
 
 
 class NewerFormatError(CheckpointError):
@@ -226,7 +217,7 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
         NewerFormatError: a later version wrote it.
         CheckpointError: it is not whole, was altered, or describes what cannot be.
     """
-    if not _is_whole(content):
+    if not is_whole(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
     try:
         fields = json.loads(content)
@@ -269,18 +260,3 @@ def _entry(name: str, fields: dict[str, Any]) -> Entry:
     if problem or fields["dtype"] not in DTYPES:
         raise ValueError(f"{name}: {problem or fields['dtype']}")
     return Entry(fields["dtype"], shape, pieces)
-
-
-def read_sequence(folder: Path) -> int | None:
-    """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum fits."""
-    try:
-        content = (folder / MANIFEST_NAME).read_bytes()
-    except OSError:
-        return None
-    found = _SECOND_LINE.search(content[:256]) if _is_whole(content) else None
-    return int(found[1]) if found else None
-
-
-def _is_whole(content: bytes) -> bool:
-    first = _FIRST_LINE.match(content)
-    return first is not None and first[1] == b"%08x" % zlib.crc32(content[first.end() :])

@@ -179,6 +179,12 @@ class Config:
             raise ConfigError(
                 f"the vocabulary must hold at least 1 token, got {vocab_size}. Check the tokenizer's files"
             )
+        if wanted is not None and wanted < vocab_size and "vocab_size" not in self.given and self.checkpoint.load:
+            raise ConfigError(
+                f"the tokenizer must not have more tokens than the model of --load {self.checkpoint.load}, got "
+                f"{vocab_size} and {wanted}. Name the tokenizer of that model, or start anew with --finetune "
+                "--resize-vocab"
+            )
         if wanted is not None and wanted < vocab_size:
             raise ConfigError(
                 f"--vocab-size must be at least the tokenizer's vocabulary, got --vocab-size {wanted} and "

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import parse
 from megatron.arguments.flag_values import scan
 from megatron.arguments.parser import OneLineParser
+from megatron.arguments.validate import raise_all
+from megatron.checkpoint import checkpoint_args
+from megatron.checkpoint.huggingface.config import CONFIG
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -87,18 +91,22 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     machine = machine_of(flags)
     world = flags.gpus or machine.devices_per_node
     check_nodes(world, machine)
-    words, assumed = with_defaults(flags.model, rest, machine)
-    given = scan(rest, (), flags.model).values
+    brought, place = from_checkpoint(flags.model, rest)
+    words, assumed = with_defaults(flags.model, rest, machine, brought)
+    if place is not None:
+        assumed.append(f"the sizes of {place}")
+        words += ["--finetune"] * (place.name == CONFIG and "--finetune" not in words)  # weights and no more
+    given = {**scan(rest, (), flags.model).values, **brought}
     if flags.fits:
         if flags.global_batch_size:
             words += ["--global-batch-size", str(flags.global_batch_size)]
-        config = checked(words, world, flags.model)
+        config = checked(words, world, flags.model, brought)
         layout = layout_of(config, world)
         wanted = Search(world_size=world, global_batch_size=layout.global_batch_size)
         if "batch_size" not in given:
             assumed.append(f"--batch-size {layout.micro_batch_size}")
     else:
-        layout, config = None, with_placeholder_sizes(words, given, world, flags.model)
+        layout, config = None, with_placeholder_sizes(words, given, world, flags.model, brought)
         batch = flags.global_batch_size or _batch_size(config, world, given, assumed)
         wanted = _sought(config, given, world, batch, flags.top or 10)
     assumed += _followed(config, given)
@@ -127,7 +135,13 @@ def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--optimizer {config.optimizer.optimizer}"
 
 
-def with_placeholder_sizes(words: Sequence[str], given: Mapping[str, Any], world: int, family: str) -> Config:
+def with_placeholder_sizes(
+    words: Sequence[str],
+    given: Mapping[str, Any],
+    world: int,
+    family: str,
+    brought: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
     """Return the checked Config of a search: sizes of axes that are sought, but that given flags need, stand for any.
 
     Raises:
@@ -140,7 +154,7 @@ def with_placeholder_sizes(words: Sequence[str], given: Mapping[str, Any], world
         sizes = ["--model-parallel-size", str(t)] * ("model_parallel_size" not in given and t > 1)
         sizes += ["--pipe-parallel-size", str(p)] * ("pipe_parallel_size" not in given and p > 1)
         try:
-            return checked([*words, *sizes], max(t, 1) * max(p, 1), family)
+            return checked([*words, *sizes], max(t, 1) * max(p, 1), family, brought)
         except ConfigError as error:
             first = first or error
     assert first is not None
@@ -153,15 +167,48 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
     return divisors(world)[1:9] or [1] if any(flag in given for flag in needing) else [1]
 
 
-def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[list[str], list[str]]:
+def family_of_load(rest: Sequence[str]) -> str | None:
+    """Return the family of the model that --load in ``rest`` names; None without one."""
+    path = scan(rest).values.get("load")
+    return None if path is None else checkpoint_args.family_in(Path(path))
+
+
+def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
+    """Return field -> value of the sizes that nobody gave and --load has, and the file that says them.
+
+    Raises:
+        ConfigError: given ones that differ.
+        CheckpointError: the folder is of another family or of an unknown model, or contradicts itself.
+    """
+    found = scan(rest, (), family)
+    path = found.values.get("load")
+    source = None if path is None else checkpoint_args.read_source(Path(path), family)
+    if source is None:
+        if path is not None:
+            raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
+        return {}, None
+    found.problems.clear()  # which are told with all others
+    brought = checkpoint_args.bring(found, {})
+    raise_all(found.problems)
+    return brought, source.place
+
+
+def with_defaults(
+    family: str, rest: Sequence[str], machine: Machine, brought: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[list[str], list[str]]:
     """Return the words with those that follow for the family, and what was assumed.
+
+    Args:
+        brought: field -> value of a checkpoint, ahead of the family's recipe.
 
     Raises:
         ConfigError: layers or width were not said.
     """
     found, usual = scan(rest, (), family), FAMILIES[family]
-    given = found.values
-    words, assumed = [*usual.recipe, *rest], []
+    given = {**found.values, **brought}
+    recipe = scan(usual.recipe, (), family).spelling
+    words = [word for name, text in recipe.items() if name not in brought for word in text.split()]
+    words, assumed = [*words, *rest], []
     sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}
     missing = [flag for name, flag in sizes.items() if name not in given]
     if "enc_layers" in given and "dec_layers" in given:
@@ -181,7 +228,8 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
             assume("--num-attention-heads", heads)
     length = "enc_seq_length" if usual.kind == "encoder-decoder" else "seq_length"
     if length not in given:
-        assume(f"--{length.replace('_', '-')}", usual.length)
+        longest = brought.get("max_position_embeddings", usual.length)
+        assume(f"--{length.replace('_', '-')}", min(usual.length, longest))
     if "vocab_size" not in given:
         assume("--vocab-size", usual.vocabulary)
     if "dtype" not in given:
@@ -189,14 +237,18 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
     return words, assumed
 
 
-def checked(words: Sequence[str], world_size: int, family: str) -> Config:
-    """Return the Config of ``words``, of which each acts on a plan.
+def checked(
+    words: Sequence[str], world_size: int, family: str, brought: Mapping[str, Any] = MappingProxyType({})
+) -> Config:
+    """Return the Config of ``words``, of which each acts on a plan, and of what a checkpoint has ``brought``.
 
     Raises:
         ConfigError: all problems at once.
     """
-    config = parse([*words, "--dry-run"], world_size=world_size, env={}, family=family)
-    own = {"seq_length", "requested_global_batch_size", "dry_run", *LAYOUT, *TAKEN}
+    config = parse(
+        [*words, "--dry-run"], world_size=world_size, env={}, family=family, checkpoint_args=lambda *_: dict(brought)
+    )
+    own = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", *LAYOUT, *TAKEN}
     for section in (config.model, config.own):
         own |= set(vars(section))
     idle = [f"--{name.replace('_', '-')}" for name in config.given if name not in own]
@@ -269,7 +321,7 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
         if getattr(flags, name):
             parser.error(f"--{name} acts with --calibrate only. Leave it out")
     if flags.model is None:
-        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}")
+        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
     if flags.gpu and flags.machine:
         parser.error("--gpu names a known device and --machine a file: give one of them")
     if flags.fits and flags.top:

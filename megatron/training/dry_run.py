@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron import accelerators
+from megatron import accelerators, log
 from megatron.config import Config
 from megatron.config.data import EACH
 from megatron.data.mock_dataset import MockTokenizer
@@ -91,6 +91,8 @@ def dry_run(config: Config, world_size: int) -> None:
     bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
     screen = TrainingConsole("plain", config.batch.train_iters)
+    for note in config.notes:
+        log.info(note)
     screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
 
 

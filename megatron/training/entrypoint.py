@@ -8,12 +8,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron import training
 from megatron.arguments import parse
 from megatron.arguments.validate import raise_all
+from megatron.checkpoint import checkpoint_args
 from megatron.errors import JobError, marked
 from megatron.training import failure
 from megatron.training.dry_run import dry_run
@@ -226,6 +228,7 @@ def pretrain(
                 extra_args_provider=extra_args_provider,
                 defaults=defaults,
                 family=family,
+                checkpoint_args=partial(checkpoint_args.bring, name=run_name),
             )
         except JobError:
             if "--dry-run" not in sys.argv:  # which starts no ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron import log
 from megatron.checkpoint import Checkpoint
 from megatron.checkpoint.huggingface import weights
-from megatron.checkpoint.huggingface.config import tokenizer_difference
+from megatron.checkpoint.huggingface.tokenizer import tokenizer_difference
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError, marked
 from megatron.training import deepspeed_checkpoint

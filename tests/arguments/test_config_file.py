@@ -155,6 +155,7 @@ def test_of_three_sizes_of_a_batch_the_one_that_follows_gives_way(tmp_path):
 
 DUPLICATES = {
     "run.yaml": ("num-layers: 2\nmodel:\n  hidden-size: 3\n  hidden-size: 4\n", 4, "'hidden-size'"),
+    "top.yaml": ("num-layers: 2\nlr: 1\nnum-layers: 3\n", 3, "'num-layers'"),
     "run.toml": ("num-layers = 2\n[model]\nhidden-size = 3\nhidden-size = 4\n", 4, "'hidden-size = 4'"),
     "run.json": ('{"num-layers": 2,\n "model": {"hidden-size": 3,\n "hidden-size": 4}}', 3, "'hidden-size'"),
 }
@@ -262,7 +263,8 @@ def again(folder: Path, text: str, line: str = "", **others) -> Config:
 def test_a_config_json_is_accepted_as_it_is_and_says_the_same(tmp_path, family):
     line = "--num-layers 3 --hidden-size 32 --lr 1e-3 --adam-beta2 0.9 --vocab-size 50"
     first = parse(line.split(), world_size=1, env={"MEGATRON_DEFAULTS": "--gas 3"}, family=family)
-    config = again(tmp_path, json.dumps(first.to_dict()), family=family, env={"MEGATRON_DEFAULTS": "--gas 7 --seed 8"})
+    env = {"MEGATRON_DEFAULTS": "--gas 7 --seed 8 --ff-hidden-size 7 --lr-decay-iters 9"}
+    config = again(tmp_path, json.dumps(first.to_dict()), family=family, env=env)
     assert sections(config) == sections(first)
     assert config.given == ("config",)
 

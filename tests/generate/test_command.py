@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.convert import export
+from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.checkpoint.loading import open_folder
 from megatron.errors import CheckpointError, ConfigError, DataError, JobError
 from megatron.generate import load, options

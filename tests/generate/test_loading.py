@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+from megatron.checkpoint.huggingface.config import saved_config
+from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_t5, load
 from megatron.generate.text import Prompts, TextGenerator

@@ -1,10 +1,12 @@
-"""Mistakes in where settings come from: the file of --config."""
+"""Mistakes in where settings come from: the file of --config, and the folder of --load."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
 FILE = "tests/arguments/test_config_file.py"
+ARGS = "tests/checkpoint/test_checkpoint_args.py"
+BRING = "megatron/checkpoint/checkpoint_args.py"
 READER = "megatron/arguments/config_file.py"
 
 CONFIG_FILE = (
@@ -56,5 +58,62 @@ CONFIG_FILE = (
         "name not in derived or flat[name] != value}",
         "True}",
         (f"{FILE}::test_what_follows_from_other_sizes_follows_those_of_the_command_line",),
+    ),
+    Mutant(
+        "the folder's sizes lose against the recipe",
+        "megatron/arguments/parser.py",
+        "        defaults = {**defaults, **checkpoint_args(found, defaults)}\n",
+        "        defaults = {**checkpoint_args(found, defaults), **defaults}\n",
+        (f"{ARGS}::test_a_run_brings_every_size_to_all_ways_of_starting_from_it[mpt]",),
+    ),
+    Mutant(
+        "the folder's sizes lose against our default",
+        BRING,
+        "    return brought\n",
+        "    return {}\n",
+        (f"{ARGS}::test_a_run_brings_every_size_to_all_ways_of_starting_from_it[mpt]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a given size that differs is silently taken",
+        BRING,
+        "        if name in found.values and name not in free and given != value:\n",
+        "        if name in found.values and name not in free and given is value:\n",
+        (f"{ARGS}::test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places",),
+    ),
+    Mutant(
+        "layers that do not act are silently taken",
+        BRING,
+        "    for side in own.SIDES:",
+        "    for side in ():",
+        (f"{ARGS}::test_layers_of_both_sides_are_those_of_the_folder",),
+    ),
+    Mutant(
+        "a size that contradicts the tensors passes",
+        BRING,
+        "    if not _fits(config, tensors):\n",
+        "    if False:\n",
+        (f"{ARGS}::test_a_size_that_contradicts_the_tensors_is_named_with_its_file_and_key",),
+    ),
+    Mutant(
+        "only names of tensors are compared",
+        BRING,
+        "    return bool(sum(prod(header.shape) for header in found.values()) == costs_of(whole).num_parameters)\n",
+        "    return bool(costs_of(whole).num_parameters)\n",
+        (f"{ARGS}::test_a_size_that_contradicts_the_tensors_is_named_with_its_file_and_key",),
+    ),
+    Mutant(
+        "a file of tensors that is cut off passes",
+        BRING,
+        "        if end != size:\n",
+        "        if end < size:\n",
+        (f"{ARGS}::test_missing_cut_off_and_foreign_files_are_named",),
+    ),
+    Mutant(
+        "the newest run of another name is taken",
+        BRING,
+        'RUNS.glob(f"{name}-*")',
+        'RUNS.glob("*-*")',
+        (f"{ARGS}::test_resume_takes_the_newest_run_of_its_name_or_what_this_job_chose",),
     ),
 )

@@ -64,14 +64,14 @@ CONVERT = (
     ),
     Mutant(
         "sentinels get the ids of a run the other way round",
-        "megatron/checkpoint/huggingface/config.py",
+        "megatron/checkpoint/huggingface/tokenizer.py",
         "for number, token in enumerate(t5.sentinels)}",
         "for number, token in enumerate(t5.sentinels[::-1])}",
         (f"{_TOOL}::test_sentinels_have_the_ids_there_that_the_run_gave_them[TokenizersJSON]",),
     ),
     Mutant(
         "a tokenizer is written in other bytes",
-        "megatron/checkpoint/huggingface/config.py",
+        "megatron/checkpoint/huggingface/tokenizer.py",
         'if not added and [path.suffix for path in tokenizer.paths] == [".json"]:',
         "if False:",
         (f"{_TOOL}::test_a_tokenizer_travels_both_ways",),

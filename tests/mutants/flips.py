@@ -26,7 +26,7 @@ FLIPPED = (
     ),
     Mutant(
         "a manifest that has an index is believed whatever its checksum",
-        "megatron/checkpoint/metadata.py",
+        "megatron/checkpoint/manifest.py",
         'first[1] == b"%08x" % zlib.crc32(content[first.end() :])',
         'b"index" in content',
         (FLIPS,),

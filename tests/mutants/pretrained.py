@@ -158,7 +158,7 @@ PRETRAINED = (
     ),
     Mutant(
         "tokens of other ids are taken for the folder's",
-        "megatron/checkpoint/huggingface/config.py",
+        "megatron/checkpoint/huggingface/tokenizer.py",
         "if None not in pair and pair[0] != pair[1]]",
         "if None in pair and pair[0] != pair[1]]",
         ("tests/training/test_pretrained.py::test_the_tokenizer_is_compared_with_that_of_the_folder",),

@@ -108,8 +108,8 @@ STORE = (
     ),
     Mutant(
         "a sequence number is taken as it stands",
-        "megatron/checkpoint/metadata.py",
-        "_SECOND_LINE.search(content[:256]) if _is_whole(content) else None",
+        "megatron/checkpoint/manifest.py",
+        "_SECOND_LINE.search(content[:256]) if is_whole(content) else None",
         "_SECOND_LINE.search(content[:256])",
         (f"{DAMAGE}::test_a_digit_of_the_newest_sequence_number_costs_it_its_place_and_is_told[steps0]",),
     ),

@@ -13,7 +13,8 @@ import torch
 import pretrain_gpt2
 from examples.llama import pretrain_llama
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface.config import JSON, config_to_huggingface, tokenizer_difference
+from megatron.checkpoint.huggingface.config import config_to_huggingface
+from megatron.checkpoint.huggingface.tokenizer import JSON, tokenizer_difference
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
 from tests.helpers.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus

@@ -1,224 +1,69 @@
-"""config.json and tokenizer files from our Config and back."""
+"""config.json from our Config and back, by the formats of the families; no torch."""
 
 from __future__ import annotations
 
-import shutil
+import json
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-import tokenizers
-
-from megatron import files
 from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.validate import model_problems
-from megatron.checkpoint.huggingface.folder import write_json
 from megatron.config import Config
 from megatron.config.option import Option, is_derived
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
 from megatron.models.registry import FAMILIES, has_part, load
-from megatron.models.t5.data import T5Tokens
-from megatron.tokenizer import Tokenizer, build
-from megatron.tokenizer.huggingface import LibraryTokenizer
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
 
-# Tokenizer files of a Hugging Face folder, and the ids of its control tokens.
-#
-# | our tokenizer | files |
-# |---|---|
-# | one that the `tokenizers` library runs | tokenizer.json; of GPT2BPETokenizer vocab.json and merges.txt too |
-# | T5SentencePiece, or SentencePiece of a T5, that cuts as T5's does | spiece.model |
-# | any other SentencePiece | spiece.model, which no class of theirs reads exactly as it is |
-# | CPM1, CPM2 | none: words are cut before pieces are |
-#
-# ``tokenizer_config.json`` names class and control tokens in the first two cases. On the way back a ``vocab.txt`` is
-# read too, where there is no ``tokenizer.json``: as BertWordPiece, lower case as ``tokenizer_config.json`` says.
+# The files of a folder that say what it holds.
 
-JSON, SPIECE, VOCAB, MERGES, SETTINGS = (
-    "tokenizer.json", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json",
-)  # fmt: skip
-VOCAB_TEXT = "vocab.txt"  # of BERT
-_COPIED = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, SETTINGS, "special_tokens_map.json", "added_tokens.json")
+CONFIG = "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A run's tokenizer, and for T5 where its control tokens lie."""
-
-    tokenizer: Tokenizer
-    t5: T5Tokens | None
-
-    def ids(self) -> dict[str, int | None]:
-        """Return the ids that config.json and generation_config.json name."""
-        if self.t5 is not None:
-            t5 = self.t5
-            return {"eos_token_id": t5.eos_id, "pad_token_id": t5.pad_id, "decoder_start_token_id": t5.start_id}
-        eod = self.tokenizer.eod_id if self.tokenizer.has_eod else None
-        return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": self.tokenizer.pad_id}
-
-
-def unknown_ids(config: Config) -> dict[str, int | None]:
-    """Return what stands for ``Vocabulary.ids`` where there is no tokenizer: left out, theirs would count."""
-    first = "decoder_start_token_id" if config.own.is_encoder_decoder else "bos_token_id"
-    return {first: None, "eos_token_id": None, "pad_token_id": None}
-
-
-def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | None:
-    """Return the tokenizer of the run, or that of ``tokenizer_path``; None where neither is named.
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in the file ``name`` of ``folder``.
 
     Raises:
-        DataError: it cannot be read.
-        ConfigError: it has more tokens than the model.
+        CheckpointError: it is missing, or holds something else.
     """
-    named = config.data
-    if tokenizer_path is not None:
-        named = replace(named, tokenizer_path=str(tokenizer_path), vocab_file=None, merge_file=None)
-        if named.tokenizer_type == "GPT2BPETokenizer" or tokenizer_path.suffix == ".json":
-            named = replace(named, tokenizer_type=None)
-    if not (named.tokenizer_path or named.vocab_file):
-        return None
-    tokenizer = build(
-        named.tokenizer_type,
-        vocab_file=named.vocab_file,
-        merge_file=named.merge_file,
-        tokenizer_path=named.tokenizer_path,
-    )
-    has_more = config.own.is_encoder_decoder
-    t5 = load(config.family, "data").special_tokens(tokenizer, config) if has_more else None
-    size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
-    if size > rows:
-        raise ConfigError(
-            f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and {rows} "
-            "rows. Name the run's own with --tokenizer-path"
-        )
-    return Vocabulary(tokenizer, t5)
-
-
-def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> str | None:
-    """Write the files of the table above; return why there is less than a tokenizer, None where it is whole."""
-    tokenizer, t5 = vocabulary.tokenizer, vocabulary.t5
-    if isinstance(tokenizer, LibraryTokenizer):
-        return _write_library(folder, tokenizer, vocabulary)
-    if type(tokenizer) not in (SentencePieceTokenizer, T5SentencePieceTokenizer):
-        return "its words are cut before they become pieces, for which Hugging Face has no files"
-    _copy(tokenizer.paths[0], folder / SPIECE)
-    if t5 is None:
-        return f"{SPIECE} is there, but no class of Hugging Face reads it as a GPT-2's: use the sentencepiece library"
-    if t5.modes:
-        return f"{SPIECE} is there, but T5Tokenizer has no mode tokens of several --denoisers"
-    if not _cuts_as_t5(tokenizer.paths[0]):
-        return f"{SPIECE} is there, but T5Tokenizer would cut text into other pieces: use the sentencepiece library"
-    names = [f"<extra_id_{number}>" for number in range(len(t5.sentinels))]
-    added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
-    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
-    write_json(folder / SETTINGS, {**settings, **_names(vocabulary)})
-    return None
-
-
-def _cuts_as_t5(model: Path) -> bool:
-    """Return whether a word gets a blank before it, several blanks are one, and no bytes stand for characters."""
-    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
-    return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
-
-
-def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary) -> str | None:
-    library = tokenizers.Tokenizer.from_str(tokenizer.description)
-    added = {} if vocabulary.t5 is None else _appended(tokenizer, vocabulary.t5)
-    library.add_special_tokens(list(added))
-    if not added and [path.suffix for path in tokenizer.paths] == [".json"]:
-        _copy(tokenizer.paths[0], folder / JSON)  # byte for byte: token files know their tokenizer by its bytes
-    else:
-        files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
-    if [path.suffix for path in tokenizer.paths] == [".json", ".txt"]:
-        for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
-            _copy(path, folder / name)
-    write_json(folder / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)})
-    if any(library.token_to_id(name) != token for name, token in added.items()):
-        return f"the ids of {JSON} have gaps, so that sentinels and modes have other ids there than in the run"
-    return None
-
-
-def _appended(tokenizer: Tokenizer, t5: T5Tokens) -> dict[str, int]:
-    """Return the ids that the run put behind the vocabulary by a name for each, in their order."""
-    names = {token: f"<extra_id_{number}>" for number, token in enumerate(t5.sentinels)}
-    names.update({token: f"<mode_{kind}>" for kind, token in t5.modes.items()})
-    return {names[token]: token for token in sorted(names) if token >= tokenizer.vocab_size}
-
-
-def _names(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return the control tokens of ``tokenizer_config.json`` by name."""
-    by_id = {token: name for name, token in reversed(vocabulary.tokenizer.control_tokens.items())}
-    ids = {**vocabulary.ids(), "unk_token_id": vocabulary.tokenizer.unk_id}
-    ids.pop("decoder_start_token_id", None)
-    return {
-        kind.removesuffix("_id"): by_id[token] for kind, token in ids.items() if token is not None and token in by_id
-    }
-
-
-def _copy(source: Path, target: Path) -> None:
     try:
-        files.write_bytes(target, source.read_bytes())
-    except FileNotFoundError as error:
-        raise DataError(f"{source} is gone: {error}") from error
+        content = json.loads((folder / name).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{folder} is not a Hugging Face folder: {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / name} must hold a JSON object")
+    return content
 
 
-def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files of the folder ``source`` into ``target``; return whether there are any."""
-    found = [name for name in _COPIED if (source / name).is_file()]
-    if not ({JSON, VOCAB_TEXT, SPIECE} & {*found} or {VOCAB, MERGES} <= {*found}):
-        return False
-    files.make_folder(target)
-    for name in found:
-        shutil.copyfile(source / name, target / name)
-    return True
+def missing_file(folder: Path, name: str) -> CheckpointError:
+    """Return the error for a file with tensors that is not there."""
+    pickled = sorted(found.name for found in folder.glob("pytorch_model*.bin"))
+    cure = f" {', '.join(pickled)} can carry code and is not read: save it as safetensors first." if pickled else ""
+    return CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
 
 
-def fields_of(folder: Path, place: Path) -> dict[str, Any]:
-    """Return the tokenizer's fields of our configuration for the files in ``folder``, which will be ``place``."""
-    if (folder / JSON).exists():
-        return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(place)}
-    if (folder / VOCAB_TEXT).exists():
-        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(place)}
-    if (folder / SPIECE).exists():
-        return {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(place)}
-    pair = {"vocab_file": str(place / VOCAB), "merge_file": str(place / MERGES)}
-    return {"tokenizer_type": "GPT2BPETokenizer", **pair}
+def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
+    """Return tensor's full name -> its name in the files, without what no model reads."""
+    hf_format, names = format_of(config.family), list(names)
+    is_short = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
+    found: dict[str, str] = {}
+    for name in names:
+        whole = f"{hf_format.short}{name}" if is_short and name != hf_format.head else name
+        full = None if hf_format.unread.fullmatch(whole) else hf_format.named(whole, config)
+        if full is not None:
+            found[full] = name
+    return found
 
 
-def tokenizer_difference(source: Path, config: Config) -> str | None:
-    """Return how the tokenizer of the run differs from that of the folder ``source``, None where ids mean the same.
-
-    Raises:
-        DataError: one of the two is not there, or cannot be read.
-    """
-    theirs, ours = _tokenizer_in(source), vocabulary_of(config, None)
-    if ours is None:
-        raise DataError("the run names no tokenizer")
-    pairs = [
-        (ours.tokenizer.piece(token), theirs.piece(token))
-        for token in range(min(ours.tokenizer.vocab_size, theirs.vocab_size))
-    ]
-    other = [pair for pair in pairs if None not in pair and pair[0] != pair[1]]
-    if other:
-        one, another = other[0]
-        return (
-            f"{len(other)} of {len(pairs)} ids stand for other tokens, the first for {one!r} and there for {another!r}"
-        )
-    if ours.tokenizer.vocab_size != theirs.vocab_size:
-        return f"it has {ours.tokenizer.vocab_size} tokens, and that of the folder {theirs.vocab_size}"
-    return None
-
-
-def _tokenizer_in(source: Path) -> Tokenizer:
-    if not any((source / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB)):
-        raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
-    named = fields_of(source, source)
-    return build(named.pop("tokenizer_type"), **named)
+def copies(config: Config) -> tuple[str, ...]:
+    """Return their names of what is the word table once more."""
+    hf_format = format_of(config.family)
+    return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 
 # The Hugging Face formats of the families.
@@ -340,7 +185,12 @@ def flags_of(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and reads its tokenizer."""
     files = {name: getattr(config.data, name) for name in _TOKENIZER}
     beside = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    given, usual = {**config.identity(), **beside, **files}, config.own.DEFAULTS
+    return words_of({**config.identity(), **beside, **files}, config)
+
+
+def words_of(given: Mapping[str, Any], config: Config) -> list[str]:
+    """Return the flags that set the fields ``given``, as far as the defaults of the family of ``config`` differ."""
+    usual = config.own.DEFAULTS
     words: list[str] = []
     for _, option in all_options():
         value = given.get(option.name)

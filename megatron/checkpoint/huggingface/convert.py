@@ -11,16 +11,10 @@ import torch
 
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.huggingface.config import (
-    Vocabulary,
     config_from_huggingface,
     config_to_huggingface,
-    copy_files,
-    fields_of,
     format_of,
     saved_config,
-    unknown_ids,
-    vocabulary_of,
-    write_tokenizer,
 )
 from megatron.checkpoint.huggingface.folder import (
     CONFIG,
@@ -31,6 +25,14 @@ from megatron.checkpoint.huggingface.folder import (
     require_free,
     write_json,
     write_tensors,
+)
+from megatron.checkpoint.huggingface.tokenizer import (
+    Vocabulary,
+    copy_files,
+    fields_of,
+    unknown_ids,
+    vocabulary_of,
+    write_tokenizer,
 )
 from megatron.checkpoint.huggingface.weights import (
     build_model,

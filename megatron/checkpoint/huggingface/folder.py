@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 
 from megatron import files
 from megatron.checkpoint import shard_file
+from megatron.checkpoint.huggingface.config import CONFIG as CONFIG
+from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json
 from megatron.errors import CheckpointError, ConfigError
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 _METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers refuses a file that does not say so
 
 
@@ -106,23 +107,6 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
         yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in the file ``name`` of ``folder``.
-
-    Raises:
-        CheckpointError: it is missing, or holds something else.
-    """
-    try:
-        content = json.loads((folder / name).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{folder} is not a Hugging Face folder: {name}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder / name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / name} must hold a JSON object")
-    return content
-
-
 @dataclass(frozen=True)
 class Slice:
     """A tensor in an open file, of which no more is read than is indexed."""
@@ -189,9 +173,7 @@ def _plain(name: str) -> str:
 def _open_file(folder: Path, name: str, stack: ExitStack) -> dict[str, Slice]:
     path = folder / name
     if not path.exists():
-        pickled = sorted(found.name for found in folder.glob("pytorch_model*.bin"))
-        cure = f" {', '.join(pickled)} can carry code and is not read: save it as safetensors first." if pickled else ""
-        raise CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
+        raise missing_file(folder, name)
     try:
         file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         return {key: Slice(file, key) for key in file.keys()}  # noqa: SIM118

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface.config import config_from_huggingface, flags_of, format_of
+from megatron.checkpoint.huggingface.config import config_from_huggingface, copies, flags_of, format_of, full_names
 from megatron.checkpoint.loading import check_model, fill, is_resized
 from megatron.checkpoint.metadata import TensorRecord, part_shape
 from megatron.config import Config
@@ -108,13 +108,8 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` with their full names, each once, without what no model reads."""
     hf_format = format_of(config.family)
-    is_short = hf_format.word.removeprefix(hf_format.short) in tensors if hf_format.short else False
-    theirs = {
-        f"{hf_format.short}{name}" if is_short and name != hf_format.head else name: t for name, t in tensors.items()
-    }
-    theirs = {name: t for name, t in theirs.items() if not hf_format.unread.fullmatch(name)}
-    theirs = {full: t for name, t in theirs.items() if (full := hf_format.named(name, config)) is not None}
-    for name in _copies(config):
+    theirs = {full: tensors[name] for full, name in full_names(tensors, config).items()}
+    for name in copies(config):
         copy = theirs.pop(name, None)
         if copy is not None and not _equal(copy, theirs.setdefault(hf_format.word, copy)):
             raise CheckpointError(
@@ -122,12 +117,6 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
                 "(tie_word_embeddings), and holds other values"
             )
     return theirs
-
-
-def _copies(config: Config) -> tuple[str, ...]:
-    """Return their names of what is the word table once more."""
-    hf_format = format_of(config.family)
-    return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 
 def _equal(one: Readable, other: Readable) -> bool:
@@ -146,7 +135,7 @@ def expected_weights(config: Config) -> Tensors:
 
 def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     theirs = format_of(config.family).from_ours(dict(weights), config)
-    return {name: tensor for name, tensor in theirs.items() if name not in _copies(config)}
+    return {name: tensor for name, tensor in theirs.items() if name not in copies(config)}
 
 
 def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
+
+if TYPE_CHECKING:
+    import torch
 
 _WORD, _THEIR_WORD = "embedding.word.weight", "bert.embeddings.word_embeddings.weight"
 _THEIR_HEAD, _THEIR_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
@@ -159,6 +160,8 @@ def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
     The tokens are taken for one segment.
     """
+    import torch  # half a second, which a dry run that reads settings alone does not wait
+
     logits = model(tokens, torch.zeros_like(tokens))
     words, *scores = (logits,) if isinstance(logits, torch.Tensor) else logits
     return torch.cat([words.transpose(0, 1).flatten(1), *scores], dim=1)
@@ -166,6 +169,8 @@ def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def their_logits(out: Any) -> torch.Tensor:
     """Return the same of what their model gives."""
+    import torch  # half a second, which a dry run that reads settings alone does not wait
+
     if hasattr(out, "logits"):
         words: torch.Tensor = out.logits.flatten(1)
         return words

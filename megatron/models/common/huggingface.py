@@ -1,4 +1,4 @@
-"""HFFormat: names, settings and weight recipes, read in both directions and in slices."""
+"""HFFormat: names, settings and weight recipes, read in both directions and in slices; torch with the first weight."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.mpu.shard import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.mpu.shard import Shard
 
 # How each of our weights is made of Hugging Face's tensors: one description, read in both directions and in parts.
 #
@@ -58,6 +60,8 @@ def to_our_weight(recipe: WeightMapping, theirs: Mapping[str, torch.Tensor]) -> 
     Raises:
         CheckpointError: their rows cannot be cut into the blocks.
     """
+    import torch  # half a second, which a dry run that reads settings alone does not wait
+
     parts = _parts(recipe, [theirs[name].detach() for name in recipe.names])
     if len(parts) == 1:
         return parts[0].clone(memory_format=torch.contiguous_format)
@@ -73,6 +77,8 @@ def from_our_weight(
     Args:
         heights: rows of a part by the name of its tensor; None: all alike.
     """
+    import torch
+
     count = len(recipe.names) * recipe.parts_in_one
     if count == 1:
         parts = [ours.detach()]
@@ -189,12 +195,14 @@ def _uneven(recipe: WeightMapping, rows: int) -> CheckpointError:
 
 # What a family's file says of its Hugging Face form: settings both ways, and how its weights are made of theirs.
 
-Tensors = dict[str, torch.Tensor]
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
 NOTHING = re.compile(r"(?!)")
 
 
 def decoder_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits [b, s, v] of a decoder that takes tokens and their positions."""
+    import torch
+
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).transpose(0, 1)
 
 

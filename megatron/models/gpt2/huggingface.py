@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
 from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
+
+if TYPE_CHECKING:
+    import torch
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
 _LAYER = {
@@ -76,7 +77,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
         found = recipe(name := str(names[their_name]), num_heads)
         assert found is not None  # their names and ours are one table
         ours[name] = huggingface.to_our_weight(found, dict.fromkeys(found.names, tensor))
-    if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
+    if _HEAD in ours and _WORD in ours and ours[_HEAD].equal(ours[_WORD]):
         del ours[_HEAD]
     return ours
 

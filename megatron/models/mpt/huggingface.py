@@ -27,13 +27,14 @@ What their model does with its settings, and we with them:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYER = {
     "input_norm": "norm_1",

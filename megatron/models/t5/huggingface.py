@@ -25,15 +25,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
 from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
-from megatron.ops.activations import is_gated
+
+if TYPE_CHECKING:
+    import torch
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
 _COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
@@ -148,7 +148,7 @@ def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> No
         if name not in theirs:
             continue
         copy = theirs.pop(name)
-        if not torch.equal(copy, theirs.setdefault(_THEIR_WORD, copy)):
+        if not copy.equal(theirs.setdefault(_THEIR_WORD, copy)):
             raise CheckpointError(
                 f"{name}.weight must equal {_THEIR_WORD}.weight, of which it is a copy, and holds other values. "
                 "Convert a model whose head has weights of its own as untied."
@@ -255,7 +255,7 @@ def _recipes(config: Config) -> dict[str, WeightMapping]:
     model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
     layers = {(side, i) for side, count in sides.items() for i in range(count)}
     found = {}
-    for name, parts in _all_merges(layers, is_gated(model.activation)):
+    for name, parts in _all_merges(layers, model.activation.startswith("gated-")):
         if name != _HEAD or model.untie_embeddings:
             theirs = tuple(f"{part}.weight" for part in parts)
             found[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from megatron import log
-from megatron.checkpoint.huggingface.config import vocabulary_of
+from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.generate.sampling import Sampling
