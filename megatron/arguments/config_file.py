@@ -335,6 +335,11 @@ class _Reader:
             return True, option.join([str(word) for word in words])
         if isinstance(value, (dict, list)):
             raise ValueError(f"{option.rule()}, got {_shown(value)}")
+        if option.read is not None and isinstance(value, str):
+            try:
+                return True, option.read(value)
+            except ValueError:
+                raise ValueError(f"{option.rule()}, got {_shown(value)}") from None
         if option.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             return True, float(value)
         if option.kind == "str" and not isinstance(value, str):

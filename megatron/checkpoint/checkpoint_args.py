@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments.flag_values import Scan, all_options
+from megatron.checkpoint import former
 from megatron.checkpoint.huggingface.config import (
     CONFIG,
     INDEX,
@@ -135,7 +136,8 @@ def read_source(path: Path, family: str) -> Source | None:
     except CheckpointError:
         return None
     _require_family(config.family, family, f"{place}: family {config.family}")
-    stated = {name for section in state["config"].values() if isinstance(section, dict) for name in section}
+    sections = former.settings(state["config"]).values()
+    stated = {name for section in sections if isinstance(section, dict) for name in section}
     return Source(place, config, stated)
 
 
@@ -168,12 +170,12 @@ def _require_family(family: str, wanted: str, said: str) -> None:
 def _contradictions(found: Scan, source: Source, sizes: Mapping[str, Any], *, is_anew: bool) -> Iterator[str]:
     """Yield what was given and is not what the source says."""
     own = source.config.own
-    free = {*OF_WEIGHTS} - {*source.config.identity()} | ({*own.REFITTED} if is_anew else set())
+    refitted = source.config.refitted
+    free = {*OF_WEIGHTS} - {*source.config.identity()} | ({*refitted} if is_anew else set())
     for name, value in sizes.items():
-        given = found.values.get(name)
-        if name in found.values and name not in free and given != value:
+        if name in found.values and name not in free and not _is_same(source.config, name, found.values[name], value):
             more = ""
-            if name in own.REFITTED:
+            if name in refitted:
                 more = ", or add --finetune, which starts anew from the weights with another one"
             elif name == "vocab_size" and is_anew:
                 more = ", or add --resize-vocab, which takes tables of another size"
@@ -181,6 +183,12 @@ def _contradictions(found: Scan, source: Source, sizes: Mapping[str, Any], *, is
     for side in own.SIDES:  # layers of a side that nobody gave are --num-layers
         if "num_layers" in found.values and side not in found.values and found.values["num_layers"] != sizes.get(side):
             yield _contradiction(found, source, "num_layers", f"{sizes.get(side)} of {side}", "")
+
+
+def _is_same(config: Config, name: str, given: Any, value: Any) -> bool:
+    """Tell whether ``given`` means ``value``: a setting may have two words."""
+    section = config.model if hasattr(config.model, name) else config.own
+    return bool(getattr(replace(section, **{name: given}), name) == value)
 
 
 def _contradiction(found: Scan, source: Source, name: str, value: Any, more: str) -> str:

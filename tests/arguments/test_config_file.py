@@ -193,7 +193,7 @@ def test_two_keys_of_one_flag_are_an_error_that_names_both(tmp_path):
         ("data-path: [a, [b]]", "run.yaml:1: data-path must be a text, or a list of texts and numbers, got a list"),
         ("lr-decay-style: sine", "run.yaml:1: lr-decay-style must be one of"),
         ("config: b.yaml", "run.yaml:1: config must stand on the command line alone"),
-        ("num-query-groups: 2", "run.yaml:1: --num-query-groups is refused"),
+        ("enc-seq-length: 2", "run.yaml:1: --enc-seq-length is refused"),
         ("mtp-num-layers: 2", "run.yaml:1: --mtp-num-layers is refused"),
         ("a: [", "run.yaml:1:5: must be YAML"),
         ("a: !!python/object:os.system {}", "run.yaml:1: unknown section a"),

@@ -189,7 +189,7 @@ def test_layers_of_both_sides_are_those_of_the_folder(tmp_path: Path) -> None:
 def test_a_fresh_start_may_change_what_fits_the_weights(tmp_path: Path) -> None:
     source, run = write(tmp_path / "hf", model("llama")), save_model(tmp_path / "run", model("llama"))
     for place in (source, run):
-        assert read(place, "--finetune --rotary-base 1e6", "llama").own.rotary_base == 1e6
+        assert read(place, "--finetune --rotary-base 1e6", "llama").model.rotary_base == 1e6
         assert (
             read(place, "--finetune --max-position-embeddings 64 --seq-length 8", "llama").model.max_position_embeddings
             == 64

@@ -77,8 +77,8 @@ CONFIG_FILE = (
     Mutant(
         "a given size that differs is silently taken",
         BRING,
-        "        if name in found.values and name not in free and given != value:\n",
-        "        if name in found.values and name not in free and given is value:\n",
+        "and not _is_same(source.config, name, found.values[name], value):\n",
+        "and not _is_same(source.config, name, value, value):\n",
         (f"{ARGS}::test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places",),
     ),
     Mutant(

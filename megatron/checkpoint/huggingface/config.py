@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.validate import model_problems
+from megatron.checkpoint import former
 from megatron.config import Config
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError
@@ -111,7 +112,7 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         CheckpointError: there is none, or it is of a family that this program does not know.
     """
     try:
-        saved, sizes = state["config"], state["model"]
+        saved, sizes = former.settings(state["config"]), state["model"]
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         known = {option.name for _, option in all_options()}
@@ -190,7 +191,7 @@ def flags_of(config: Config) -> list[str]:
 
 def words_of(given: Mapping[str, Any], config: Config) -> list[str]:
     """Return the flags that set the fields ``given``, as far as the defaults of the family of ``config`` differ."""
-    usual = config.own.DEFAULTS
+    usual = {**config.own.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
     words: list[str] = []
     for _, option in all_options():
         value = given.get(option.name)
