@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import deepspeed_json, flag_values
+from megatron.arguments import deepspeed_json, flag_values, other_programs, translate
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -83,10 +83,13 @@ def parse(
         sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole="--help-all" in asked))
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
-    defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
+    defaults = other_programs.defaults_of(found, defaults or {})
+    defaults = flag_values.default_values(defaults, env, found, extra_flags)
     extra = _extra_values(extra_parser, found)
     json = _read_json(found, defaults)
     values = deepspeed_json.resolve(found, json, world_size, defaults)
+    translate.lengths(found, values, world_size)
+    translate.what_holds(found, values, family)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,
@@ -95,8 +98,11 @@ def parse(
         extra=extra,
         given=tuple(found.values),
         repeated=tuple(found.repeated),
+        neutral=dict(found.neutral),
     )
     config = replace(config, precision=replace(config.precision, excluded=deepspeed_json.excluded(json)))
+    if config.run.strict_flags:
+        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in found.neutral.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
@@ -202,8 +208,9 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
     path = found.values.get("deepspeed_config", defaults.get("deepspeed_config"))
     if path is None:
         return {}
-    json, problems = deepspeed_json.read(path)
+    json, problems, neutral = deepspeed_json.read(path)
     found.problems += problems
+    found.neutral |= neutral
     return json
 
 

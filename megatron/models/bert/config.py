@@ -39,6 +39,7 @@ class BertConfig(FamilyConfig):
         "relative_attention_num_buckets": _NO_TABLE,
         "relative_attention_max_distance": _NO_TABLE,
     }
+    HOLDS: ClassVar = {"--hidden-bias": "BERT's linear layers have biases"}
     REFUSED: ClassVar = {
         "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
         "--normalization": "BERT has layer norms; leave it out",

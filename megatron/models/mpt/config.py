@@ -26,6 +26,7 @@ class MptConfig(FamilyConfig):
         "relative_attention_num_buckets": _NO_TABLE,
         "relative_attention_max_distance": _NO_TABLE,
     }
+    HOLDS: ClassVar = {"--disable-bias-linear": "MPT has no biases"}
     REFUSED: ClassVar = {
         "--use-rotary-position-embeddings": "MPT has ALiBi in place of positions; leave it out",
         "--normalization": "MPT has layer norms without biases; leave it out",

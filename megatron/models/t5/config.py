@@ -269,11 +269,6 @@ class T5Config(FamilyConfig):
                 f"--max-position-embeddings acts on learned positions only, got {positions} and "
                 "--position-embedding-type relative. Leave it out, or use --position-embedding-type learned"
             )
-        if "init_method_std" in config.given:
-            yield (
-                "--init-method-std acts with --position-embedding-type learned only: the relative variant starts with "
-                "the deviations of Hugging Face's T5. Leave it out"
-            )
 
     def _learned_problems(self, config: Config) -> Iterator[str]:
         named = _flags(config, RELATIVE)
