@@ -87,9 +87,8 @@ ZERO = {
     "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
     **_neutral(
         _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
-        "allgather_bucket_size", "allgather_partitions", "round_robin_gradients", "use_multi_rank_bucket_allreduce", "grad_hooks",
-       
-        "ignore_unused_parameters", "use_all_reduce_for_fetch_params",
+        "allgather_bucket_size", "allgather_partitions", "round_robin_gradients", "use_multi_rank_bucket_allreduce",
+        "grad_hooks", "ignore_unused_parameters", "use_all_reduce_for_fetch_params",
     ),
     **_neutral(
         _GATHERED, "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",

@@ -25,15 +25,11 @@ class LRScheduler:
     | linear | lr + (min_lr - lr) u |
     | cosine | min_lr + (lr - min_lr) (1 + cos(pi u)) / 2 |
     | exponential | lr (min_lr / lr)^u |
-    | wsd | lr, and to min_lr in the last ``wsd_decay_fraction`` of the updates, as ``wsd_style`` says |
+    | wsd | lr, and to min_lr over the last ``wsd_decay_fraction``, or ``wsd_length`` updates, as ``wsd_style`` says |
     | inverse-square-root | lr sqrt(W / n), never below ``min_lr``; without a warm-up W is 1 |
 
-    | wsd_style | min_lr + (lr - min_lr) c, u from 0 to 1 in those updates |
-    |---|---|
-    | linear | c = 1 - u |
-    | cosine | c = (1 + cos(pi u)) / 2 |
-    | exponential | c = 2 (1/2)^u - 1 |
-    | minus_sqrt | c = 1 - sqrt(u) |
+    ``wsd_style`` gives min_lr + (lr - min_lr) c over them: linear c = 1 - u, cosine c = (1 + cos(pi u)) / 2,
+    exponential c = 2 (1/2)^u - 1, minus_sqrt c = 1 - sqrt(u), with u from 0 to 1.
 
     With ``consumed`` the lengths are samples, n the samples after the update: a run whose batch grows, or whose lengths
     are no multiples of a step, has each rate as the samples say.

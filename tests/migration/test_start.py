@@ -153,11 +153,11 @@ def test_a_script_starts_with_megatrons_own_numbers(
 ) -> None:
     script = SCRIPTS[name]
     refused, expected = script["refused"], script["expected"]
-    told = problems_of(lambda: started(script, files, []))
+    problems = problems_of(lambda: started(script, files, []))
     if set(LAYOUT) & set(refused):  # then there are other replicas, and batches that do not fit them
-        told = [problem for problem in told if not problem.startswith("train_batch_size must be")]
-    found = [set(named_in(problem, refused)) for problem in told]
-    assert all(found), f"refused beside what is listed: {told}"
+        problems = [problem for problem in problems if not problem.startswith("train_batch_size must be")]
+    found = [set(named_in(problem, refused)) for problem in problems]
+    assert all(found), f"refused beside what is listed: {problems}"
     assert set().union(*found) == set(refused)
     config = started(script, files, refused)
     world_size = ranks(script, refused)
@@ -180,9 +180,9 @@ def test_a_json_file_starts_with_its_batch_sizes(name: str, files: dict[str, str
         words = ["--deepspeed_config", files["json"], "--vocab-size", "100", "--dry-run"]
         return parse(words, world_size=recorded["world_size"], env={})
 
-    told = problems_of(lambda: start(recorded["config"]))
-    found = [set(named_in(problem, refused)) for problem in told]
-    assert all(found), f"refused beside what is listed: {told}"
+    problems = problems_of(lambda: start(recorded["config"]))
+    found = [set(named_in(problem, refused)) for problem in problems]
+    assert all(found), f"refused beside what is listed: {problems}"
     assert set().union(*found) == set(refused)
     batch = start(without(recorded["config"], refused)).batch
     sizes = {
