@@ -277,6 +277,8 @@ def _number(length: Fraction) -> float | int:
 
 # What follows from several settings together, once all of them are known.
 
+OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path")
+"""Fields that act where token files are read."""
 OF_RECOMPUTED = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
 """Fields that act where whole layers are computed again."""
 SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
@@ -307,6 +309,9 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 values.pop(name, None)
                 del found.values[name]
                 found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+    for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
+        if name in found.values:
+            found.neutral[found.spelling[name]] = "random tokens come from no file"
     if "--no-pipeline-parallel" in asked:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:

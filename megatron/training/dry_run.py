@@ -42,6 +42,8 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
 def data_text(config: Config) -> str:
     """Return which token files the splits are read from."""
     data = config.data
+    if data.is_mock:
+        return "random tokens"
     if data.data_path is not None:
         by = " by hash" if data.split_by == "hash" else ""
         paths = f"{data.data_path}, split {data.split}{by}"

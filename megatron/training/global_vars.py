@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config import Config
@@ -101,6 +101,8 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
         tokenizer_path=files.tokenizer_path,
         vocab_size=config.model.vocab_size,
     )
+    if is_null:  # behind whose ids a family may put others
+        config = replace(config, model=replace(config.model, vocab_size=None))
     return tokenizer, with_vocabulary(tokenizer, config)
 
 
