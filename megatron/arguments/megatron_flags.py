@@ -134,6 +134,8 @@ GROUPS = {
     "replicas start with the same weights; leave it out": "--data-parallel-random-init",
     "rotary positions turn halves against each other, as in Hugging Face's files; leave it out": "--rotary-interleaved",
     "use --eval-iters, as many as the validation split has": "--full-validation",
+    "evaluations have the batch of the training, every --eval-interval steps; leave it out": """
+        --eval-global-batch-size= --eval-micro-batch-size= --start-eval-at-iter=""",
     "give them in turn to --eval-only --test-data-path": "--multiple-validation-sets --validation-set-names=*",
     "use --load with --finetune": "--pretrained-checkpoint=",
     "fp32 masters are part of the optimizer's state, which --load reads; leave it out": "--load-main-params-from-ckpt",
