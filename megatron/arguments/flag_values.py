@@ -134,7 +134,10 @@ def accepted_rows() -> list[str]:
 
 def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
     """Take a flag of another trainer that is neutral or converted."""
-    if problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
+    foreign = _foreign_field(found.family, row)
+    if foreign is not None:
+        found.problems.append(f"{row.flag} is refused: {FAMILIES[found.family].advice(foreign)}")
+    elif problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
         found.problems.append(problem)
     elif row.kind == NEUTRAL:
         found.neutral[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
@@ -151,6 +154,13 @@ def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
             found.problems.append(problem)
         else:
             found.converted[row.flag] = value
+
+
+def _foreign_field(family: str, row: FlagRow) -> Option | None:
+    """Return a field that the flag sets and that does not act in ``family``."""
+    foreign = {option.name: option for section, option in all_options() if not takes(family, section, option)}
+    taken = {option.name for option in options_in(family)}
+    return next((foreign[name] for name in row.fields if name in foreign and name not in taken), None)
 
 
 def refusals(family: str) -> dict[str, str]:

@@ -35,6 +35,10 @@ CONVERTED_ROWS = (
         "--bias-gelu-fusion", "gelu-tanh, which that kernel computes, where no activation is given", "activation"
     ),
     _converted("--no-bias-gelu-fusion", "gelu, which is exact, where no activation is given", "activation"),
+    _converted("--group-query-attention", "one head of keys unless --num-query-groups says more", "num_query_groups"),
+    _converted("--use-rope-scaling", "llama3", "rotary_scaling"),
+    _converted("--rotary-seq-len-interpolation-factor", "linear, by this factor", "rotary_scaling", "float"),
+    _converted("--no-position-embedding", "none, unless another kind is given", "position_embedding_type"),
     _converted("--pad-vocab-size-to", "the rows of the table, all of them real", "vocab_size", "int"),
     _converted("--padded-vocab-size", "the rows of the table, all of them real", "vocab_size", "int"),
     _converted("--num-unique-layers", "must be --num-layers: layers share no weights", "num_layers", "int"),
@@ -125,10 +129,6 @@ GROUPS = {
     "attention takes whole sequences; use --sequence-parallel, which cuts the rest, or leave it out": """
         --ds-sequence-parallel-fpdt --gtp-remat-opt-in-modules=* --tensor-parallel-num-weight-shards=""",
     "all layers are trained; leave it out": "--freeze-all-layers",
-    "every decoder has its own positions, norms and heads; leave it out, or use the program that has them": """
-        --use-rotary-position-embeddings --group-query-attention --rotary-percent= --use-rope-scaling
-        --rotary-seq-len-interpolation-factor= --squared-relu --normalization= --no-position-embedding --embed-layernorm
-        --qk-layernorm --add-qkv-bias --apply-layernorm-1p --window-size= --window-attn-skip-freq=""",
     "give the flags of the first run; a checkpoint of other sizes is refused": "--use-checkpoint-args",
     "give the layout; a checkpoint loads in every layout": "--use-mp-args-from-checkpoint-args",
     "replicas start with the same weights; leave it out": "--data-parallel-random-init",

@@ -58,6 +58,15 @@ def fields_of(found: Scan) -> None:
         elif flag in ("--pad-vocab-size-to", "--padded-vocab-size"):
             found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
             found.spelling["vocab_size"] = spelling
+        elif flag == "--use-rope-scaling":
+            give(found, "rotary_scaling", "llama3", spelling)
+        elif flag == "--rotary-seq-len-interpolation-factor":
+            give(found, "rotary_scaling", "linear", spelling)
+            give(found, "rotary_scaling_factor", value, spelling)
+        elif flag == "--group-query-attention":
+            found.values.setdefault("num_query_groups", 1)
+        elif flag == "--no-position-embedding":
+            found.values.setdefault("position_embedding_type", "none")
         elif flag == "--remote-device":
             if value == "none":
                 found.neutral[spelling] = "weights are on the device"
@@ -291,6 +300,9 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
+    if "add_qkv_bias" in found.values and values.get("hidden_bias"):
+        values["add_qkv_bias"] = False
+        found.neutral["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (
         ("sequence_parallel", "one tensor rank has the whole sequence"),
         ("partition_activations", "one tensor rank keeps the inputs whole"),

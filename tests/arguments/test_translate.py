@@ -49,6 +49,17 @@ def value(config: Config, name: str) -> object:
         ("--activations-checkpoint-method uniform", {"checkpoint_activations": True}),
         ("--activations-checkpoint-granularity selective", {"recompute_granularity": "selective"}),
         ("--mock-data", {"data_path": "mock"}),
+        ("--group-query-attention", {"num_query_groups": 1}),
+        ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
+        ("--position-embedding-type rope --use-rope-scaling", {"rotary_scaling": "llama3"}),
+        (
+            "--position-embedding-type rotary --rotary-seq-len-interpolation-factor 3",
+            {"position_embedding_type": "rope", "rotary_scaling": "linear", "rotary_scaling_factor": 3.0},
+        ),
+        ("--no-position-embedding", {"position_embedding_type": "none"}),
+        ("--no-position-embedding --use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        ("--normalization rmsnorm", {"normalization": "RMSNorm"}),
+        ("--hidden-bias --add-qkv-bias", {"hidden_bias": True, "add_qkv_bias": False}),
         ("--fim-data", {"fim_rate": 0.5}),
         ("--profile --profile-step-start 4 --profile-step-end 6", {"profile": "5-6"}),
         ("--profile", {"profile": "11-12"}),
@@ -86,6 +97,19 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
 def test_what_cannot_be_turned_into_ours_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(line, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "why"),
+    [
+        ("--group-query-attention", "t5", "it is for decoders"),
+        ("--fim-data", "t5", "T5 fills gaps anyway"),
+        ("--use-rope-scaling", "bert", "it is for decoders"),
+    ],
+)
+def test_what_sets_a_field_that_does_not_act_in_a_family_is_refused_there(line: str, family: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line} is refused: {why}"):
+        read(line, family)
 
 
 def test_megatrons_programs_have_its_defaults_where_a_script_is_silent() -> None:

@@ -20,6 +20,7 @@ import pretrain_t5
 from megatron.arguments.other_programs import PROGRAMS
 from megatron.arguments.parser import parse
 from megatron.config import Config
+from megatron.config.decoder import not_built
 from megatron.errors import ConfigError
 from megatron.training.dry_run import dry_run
 from tests.migration.test_files import JSON, LAYOUT, SCRIPTS
@@ -36,7 +37,7 @@ LACKING = {
     "mds-llama2-distributed", "mds-rebase-1.3b-rope", "mds-universal-llama-bf16", "nvidia-llama3-8b-fp8",
     "nvidia-llama3-8b-fp8-data", "nvidia-llama3-8b-fsdp-fp8",
 }  # fmt: skip
-"""Scripts of models that there are none of yet."""
+"""Scripts of models that are not built yet: all but their plan is looked at."""
 SPLIT_PATHS = '"all: 0.3 0:1 {data}, 0.7 0:1 {data2}"'
 
 
@@ -147,7 +148,7 @@ def named_in(problem: str, refused: list[str]) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in LACKING])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts_with_megatrons_own_numbers(
     name: str, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,9 @@ def test_a_script_starts_with_megatrons_own_numbers(
     got = numbers(config, world_size)
     assert got == pytest.approx({name: expected[name] for name in got}, rel=1e-12)
     assert set(expected) - set(got) == {"ends_by", "not_whole"}
+    if name in LACKING:
+        assert list(not_built(config)), "take it out of LACKING"
+        return
     dry_run(config, world_size)
     table = capsys.readouterr().out
     assert ("holds anyway" in table) == bool(config.neutral)
@@ -191,7 +195,3 @@ def test_a_json_file_starts_with_its_batch_sizes(name: str, files: dict[str, str
         "num_micro_batches": batch.gas,
     }
     assert {name: sizes[name] for name in expected} == expected
-
-
-def test_no_script_is_left_out_for_want_of_its_model() -> None:
-    assert not LACKING - set(SCRIPTS)

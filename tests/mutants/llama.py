@@ -168,7 +168,7 @@ LLAMA = (
     Mutant(
         "all queries come first in our matrix",
         _HF,
-        "WeightMapping(heads, blocks=config.own.num_query_groups)",
+        "WeightMapping(heads, blocks=config.model.num_query_groups)",
         "WeightMapping(heads, blocks=1)",
         (f"{_THEIRS}::test_a_rank_holds_whole_groups",),
     ),

@@ -57,7 +57,7 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
         )
         for kind in ("weight", "bias") if config.model.hidden_bias else ("weight",):
             heads = tuple(f"{there}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=config.own.num_query_groups)
+            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=config.model.num_query_groups)
             found[f"{at}.attention.dense.{kind}"] = WeightMapping((f"{there}.self_attn.o_proj.{kind}",))
             gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
             found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=config.model.ff_hidden_size)
@@ -70,7 +70,7 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
 def heights(config: Config) -> dict[str, int]:
     """Return the rows of queries, keys and values, which differ, by the end of their names."""
     queries = config.model.attention_size
-    keys = config.own.num_query_groups * config.model.kv_hidden_size
+    keys = config.model.num_query_groups * config.model.kv_hidden_size
     sizes = {"q": queries, "k": keys, "v": keys}
     return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
 
@@ -98,7 +98,7 @@ def fields(config: Config) -> dict[str, Any]:
         "intermediate_size": model.ff_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": config.own.num_query_groups,
+        "num_key_value_heads": config.model.num_query_groups,
         "head_dim": model.kv_hidden_size,
         "hidden_act": _THEIR_ACTIVATIONS[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
@@ -109,15 +109,15 @@ def fields(config: Config) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,  # which their model does not have: read back by ours alone
         "tie_word_embeddings": not model.untie_embeddings,
-        "rope_theta": config.own.rotary_base,  # of transformers up to 4, which look here
-        "rope_scaling": _rope(config) if config.own.rotary_scaling != "none" else None,
-        "rope_parameters": {**_rope(config), "rope_theta": config.own.rotary_base},
+        "rope_theta": config.model.rotary_base,  # of transformers up to 4, which look here
+        "rope_scaling": _rope(config) if config.model.rotary_scaling != "none" else None,
+        "rope_parameters": {**_rope(config), "rope_theta": config.model.rotary_base},
     }
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    kind = {"none": "default"}.get(config.own.rotary_scaling, config.own.rotary_scaling)
-    return {"rope_type": kind, **{key: getattr(config.own, _SCALING[key]) for key in _OF_SCALING[kind]}}
+    kind = {"none": "default"}.get(config.model.rotary_scaling, config.model.rotary_scaling)
+    return {"rope_type": kind, **{key: getattr(config.model, _SCALING[key]) for key in _OF_SCALING[kind]}}
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:

@@ -110,10 +110,10 @@ def fields(config: Config) -> dict[str, Any]:
         **_FIXED,
         "attn_config": {
             **_FIXED_IN_ATTENTION,
-            "alibi_bias_max": config.own.alibi_bias_max,
+            "alibi_bias_max": config.model.alibi_bias_max,
             "attn_impl": "torch",
             "attn_pdrop": 0,
-            "clip_qkv": config.own.clip_qkv or None,
+            "clip_qkv": config.model.clip_qkv or None,
             "softmax_scale": None,
         },
     }
@@ -161,7 +161,7 @@ def prepare(theirs: Any, config: Config) -> None:
     make = theirs.transformer.build_mpt_alibi_tensor
 
     def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
-        return make(*args, **{**named, "alibi_bias_max": config.own.alibi_bias_max})
+        return make(*args, **{**named, "alibi_bias_max": config.model.alibi_bias_max})
 
     theirs.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
 
