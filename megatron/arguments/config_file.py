@@ -21,7 +21,7 @@ from megatron.arguments.flag_values import (
     scan,
     unknown,
 )
-from megatron.arguments.megatron_flags import ALREADY_SO
+from megatron.arguments.megatron_flags import ROWS
 from megatron.config.data import EACH
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
@@ -209,13 +209,15 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.problems += reader.problems
     found.notes += reader.notes
     found.rest[:0] = reader.rest
+    found.neutral = {**reader.neutral, **found.neutral}
+    found.converted = {**reader.converted, **found.converted}
     if reader.problems:
         return taken
     if taken.is_of_run:
         values = _begin_anew(_without_derived(values, found.family), Path(path))
         if "deepspeed_config" not in found.values:
             inner = JsonText(path, dict(text.values.get("deepspeed") or {}), {})
-            taken.deepspeed, problems = good_keys(inner)
+            taken.deepspeed, problems, _ = good_keys(inner)
             found.problems += problems
             values["deepspeed_config"] = None
     for name in _given_way(values, found.values):
@@ -239,12 +241,14 @@ class _Reader:
             self.known[option.name] = (option, "")
         self.extras = {_normal(flag): flag for flag in extra_flags}
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
-        self.others = {_normal(flag): flag for flag in (*refusals(family), *ALREADY_SO)}
+        self.others = {_normal(flag): flag for flag in (*refusals(family), *ROWS, *FAMILIES[family].config.HOLDS)}
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.rest: list[str] = []
+        self.neutral: dict[str, str] = {}
+        self.converted: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
         """Return field -> value."""
@@ -356,6 +360,8 @@ class _Reader:
             value = True  # it asks for nothing, but it must be a flag
             found = scan([flag], (), self.family)
             found.notes.clear()
+            found.neutral.clear()
+            found.converted.clear()
             found.problems = [one for one in found.problems if one.startswith("unknown ")]
         else:
             found = scan(_words(flag, value), (), self.family)
@@ -364,6 +370,8 @@ class _Reader:
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
             self.problems.append(f"{place}: {problem}")
         self.notes += [f"{place}: {note}" for note in found.notes]
+        self.neutral |= found.neutral
+        self.converted |= found.converted
         for field_name, converted in found.values.items():
             self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"
 

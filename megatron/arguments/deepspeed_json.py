@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys
+from megatron.arguments import deepspeed_keys, translate
 from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size, resolve_chunks, step_back, unknown
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
@@ -134,34 +134,73 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 # ours, so DeepSpeed's engine is given none of them.
 
 
-def read(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON object in ``path`` without its bad keys, and what is wrong with those."""
+def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return what ``good_keys`` returns of the JSON object in ``path``."""
     try:
         return good_keys(read_json(path))
     except ConfigError as error:
-        return {}, [str(error)]
+        return {}, [str(error)], {}
 
 
-def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON object without its bad keys, and what is wrong with those."""
+def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return the JSON object without its bad keys, what is wrong with those, and the keys that ask for what holds.
+
+    The last is key, with dots -> why it holds.
+    """
     good: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in text.values.items():
         found = list(_key_problems(text, name, value))
         problems += found
         if not found:
-            good[name] = value
-    return good, problems
+            good[deepspeed_keys.RENAMED.get(name, name)] = value
+    return good, problems, dict(_neutral_keys(good))
+
+
+def _neutral_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each key that asks for what holds, with dots, and why it does."""
+    known = {**deepspeed_keys.NEUTRAL, **deepspeed_keys.PASSED} if not path else _section(path) or {}
+    for name, value in json.items():
+        key, whole = known.get(name), f"{path}.{name}" if path else name
+        if key is not None and key.is_neutral:
+            yield whole, key.about
+        elif not path and name in deepspeed_keys.REFUSED:
+            yield whole, "it is switched off"
+        elif isinstance(value, dict) and _section(whole):
+            yield from _neutral_keys(value, whole)
+
+
+def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
+    return deepspeed_keys.SECTIONS.get(path) or deepspeed_keys.INNER.get(path)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Return whether a section that would be refused changes nothing: it is switched off, or says "auto" alone."""
+    if not isinstance(value, dict):
+        return value is False
+    if name == "scheduler":
+        return all(one == "auto" for one in value.get("params", {}).values()) and bool(value.get("params"))
+    if name == "data_types":
+        return value.get("grad_accum_dtype", "fp32") in ("fp32", None) and set(value) == {"grad_accum_dtype"}
+    if name == "data_efficiency":
+        return value.get("enabled") is False or all(
+            one.get("enabled", False) is False for one in value.values() if isinstance(one, dict)
+        )
+    return value.get("enabled") is False
 
 
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     place = text.where(name)
+    renamed = deepspeed_keys.RENAMED.get(name, name)
     if name in deepspeed_keys.REFUSED:
-        yield f"{place}: key {name} is refused: {deepspeed_keys.REFUSED[name]}"
-    elif name in deepspeed_keys.SECTIONS:
-        yield from _section_problems(text, (name,), deepspeed_keys.SECTIONS[name], value)
-        if name == "optimizer" and isinstance(value, dict):
-            yield from _optimizer_problems(text, value)
+        if not _is_off(name, value):
+            yield f"{place}: key {name} is refused: {deepspeed_keys.REFUSED[name]}"
+    elif name in deepspeed_keys.NEUTRAL:
+        yield from _value_problems(place, name, deepspeed_keys.NEUTRAL[name], value)
+    elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
+        yield from _optimizer_problems(text, value)  # its params are that optimizer's
+    elif renamed in deepspeed_keys.SECTIONS:
+        yield from _section_problems(text, (name,), deepspeed_keys.SECTIONS[renamed], value)
         if name == "zero_optimization" and isinstance(value, dict):
             yield from _zero_problems(text, value)
     elif name in deepspeed_keys.INNER:
@@ -193,8 +232,10 @@ def _section_problems(
 
 
 def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
-    if value == "auto" and key.kind not in (deepspeed_keys.OBJECT, deepspeed_keys.TEXT):
+    if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
+    if key.is_neutral and key.holds and not any(value is one or value == one for one in key.holds):
+        yield f"{place}: {name} {_text(value)} is refused: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     if key.choices:
@@ -202,6 +243,7 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
             yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
         return
     good = {
+        deepspeed_keys.ANY: True,
         deepspeed_keys.POSITIVE: is_integer and value >= 1,
         deepspeed_keys.INTEGER: is_integer and value >= 0,
         deepspeed_keys.NUMBER: is_number and value >= 0,
@@ -249,6 +291,9 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
     section = json.get("zero_optimization", {})
     if _is_stated(section.get("stage")):
         yield "zero_stage", ("zero_optimization.stage", section["stage"])
+    for name in ("cpu_offload", "cpu_offload_params"):
+        if _is_stated(section.get(name)):
+            yield deepspeed_keys.ZERO[name].field, (f"zero_optimization.{name}", section[name])
     for name, field in deepspeed_keys.OFFLOADS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):
@@ -282,6 +327,9 @@ def resolve(
             explicit[name] = value
         elif given != value and name in from_file:
             found.notes.append(f"{found.spelling[name]} holds, and {key} {_text(value)} of the JSON does not")
+        elif given != value and (why := _who_counts(key, name)):
+            found.neutral[key if name not in translate.SCALING else found.spelling[name]] = why
+            explicit[name] = value if name in translate.SCALING else given
         elif given != value:
             found.problems.append(
                 f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
@@ -291,6 +339,13 @@ def resolve(
     step_back(defaults, explicit, excluded(json), found.notes)
     derived = resolve_batch_size(found, explicit, defaults, world_size) | resolve_chunks(found, explicit, defaults)
     return defaults | explicit | derived
+
+
+def _who_counts(key: str, field: str) -> str:
+    """Return why a flag and the JSON may differ: as in Megatron-DeepSpeed, one of them is never read; "" elsewhere."""
+    if field in translate.SCALING:
+        return f"DeepSpeed's engine scales the loss as {key} of the JSON says"
+    return "the flags give the optimizer and its numbers" if key.startswith("optimizer.") else ""
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:

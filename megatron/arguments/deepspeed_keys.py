@@ -9,12 +9,21 @@ from tds.schedule.simulate import SCHEDULES
 
 @dataclass(frozen=True)
 class Key:
-    """Kind of the value, the field of our configuration that carries it ("" for none), and where it acts."""
+    """Kind of the value, the field of our configuration that carries it ("" for none), and where it acts.
+
+    Args:
+        is_neutral: the key asks for what holds anyway, or only tunes, and ``about`` says why; it is accepted and named.
+        holds: of a neutral key, the values that ask for what holds; none: all of them.
+        otherwise: why other values are refused, and what to use instead.
+    """
 
     kind: str
     field: str = ""
     about: str = ""
     choices: tuple[str, ...] = ()
+    is_neutral: bool = False
+    holds: tuple[object, ...] = ()
+    otherwise: str = ""
 
 
 POSITIVE = "a positive integer"
@@ -27,6 +36,7 @@ TEXT_OR_NULL = "a text or null"
 TEXTS = "a list of texts"
 DEPTH = "an integer of at least -1"
 BETAS = "two numbers"
+ANY = "anything"
 FALSE = "false: nothing waits for the device between layers, and wall_clock_breakdown has the times"
 NULL = "null: the buffer has room for the layers of a stage and the micro-batches in flight"
 
@@ -46,12 +56,68 @@ FP16 = {
     "hysteresis": Key(POSITIVE, "hysteresis"),
     "min_loss_scale": Key(NUMBER, "min_scale"),
 }
-BF16 = {"enabled": Key(BOOLEAN)}
-ZERO = {"stage": Key(INTEGER, "zero_stage"), "offload_optimizer": Key(OBJECT), "offload_param": Key(OBJECT)}
+
+
+def _neutral(about: str, *keys: str, kind: str = ANY) -> dict[str, Key]:
+    return {key: Key(kind, about=about, is_neutral=True) for key in keys}
+
+
+def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Key]:
+    return {key: Key(ANY, about=about, is_neutral=True, holds=(value,), otherwise=otherwise) for key in keys}
+
+
+_FP32 = "masters, their gradients and the optimizer's states are fp32"
+_BUCKETS = "sums travel in buckets of 32 MiB while backward goes on"
+_GATHERED = "weights are gathered by the layer, one layer ahead"
+FP16 |= _neutral("ids have no number format", "auto_cast") | _held(
+    _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
+)
+BF16 = {
+    "enabled": Key(BOOLEAN),
+    **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_master_weights_and_grads"),
+    **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_optimizer_states"),
+    **_neutral("gradients are summed in fp32 as they come", "immediate_grad_update", "check_grad_overflow"),
+}
+_QUANTISED = "messages have the format of the weights; use false, or remove the key"
+ZERO = {
+    "stage": Key(INTEGER, "zero_stage"),
+    "offload_optimizer": Key(OBJECT),
+    "offload_param": Key(OBJECT),
+    "cpu_offload": Key(BOOLEAN, "offload_optimizer", "its old name"),
+    "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
+    **_neutral(
+        _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
+        "allgather_bucket_size", "allgather_partitions", "round_robin_gradients", "use_multi_rank_bucket_allreduce",
+        "grad_hooks", "ignore_unused_parameters", "use_all_reduce_for_fetch_params",
+    ),
+    **_neutral(
+        _GATHERED, "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params",
+        "module_granularity_threshold", "prefetch_bucket_size", "param_persistence_threshold",
+        "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear",
+        "save_muon_momentum_buffer_in_memory", "mics_hierarchical_params_gather", "log_trace_cache_warnings",
+        "zero_hpz_partition_size",
+    ),
+    **_neutral(
+        "a checkpoint has whole weights, which every layout loads", "gather_16bit_weights_on_model_save",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "load_from_fp32_weights", "elastic_checkpoint",
+    ),
+    **_neutral("what is offloaded lies in pinned memory unless --no-pin-memory is given", "cpu_offload_use_pin_memory"),
+    **_held("messages are whole", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients"),
+    **_held("messages are whole", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param"),
+    **_held("all replicas share them", -1, "weights are cut over all replicas; remove the key", "mics_shard_size"),
+    **_held("gradients are as they come", False, "gradients are all of one precision; remove the key", "legacy_stage1"),
+}  # fmt: skip
 OFFLOAD = {
     "device": Key(TEXT, choices=("cpu", "none")),
     "pin_memory": Key(BOOLEAN),
-}
+    **_neutral(
+        "all of it is moved, without buffers on a disk", "buffer_count", "buffer_size", "pipeline", "pipeline_read",
+        "pipeline_write", "fast_init", "ratio", "max_in_cpu", "nvme_path",
+    ),
+}  # fmt: skip
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """Sections of "zero_optimization" -> the fields of ours that their devices set."""
 ACTIVATIONS = {
@@ -69,6 +135,11 @@ OPTIMIZER_PARAMS = {
     "weight_decay": Key(NUMBER, "weight_decay"),
     "eps": Key(NUMBER, "adam_eps"),
     "betas": Key(BETAS),
+    **_neutral("AdamW is one kernel where the device has one", "torch_adam", "fused", "foreach", "capturable"),
+    **_neutral("gradient_clipping and --clip-grad clip", "max_grad_norm"),
+    **_held("decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode"),
+    **_held("Adam corrects its bias", True, "Adam corrects its bias: use true, or remove the key", "bias_correction"),
+    **_held("Adam has one mean of squares", False, "Adam has one mean of squares: use false", "amsgrad"),
 }
 
 PIPELINE = {
@@ -175,27 +246,44 @@ INNER = {
 }
 """Section, written with dots -> its keys; those of DeepSpeed's own configuration classes."""
 
-_OURS = "our optimizer step does this in its own way"
-_DATA = "samples come from megatron/data, not from DeepSpeed"
+_FORMATS = "gradients of 16-bit weights are summed in fp32, which is more exact"
+_SAVED = "checkpoints are written by megatron/checkpoint; see --save"
+NEUTRAL = {
+    **_neutral("only the order of a division depends on it", "prescale_gradients", "gradient_predivide_factor"),
+    **_neutral(_FORMATS, "communication_data_type", "seq_parallel_communication_data_type"),
+    **_neutral("the loss is a mean over the global batch", "managed_gradient_accumulation"),
+    **_neutral("weights are gathered as ZeRO needs them", "disable_allgather", "zero_allow_comm_data_type_fp32"),
+    **_neutral("embedding gradients are dense", "sparse_gradients"),
+    **_neutral("--cpu-adam says which Adam runs on the CPU", "zero_force_ds_cpu_optimizer"),
+    **_neutral("every sample of a step is read", "dataloader_drop_last"),
+    **_neutral("--compile compiles each transformer layer", "compile"),
+    **_neutral("offload goes to the CPU, not to disks", "aio"),
+    **_neutral("DeepSpeed reads no such section", "comms_config", "monitor_config"),
+    **_neutral(
+        _SAVED, "checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates", "datastates_ckpt",
+        "nebula",
+    ),
+    **_neutral("the tokenizer says it, or --vocab-size", "vocabulary_size"),
+    **_neutral("the model has no experts", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
+    **_neutral("there is one AdamW", "legacy_fusion"),
+    **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
+    **_held("sequences stay whole", 1, "--sequence-parallel cuts sequences; use 1", "sequence_parallel_size"),
+}  # fmt: skip
+"""Top-level keys that ask for what holds anyway, or only tune."""
+RENAMED = {"bfloat16": "bf16"}
+"""Old name of a section -> its name."""
+
 REFUSED = {
-    "scheduler": "the learning rate is set by --lr-decay-style, --warmup and --min-lr; remove the section",
+    "scheduler": 'the flags give the learning rate: --lr-decay-style, --warmup and --min-lr; write "auto" for all of '
+    "its params, or remove the section",
     "amp": "apex is not used; remove the section and use --fp16 or --bf16",
     "apex": "apex is not used; remove the section",
     "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
-    "data_types": "gradients are gathered in fp32; remove the section",
-    "communication_data_type": _OURS + "; remove the key",
-    "seq_parallel_communication_data_type": "the tensor ranks cut sequences, by --sequence-parallel; remove the key",
-    "prescale_gradients": _OURS + "; remove the key",
-    "gradient_predivide_factor": _OURS + "; remove the key",
+    "data_types": 'gradients are summed in fp32; use "grad_accum_dtype": "fp32", or remove the section',
     "gradient_allreduce_op": "the loss is a mean over the global batch; remove the key",
-    "managed_gradient_accumulation": "accumulation is by --gas; remove the key",
-    "disable_allgather": "only DeepSpeed's own ZeRO reads it; remove the key",
-    "sparse_gradients": "embedding gradients are dense; remove the key",
     "sparse_attention": "attention is dense (SDPA); remove the section",
-    "zero_force_ds_cpu_optimizer": "which Adam runs on the CPU is said by --cpu-adam; remove the key",
-    "dataloader_drop_last": _DATA + "; remove the key",
-    "data_efficiency": _DATA + "; remove the section",
-    "curriculum_learning": _DATA + "; remove the section",
+    "data_efficiency": "all steps have samples of one length and run all layers; remove the section",
+    "curriculum_learning": "all steps have samples of one length; remove the section",
     "progressive_layer_drop": "every layer takes part in every step; remove the section",
     "eigenvalue": "nothing here reads it; remove the section",
     "quantize_training": "quantised training is not supported; remove the section",
@@ -204,32 +292,16 @@ REFUSED = {
     "hybrid_engine": "it is for reinforcement learning; remove the section",
     "elasticity": "batch sizes are set by --batch-size and --gas; remove the section",
     "autotuning": "sizes are chosen by the user; remove the section",
-    "checkpoint": "checkpoints are written by megatron/checkpoint; see --save and --save-interval",
-    "load_universal_checkpoint": "checkpoints are written by megatron/checkpoint; see --load",
-    "use_node_local_storage": "checkpoints are written by megatron/checkpoint; see --save",
-    "datastates": "checkpoints are written by megatron/checkpoint; see --save",
-    "datastates_ckpt": "checkpoints are written by megatron/checkpoint; see --save",
-    "nebula": "checkpoints are written by megatron/checkpoint; see --save",
-    "aio": "offload goes to the CPU alone, not to disks; remove the section",
-    "compile": "use --compile, which compiles each transformer layer; remove the section",
     "tensor_parallel": "use --model-parallel-size",
-    "sequence_parallel_size": "the tensor ranks cut sequences, by --sequence-parallel; remove the key",
-    "expert_parallel": "there are no experts in these models; remove the section",
-    "use_data_before_expert_parallelism": "there are no experts in these models; remove the key",
-    "vocabulary_size": "the tokenizer says it, or --vocab-size; remove the key",
-    "fp16_master_weights_and_gradients": "master weights are fp32; remove the key",
-    "zero_allow_comm_data_type_fp32": "only DeepSpeed's own ZeRO reads it; remove the key",
-    "legacy_fusion": "only DeepSpeed's own optimizers read it; remove the key",
 }
-"""Keys that DeepSpeed knows and that would have no effect here, or a wrong one."""
+"""Keys that DeepSpeed knows and that would change the numbers; one that is switched off is accepted."""
 
 _OFFLOAD = "offload here takes device and pin_memory, and goes to the CPU, not to disks"
 REFUSED_IN = {
     "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
-    "bf16": "bf16 here takes enabled only: master weights and optimizer states are fp32",
+    "bf16": "bf16 here takes enabled: master weights and optimizer states are fp32",
     "zero_optimization": (
-        f"ZeRO here takes {', '.join(ZERO)}; sums travel in buckets of 32 MiB while backward goes on, and weights are "
-        "gathered by the layer"
+        "ZeRO here takes stage, offload_optimizer, offload_param, and the keys of DeepSpeed that only tune"
     ),
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
@@ -239,5 +311,5 @@ REFUSED_IN = {
 }
 """What to add to the message about an unknown key; other sections list their keys."""
 
-KNOWN = (*VALUES, *SECTIONS, *PASSED, *REFUSED)
+KNOWN = (*VALUES, *SECTIONS, *PASSED, *NEUTRAL, *REFUSED)
 """Every top-level key that is recognised; others get "did you mean"."""

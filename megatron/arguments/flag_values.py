@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments.megatron_flags import ALREADY_SO, REFUSED
+from megatron.arguments import translate
+from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
+from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.data import EACH
@@ -74,6 +76,8 @@ def config_from_values(values: Mapping[str, Any], *, family: str = FIRST_FAMILY,
 
 # From the words of the command line to values: all mistakes are collected, none ends the scan.
 
+LARGEST_COUNT = 2**62
+"""Samples and tokens are counted in 64 bits."""
 ALIKE = 0.8
 """Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
 
@@ -89,12 +93,14 @@ class Scan:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)  # words for extra_args_provider
+    neutral: dict[str, str] = field(default_factory=dict)  # flag or key -> why what it asks for holds
+    converted: dict[str, Any] = field(default_factory=dict)  # flag in another trainer's units -> its value
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
     """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
     known = {flag: option for option in options_in(family) for flag in option.flags}
-    refused = refusals(family)
+    refused, holds = refusals(family), FAMILIES[family].config.HOLDS
     extras = set(extra_flags)
     found = Scan(family)
     words = list(argv)
@@ -105,17 +111,56 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
             found.rest += [word, *_values_after(words)]
         elif flag in known:
             _take(found, known[flag], flag, text if equals else None, words)
-        elif flag in ALREADY_SO:
-            found.notes.append(f"{flag}: already so: {ALREADY_SO[flag]}")
+        elif flag in holds:
+            found.neutral[flag] = holds[flag]
+        elif flag in ROWS and flag not in refused:
+            _take_row(found, ROWS[flag], [text, *_values_after(words)] if equals else _values_after(words))
         elif flag in refused:
             _values_after(words)
             found.problems.append(f"{flag} is refused: {refused[flag]}")
         elif flag.startswith("-"):
             _values_after(words)
-            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO], known))
+            found.problems.append(unknown("flag", flag, [*known, *extras, *accepted_rows()], known))
         else:
             found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
+    translate.fields_of(found)
     return found
+
+
+def accepted_rows() -> list[str]:
+    """Return the flags of other trainers that are accepted."""
+    return [row.flag for row in ROWS.values() if row.kind in (NEUTRAL, CONVERTED)]
+
+
+def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
+    """Take a flag of another trainer that is neutral or converted."""
+    foreign = _foreign_field(found.family, row)
+    if foreign is not None:
+        found.problems.append(f"{row.flag} is refused: {FAMILIES[found.family].advice(foreign)}")
+    elif problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
+        found.problems.append(problem)
+    elif row.kind == NEUTRAL:
+        found.neutral[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
+    elif row.num_values == "*":
+        found.converted[row.flag] = values
+    elif not row.kind_of_value:
+        found.converted[row.flag] = True
+    else:
+        value, problem = Option(
+            name="", flag=row.flag, kind=row.kind_of_value, default=None, help="", shown_default="", minimum=0,
+            maximum=LARGEST_COUNT,
+        ).convert(values[0], row.flag)  # fmt: skip
+        if problem:
+            found.problems.append(problem)
+        else:
+            found.converted[row.flag] = value
+
+
+def _foreign_field(family: str, row: FlagRow) -> Option | None:
+    """Return a field that the flag sets and that does not act in ``family``."""
+    foreign = {option.name: option for section, option in all_options() if not takes(family, section, option)}
+    taken = {option.name for option in options_in(family)}
+    return next((foreign[name] for name in row.fields if name in foreign and name not in taken), None)
 
 
 def refusals(family: str) -> dict[str, str]:
@@ -123,7 +168,8 @@ def refusals(family: str) -> dict[str, str]:
     this = FAMILIES[family]
     foreign = [option for section, option in all_options() if not takes(family, section, option)]
     advice = {flag: this.advice(option) for option in foreign for flag in option.flags}
-    return REFUSED | advice | dict(this.config.REFUSED)
+    advice = {flag: why for flag, why in advice.items() if flag not in this.config.HOLDS}
+    return REFUSED_FLAGS | advice | dict(this.config.REFUSED)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
@@ -226,6 +272,11 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     defaults = scan(words, extra_flags, found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
     found.notes += defaults.notes
+    found.neutral = defaults.neutral | found.neutral
+    is_said = {"train_iters": ("--train-samples", "--train-tokens")}
+    for flag, value in defaults.converted.items():
+        if not any(name in found.values and flag in flags for name, flags in is_said.items()):
+            found.converted.setdefault(flag, value)
     found.rest[:0] = defaults.rest
     return defaults.values
 
@@ -291,7 +342,8 @@ def resolve_batch_size(
 
     With all three stated the product must agree. A size that is only a default follows the others: gas follows the
     micro-batch, the micro-batch follows gas, and with neither stated the micro-batch is the largest that fits and is
-    not above its default. A global batch that is only a default steps back when gas is stated.
+    not above its default; with a global batch of the JSON gas is 1, as in DeepSpeed. A global batch that is only a
+    default steps back when gas is stated.
 
     Args:
         firm: field -> value from flags and JSON.
@@ -323,6 +375,8 @@ def resolve_batch_size(
         return {}
     if known:
         return {"gas" if micro else "batch_size": total // product}
+    if TOTAL in explicit and TOTAL not in found.values:  # of the JSON, whose missing accumulation is 1
+        return {"batch_size": total // d, "gas": 1}
     samples, most = total // d, defaults.get("batch_size", BatchConfig().batch_size)
     size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
     usual = (most, defaults.get("gas", BatchConfig().gas))

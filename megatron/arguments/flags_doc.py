@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 
 from megatron.arguments import deepspeed_keys
+from megatron.arguments.flag_row import NEUTRAL, REFUSED
 from megatron.arguments.flag_values import all_options, takes
-from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.arguments.megatron_flags import CPM_FLAGS, ROWS
 from megatron.config.model import ModelFamily
 from megatron.config.option import Option
 from megatron.models.registry import FAMILIES
@@ -18,11 +19,13 @@ Made by `python -m megatron.arguments.flags_doc > docs/flags.md`; do not edit.
 
 A value comes from its flag, else from the file of `--config`, else from the JSON of `--deepspeed_config`, else from the
 flags in the environment variable MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`;
-pretrain_t5.py: `--activation relu` and `--layernorm-epsilon 1e-6`), else from the family (LLaMA: an untied head, no
-dropout, `--activation gated-silu`; MPT: no dropout), else it is the default. A flag that is given and a JSON value that
-differ are an error; "auto" in the JSON means the flag or the default. The last of a repeated flag holds. Flags are not
-abbreviated. Every mistake of a command line is reported at once, with exit code 2; a flag that could not act is an
-error or, where scripts pass it by habit, a note at the start.
+pretrain_t5.py: `--activation relu` and `--layernorm-epsilon 1e-6`), else from the family (LLaMA: `--activation
+gated-silu`, an untied head, no dropout; MPT: no dropout), else it is the default. pretrain_gpt.py and pretrain_bert.py
+have Megatron's defaults ([migration.md](migration.md#programs)). A flag that is given and a JSON value that differ are
+an error, but for the optimizer's numbers, which the flags give, and the loss scale, which the JSON gives; "auto" in the
+JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every mistake of a
+command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts pass it by
+habit, a note at the start.
 
 Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as flags, and MEGATRON_VARIABLES holds
 `flag=NAME` for each flag that a variable of theirs sets, so that messages name both.
@@ -31,12 +34,17 @@ Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as 
 KINDS = """
 * **honoured**: sets the field that is named.
 * **alias**: another name of an honoured flag.
-* **already so**: accepted; what it asks for always holds, which the log says once.
-* **refused**: an error that says what to use instead. So is a flag of one model in a run of another.
+* **neutral**: accepted; it asks for what holds anyway, or only tunes. The start table names all of them in one row;
+  `--strict-flags` refuses them.
+* **converted**: sets the fields that are named, exactly.
+* **refused**: it would change the numbers and cannot be done; an error that says what to use instead. So is a flag of
+  one model in a run of another.
 """
 
 JSON_HEAD = """
-A key acts with and without a pipeline unless its row says otherwise. Unknown keys and wrong kinds of values are errors
+A key acts with and without a pipeline unless its row says otherwise. A neutral key is accepted and named in the start
+table; a section that is refused is accepted where it is switched off, a scheduler where all its params are "auto".
+Unknown keys and wrong kinds of values are errors
 with file, line and column; "auto" may stand for every number and switch, and means "as the flags say" (but for
 pipeline.schedule, where it is a schedule).
 """
@@ -66,11 +74,16 @@ def classify(flag: str) -> tuple[str, str]:
     for section, option in all_options():
         if flag in option.flags:
             return _honoured(flag, section, option)
-    if flag in ALREADY_SO:
-        return "already so", ALREADY_SO[flag]
+    row = ROWS[flag]
+    about = row.about
+    if row.kind == NEUTRAL and row.holds:
+        return row.kind, f"`{' '.join(row.holds)}`: {about}; other values are refused: {row.otherwise}"
+    if row.kind != REFUSED and row.fields:
+        names = {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
+        about = f"{' '.join(f'`{names[name]}`' for name in row.fields)}: {about}"
     reasons_of = {family.title: family.config.REFUSED for family in FAMILIES.values()}
     others = [f"; {title}: {reasons[flag]}" for title, reasons in reasons_of.items() if flag in reasons]
-    return "refused", REFUSED[flag] + "".join(others)
+    return row.kind, about + "".join(others)
 
 
 def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
@@ -120,7 +133,7 @@ def lines() -> Iterator[str]:
         yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Flags of CPM-Pretrain\n" + KINDS
     yield from _rows(list(CPM_FLAGS))
-    yield "\n## Other names of today's Megatron-LM\n"
+    yield "\n## Other flags of Megatron-LM, Megatron-DeepSpeed and BigScience\n"
     yield from _rows(sorted(flag for flag in _others() if flag not in CPM_FLAGS))
     yield "\n## Keys of DeepSpeed's JSON\n" + JSON_HEAD
     yield "| key | value | what happens |"
@@ -136,13 +149,26 @@ def _json_rows() -> Iterator[str]:
     read = [name for name in deepspeed_keys.INNER if name.partition(".")[0] in deepspeed_keys.SECTIONS]
     params = {f"{section}.{name}": key for section in read for name, key in deepspeed_keys.INNER[section].items()}
     for name, key in {**deepspeed_keys.VALUES, **inner, **params}.items():
-        what = f"as `{flags[key.field]}`" if key.field else SAID.get(name, "")
-        yield f"| `{name}` | {', '.join(key.choices) or key.kind} | {what} |"
+        what = _json_neutral(key) or (f"as `{flags[key.field]}`" if key.field else SAID.get(name, ""))
+        yield f"| `{name}` | {_json_value(key)} | {what} |"
     for name, key in deepspeed_keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)
+    for name, key in deepspeed_keys.NEUTRAL.items():
+        yield f"| `{name}` | {_json_value(key)} | {_json_neutral(key)} |"
     for name, reason in deepspeed_keys.REFUSED.items():
         yield f"| `{name}` | | refused: {reason} |"
+
+
+def _json_value(key: deepspeed_keys.Key) -> str:
+    return ", ".join(key.choices) or ", ".join(str(value).lower() for value in key.holds) or key.kind
+
+
+def _json_neutral(key: deepspeed_keys.Key) -> str:
+    """Return what is said of a key that asks for what holds, "" of others."""
+    if not key.is_neutral:
+        return ""
+    return f"neutral: {key.about}" + (f"; other values are refused: {key.otherwise}" if key.holds else "")
 
 
 def _flags_of_fields() -> dict[str, str]:
@@ -162,8 +188,7 @@ def _inner_rows(section: str) -> Iterator[str]:
 def _others() -> Iterator[str]:
     for _, option in all_options():
         yield from option.aliases
-    yield from ALREADY_SO
-    yield from REFUSED
+    yield from ROWS
 
 
 def _rows(flags: list[str]) -> Iterator[str]:

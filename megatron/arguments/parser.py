@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import config_file, deepspeed_json, flag_values
+from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, translate
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -90,7 +90,8 @@ def parse(
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
     from_file = config_file.take(found, extra_flags)
-    defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
+    defaults = other_programs.defaults_of(found, defaults or {})
+    defaults = flag_values.default_values(defaults, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
     if checkpoint_args is not None:
         defaults = {**defaults, **checkpoint_args(found, defaults)}
@@ -98,6 +99,8 @@ def parse(
     json = from_file.deepspeed or _read_json(found, defaults)
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     values = deepspeed_json.resolve(found, stated, world_size, defaults, from_file.places)
+    translate.lengths(found, values, world_size)
+    translate.what_holds(found, values, family)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,
@@ -106,8 +109,11 @@ def parse(
         extra=extra,
         given=tuple(name for name in found.values if not (from_file.is_of_run and name in from_file.places)),
         repeated=tuple(found.repeated),
+        neutral=dict(found.neutral),
     )
     config = replace(config, precision=replace(config.precision, excluded=deepspeed_json.excluded(json)))
+    if config.run.strict_flags:
+        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in found.neutral.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
@@ -213,8 +219,9 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
     path = found.values.get("deepspeed_config", defaults.get("deepspeed_config"))
     if path is None:
         return {}
-    json, problems = deepspeed_json.read(path)
+    json, problems, neutral = deepspeed_json.read(path)
     found.problems += problems
+    found.neutral |= neutral
     return json
 
 

@@ -44,6 +44,8 @@ def data_problems(config: Config) -> Iterator[str]:
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what scripts pass for several runs and has no effect in this one."""
     data, reads = config.data, splits_read(config)
+    if reads["test_data_path"] and data.data_path is None and data.valid_data_path and not data.test_data_path:
+        yield "nothing is tested at the end: there is no --test-data-path"
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
     if unread:
         yield f"{', '.join(unread)} has no effect: this run reads no such split"
@@ -69,6 +71,8 @@ def _path_problems(config: Config) -> Iterator[str]:
             f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
         )
     missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in each]
+    if "valid_data_path" in each and not config.checkpoint.eval_only:  # as in Megatron: nothing is tested at the end
+        missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
         off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"
         got, them = ", ".join(PATHS[name] for name in each), "them" if len(missing) > 1 else "it"
@@ -101,9 +105,8 @@ def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
 # that serves several layouts.
 
 SCALING = ("loss_scale", "initial_scale_power")
-"""Fields that act on fp16 only, and that nobody gives by habit."""
 SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
-"""The same, given by habit."""
+"""Fields that act on fp16 only."""
 PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_chunks": "--pipeline-chunks",
@@ -137,9 +140,6 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
             "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
             f"{optimizer.lr_decay_style}. Leave it out, or change the style"
         )
-    if "checkpoint_num_layers" in given and not config.parallel.checkpoint_activations:
-        yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
-    yield from kept_problems(config)
     if optimizer.optimizer != "adamw":
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
@@ -201,20 +201,8 @@ def format_problems(config: Config) -> Iterator[str]:
         )
 
 
-def kept_problems(config: Config) -> Iterator[str]:
-    """Yield flags about the inputs of recomputed layers where none are kept, or none can be cut."""
-    named = [flag for name, flag in KEPT.items() if name in config.given]
-    if named and not config.parallel.checkpoint_activations:
-        yield f"{', '.join(named)} acts with --checkpoint-activations only. Add that flag, or leave this one out"
-    elif "partition_activations" in config.given and config.parallel.model_parallel_size == 1:
-        yield (
-            "--partition-activations cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
-            "--model-parallel-size 2 or more"
-        )
-
-
 def kept_notes(config: Config) -> Iterator[str]:
-    """Yield the same of what the JSON or the defaults switch on."""
+    """Yield what the JSON or the defaults say of the inputs of layers where none are kept, or none can be cut."""
     parallel = config.parallel
     named = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
     if named and not parallel.checkpoint_activations:
@@ -224,7 +212,7 @@ def kept_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Yield flags of the loss scale when the number format is known and is not fp16, or when the scale is fixed."""
+    """Yield flags of a dynamic loss scale when the scale is fixed."""
     fixed = config.precision.loss_scale
     course = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
     if course:
@@ -232,10 +220,6 @@ def scaling_problems(config: Config) -> Iterator[str]:
             f"{', '.join(course)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
             "them out"
         )
-    dtype, named = config.precision.dtype, _flags(config, SCALING)
-    if named and dtype not in (None, "fp16"):
-        got = f"--{dtype}" if "dtype" in config.given else f"{dtype} (--fp16 was not given)"
-        yield f"{', '.join(named)} acts on fp16 only, got {got}. Leave it out, or use --fp16"
 
 
 def notes(config: Config, world_size: int) -> Iterator[str]:
@@ -269,7 +253,7 @@ def scaling_notes(config: Config) -> Iterator[str]:
     )
     if course and _may_be_fp16(config):
         yield f"{', '.join(course)} in the JSON: no effect with the fixed {_scale_text(config)}"
-    named = [*_flags(config, SCALING_COURSE), *_stated_scaling(config.deepspeed)]
+    named = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
     if named and dtype not in (None, "fp16"):
         yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
 

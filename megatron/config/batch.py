@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megatron.config.option import option
 
@@ -56,6 +58,22 @@ class BatchSizes:
             samples_consumed, steps = samples_consumed + taken * size, steps - taken
         return samples_consumed + steps * self.full
 
+    def steps_until(self, samples: Fraction | float) -> int:
+        """Return the fewest steps that consume at least ``samples``."""
+        steps = consumed = 0
+        while consumed < min(samples, self.samples):
+            size = self.at(consumed)
+            number = consumed * self.num_increments // self.samples
+            bound = -(-(number + 1) * self.samples // self.num_increments)
+            taken = -(-(min(bound, math.ceil(samples)) - consumed) // size)
+            steps, consumed = steps + taken, consumed + taken * size
+        return steps + max(math.ceil((samples - consumed) / self.full), 0)
+
+    def steps_within(self, samples: int) -> int:
+        """Return the most steps that consume no more than ``samples``."""
+        steps = self.steps_until(samples)
+        return steps if self.consumed_after(steps) <= samples else steps - 1
+
 
 def parse_rampup(text: str, full: int) -> BatchSizes:
     """Return the sizes that ``START INCREMENT SAMPLES`` means where the global batch is ``full``.
@@ -63,7 +81,7 @@ def parse_rampup(text: str, full: int) -> BatchSizes:
     Raises:
         ValueError: not such a text, or START does not reach ``full`` by steps of INCREMENT.
     """
-    words = text.split()
+    words = text.replace("_", "").split()
     if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{FLAG} {_RULE}; got {text!r}")
     start, increment, samples = (int(word) for word in words)

@@ -26,7 +26,11 @@ class CheckpointConfig:
         short="run folder or checkpoint to go on from",
     )
     save_interval: int = option(
-        0, "steps between checkpoints; 0: as the minutes say", minimum=0, short="steps between checkpoints"
+        0,
+        "steps between checkpoints; 0: as the minutes say",
+        minimum=0,
+        aliases=("--persistent-save-interval",),
+        short="steps between checkpoints",
     )
     save_interval_minutes: float | None = option(
         None,

@@ -128,6 +128,8 @@ def _is_number(word: str) -> bool:
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
+MOCK_DATA = "mock"
+"""As --data-path: random tokens."""
 SET_SUFFIXES = ("_context", "_target", "_target_offset")
 """What follows the path in the names of CPM's sets in three files, whose spans were cut out when they were made."""
 PATHS = {
@@ -138,8 +140,18 @@ PATHS = {
 }
 """Fields that name corpora, and their flags: one for all splits, or one for each."""
 EACH = tuple(PATHS)[1:]
-TOKENIZERS = ("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "CPM1", "CPM2")
+TOKENIZERS = (
+    "TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "BertWordPieceLowerCase",
+    "BertWordPieceCase", "CPM1", "CPM2", "NullTokenizer",
+)  # fmt: skip
 """``megatron.tokenizer.TYPES``, which is on the same floor; a test holds them equal."""
+
+TOKENIZER_SYNONYMS = {
+    **dict.fromkeys(("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer"), "TokenizersJSON"),
+    **dict.fromkeys(("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "SentencePiece"),
+    "T5SentencePieceTokenizer": "T5SentencePiece",
+}
+"""Megatron's names -> ours."""
 
 _paths = partial(option, None, join=join_words)
 _decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
@@ -151,7 +163,7 @@ class DataConfig:
 
     data_path: str | None = _paths(
         "token files: the path without .bin and .idx; several with weights in turn: 0.7 a 0.3 b; none: the script "
-        "brings its own data",
+        "brings its own data; mock: random tokens",
         short="token files, without .bin and .idx",
     )
     train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
@@ -168,7 +180,11 @@ class DataConfig:
         None, 'weights that hold from so many tokens of training on: "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
     )
     data_impl: str = option(
-        "mmap", "how token files are read: mapped, or by calls (for network file systems)", choices=("mmap", "pread")
+        "mmap",
+        "how token files are read: mapped, or by calls (for network file systems)",
+        choices=("mmap", "pread"),
+        synonyms={"infer": "mmap"},
+        constants={"--no-mmap-bin-files": "pread"},
     )
     data_cache_path: str | None = option(
         None,
@@ -176,14 +192,18 @@ class DataConfig:
         shown_default="in the system's temporary folder",
     )
     tokenizer_type: str | None = option(
-        None, "kind of tokenizer", choices=TOKENIZERS, shown_default="by the files that are given"
+        None,
+        "kind of tokenizer; NullTokenizer: --vocab-size ids without a text",
+        choices=TOKENIZERS,
+        synonyms=TOKENIZER_SYNONYMS,
+        shown_default="by the files that are given",
     )
     vocab_file: str | None = option(None, "vocabulary of the tokenizer")
     merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
     tokenizer_path: str | None = option(
         None,
         "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
-        aliases=("--tokenizer-model",),
+        aliases=("--tokenizer-model", "--tokenizer-name-or-path"),
         short="file or folder of the tokenizer",
     )
     num_workers: int = option(
@@ -223,6 +243,9 @@ class DataConfig:
         "no loss on the end-of-document token",
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", self.split.strip("'\""))  # quotes within quotes of published scripts
+
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether the documents of a sample do not attend to each other."""
@@ -232,6 +255,11 @@ class DataConfig:
     def training_path(self) -> str | None:
         """The corpora that training reads, as they were given."""
         return self.train_data_path or self.data_path
+
+    @property
+    def is_mock(self) -> bool:
+        """Whether the data are random tokens."""
+        return self.data_path == MOCK_DATA
 
     @property
     def is_own(self) -> bool:
@@ -319,7 +347,7 @@ class DataConfig:
 
         With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
         """
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own:
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own or self.is_mock:
             return
         for prefix, flag in self.flag_of_prefix.items():
             missing = () if os.path.exists(prefix) else _missing(prefix, reads_span_files)

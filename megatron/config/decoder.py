@@ -53,6 +53,7 @@ class DecoderFeatures:
         "on scores that falls with the distance; none; relative: T5's table of biases by distance. learned is another "
         "word for the first",
         choices=(*OF_DECODERS, RELATIVE, "learned"),
+        synonyms={"absolute": LEARNED, "rotary": ROPE},
         constants={"--use-rotary-position-embeddings": ROPE},
         elsewhere="it has learned positions; leave it out",
     )
@@ -60,7 +61,7 @@ class DecoderFeatures:
         10000.0,
         "base of the rotary positions' frequencies",
         above=1,
-        aliases=("--rope-theta",),
+        aliases=("--rope-theta", "--rotary-position-embeddings-theta"),
     )
     rotary_scaling: str = _option(
         "none",
@@ -100,7 +101,12 @@ class DecoderFeatures:
         shown_default="rotary-base, with its scaling",
     )
     alibi_bias_max: int = _option(8, "the slopes of the heads go from 2^(-max/heads) to 2^-max", minimum=1)
-    normalization: str = _option("LayerNorm", "kind of the norms", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = _option(
+        "LayerNorm",
+        "kind of the norms",
+        choices=("LayerNorm", "RMSNorm"),
+        synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
     norm_bias: bool = _option(True, "layer norms scale and do not shift", flag="", constants={"--no-norm-bias": False})
     layernorm_1p: bool = _option(
         False,

@@ -37,7 +37,7 @@ class ModelConfig(DecoderFeatures):
         shown_default="4 x hidden-size",
         aliases=("--ffn-hidden-size",),
     )
-    hidden_bias: bool = option(False, "give the linear layers biases")
+    hidden_bias: bool = option(False, "give the linear layers biases", constants={"--disable-bias-linear": False})
     max_position_embeddings: int = option(
         0,
         "learned positions; of a model without a table of them the longest sequence that it is made for",
@@ -145,8 +145,10 @@ class FamilyConfig:
     A field of the model's or the data's section that stands here is refused; one of another family's section is refused
     anyway, and its own ``elsewhere`` is said where none stands here.
     """
+    HOLDS: ClassVar[Mapping[str, str]] = {}
+    """Flag of another section that does not act in this family -> why what it asks for holds here: it is accepted."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Flag of Megatron-LM -> what this family says in place of the reason in ``megatron_flags.REFUSED``."""
+    """Flag of Megatron-LM -> what this family says in place of the row in ``megatron_flags.ROWS``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Own fields that two runs must share for one's weights to fit the other."""
     REFITTED: ClassVar[tuple[str, ...]] = ()

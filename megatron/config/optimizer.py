@@ -18,6 +18,7 @@ class OptimizerConfig:
         "adamw",
         "update rule; adafactor keeps a mean for each row and column of a matrix and no moment",
         choices=("adamw", "adafactor", "sgd"),
+        synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"},
     )
     lr: float = option(5e-4, "highest learning rate", above=0, short="highest learning rate")
     min_lr: float = option(
@@ -28,6 +29,7 @@ class OptimizerConfig:
         "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end: "
         "--lr-decay-iters then only gives W",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
+        synonyms={"WSD": "wsd"},
         short="cosine, linear, wsd, ...",
     )
     lr_decay_iters: int = option(
@@ -43,6 +45,37 @@ class OptimizerConfig:
         maximum=1,
         aliases=("--lr-warmup-fraction",),
         short="fraction of warm-up steps",
+    )
+    lr_decay_samples: float | None = option(
+        None,
+        "the same in samples; the learning rate then follows the samples that were read, which steps of a ramp-up have "
+        "fewer of",
+        above=0,
+        shown_default="--lr-decay-iters counts; with --train-samples these",
+    )
+    lr_warmup_iters: int | None = option(
+        None, "steps of the warm-up, in place of a fraction", minimum=0, shown_default="--warmup counts"
+    )
+    lr_warmup_samples: float | None = option(
+        None, "samples of the warm-up, in place of a fraction", minimum=0, shown_default="--warmup counts"
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None,
+        "with --lr-decay-style wsd: steps that decay, at the end",
+        minimum=1,
+        shown_default="--wsd-decay-fraction counts",
+    )
+    lr_wsd_decay_samples: float | None = option(
+        None,
+        "with --lr-decay-style wsd: samples over which it decays, at the end",
+        above=0,
+        shown_default="--wsd-decay-fraction counts",
+    )
+    lr_wsd_decay_style: str = option(
+        "linear",
+        "with --lr-decay-style wsd: how it decays, u from 0 to 1: linear 1 - u, cosine (1 + cos(pi u)) / 2, "
+        "exponential 2 (1/2)^u - 1, minus_sqrt 1 - sqrt(u)",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
     )
     wsd_decay_fraction: float = option(
         0.1,
@@ -69,7 +102,9 @@ class OptimizerConfig:
         short="ZeRO stage, 0 to 3",
     )
     offload_optimizer: bool = option(
-        False, "keep masters and optimizer states on the CPU and update them there", aliases=("--cpu-optimizer",)
+        False,
+        "keep masters and optimizer states on the CPU and update them there",
+        aliases=("--cpu-optimizer", "--optimizer-cpu-offload"),
     )
     offload_parameters: bool = option(
         False, "with --zero-stage 3: keep the parts of the weights on the CPU", aliases=("--offload-param",)
@@ -90,10 +125,24 @@ class OptimizerConfig:
                 "matrices, of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer "
                 "adamw"
             )
+        yield from self._warmup_problems()
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
+
+    def _warmup_problems(self) -> Iterator[str]:
+        """Yield a warm-up that is as long as the decay, and two lengths of one thing."""
+        by_samples = self.lr_decay_samples is not None
+        unit = "samples" if by_samples else "iters"
+        decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters
+        for name, counts in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
+            length = getattr(self, f"lr_{name}_{unit}")
+            if length is not None and decay and (length > decay or (length == decay and name == "warmup")):
+                yield (
+                    f"the {counts} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
+                    f"and --lr-decay-{unit} {decay:g}. Lower the first"
+                )
 
 
 # The number format of weights and activations, and the loss scale that fp16 needs.
@@ -120,7 +169,7 @@ class PrecisionConfig:
     hysteresis: int = option(
         2, "the overflow that halves the scale first; each one after it does too, until a good window", minimum=1
     )
-    min_scale: float = option(1.0, "lowest dynamic loss scale", above=0)
+    min_scale: float = option(1.0, "lowest dynamic loss scale", above=0, aliases=("--min-loss-scale",))
     excluded: tuple[str, ...] = ()  # formats that the JSON says are not enabled; never chosen for the device
 
     @property

@@ -39,6 +39,7 @@ class Option:
     alone: str | None = None  # the value where none follows the flag
     read: Callable[[str], Any] | None = None  # a text to the value, where it is written in another way than its kind
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other trainers' words -> the choice
     short: str = ""  # its line in --help, of a flag that people set; without one it is in --help-all only
 
     @property
@@ -84,7 +85,7 @@ class Option:
             return True
         return (
             math.isfinite(value)
-            and (self.kind != "int" or abs(value) <= LARGEST_INT)
+            and (self.kind != "int" or abs(value) <= max(LARGEST_INT, self.maximum or 0))
             and (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
@@ -93,7 +94,7 @@ class Option:
 
     def convert(self, text: str, flag: str) -> tuple[Any, str | None]:
         """Return (value, problem) of what the user typed after ``flag``."""
-        value: Any = text
+        value: Any = self.synonyms.get(text, text)
         try:
             if self.read is not None:
                 value = self.read(text)

@@ -49,6 +49,7 @@ class ParallelConfig:
         None,
         "order of work in the pipeline; auto: the one that is fastest in the first steps",
         choices=SCHEDULES,
+        constants={"--enable-zbh1-pipeline": SPLITTING},
         shown_default="1f1b; interleaved with more than 1 chunk",
         short="1f1b, gpipe, zb-h1, interleaved or auto",
     )
@@ -90,7 +91,10 @@ class ParallelConfig:
         short="recompute layers in the backward pass",
     )
     checkpoint_num_layers: int = option(
-        1, "layers between two kept inputs", minimum=1, aliases=("--recompute-num-layers",)
+        1,
+        "layers between two kept inputs",
+        minimum=1,
+        aliases=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
     )
     recompute_granularity: str | None = option(
         None,
@@ -135,7 +139,7 @@ class ParallelConfig:
         "seconds without progress in a step after which a rank is stuck: all ranks end with code 4 and name it",
         minimum=1,
         shown_default="60",
-        aliases=("--distributed-timeout-s",),
+        aliases=("--distributed-timeout-s", "--distributed-timeout-seconds-after-init"),
     )
     phase_timeout_minutes: float = option(
         30.0,

@@ -28,10 +28,17 @@ class RunConfig:
         False,
         "on CUDA: take kernels that add in the same order every time, slower, so that a run resumes bit for bit; on a "
         "CPU it does so anyway",
+        aliases=("--deterministic-mode",),
     )
     log_interval: int = option(10, "steps between progress lines", minimum=1, short="steps between log lines")
     exit_interval: int = option(
         0, "save and stop when the step is a multiple of this", minimum=1, shown_default="never"
+    )
+    kill_switch_path: str | None = option(
+        None,
+        "save and stop after the step at whose end this file is there",
+        aliases=("--kill-switch-file",),
+        shown_default="none",
     )
     exit_duration_in_mins: float = option(0.0, "save and stop after so many minutes", above=0, shown_default="never")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events", shown_default="in the run folder")
@@ -39,7 +46,7 @@ class RunConfig:
         None,
         "DeepSpeed's JSON file",
         flag="--deepspeed_config",
-        aliases=("--deepspeed-config",),
+        aliases=("--deepspeed-config", "--deepscale_config"),
         short="DeepSpeed's JSON file",
     )
     config: str | None = option(
@@ -47,6 +54,7 @@ class RunConfig:
         "YAML, TOML or JSON file with flags, whose keys are their names; the config.json of a run folder repeats it",
         short="YAML, TOML or JSON file with flags",
     )
+    strict_flags: bool = option(False, "refuse flags and keys that ask for what holds anyway, or only tune elsewhere")
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
     dry_run: bool = option(
         False,
@@ -62,6 +70,14 @@ class RunConfig:
         minimum=0,
         shown_default="LOCAL_RANK",
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yield that the run would end with its first step."""
+        if self.kill_switch_path is not None and not self.dry_run and os.path.exists(self.kill_switch_path):
+            yield (
+                f"--kill-switch-path must name a file that is not there yet, got {self.kill_switch_path}, which is. "
+                "Remove it to start"
+            )
 
 
 # What a run writes down of its own tensors, for comparing it with another one, and the search for the first NaN.
@@ -170,6 +186,8 @@ def _flag(name: str) -> str:
 
 # What a run shows beside its log line: norms by layer, Weights & Biases, and the profile of some steps.
 
+PROFILE_ALONE = "11-12"
+"""Of --profile alone, as Megatron-LM has it."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that act with --wandb-project only."""
 LOGGING_IN_TRAINING = ("log_layer_norms", "profile")
@@ -203,6 +221,7 @@ class LoggingConfig:
         None,
         "record these steps, counted from 1, as 5-7 or 5, with torch's profiler: a trace of each rank for Perfetto and "
         "a table of the operators that take longest, in RUN/profile",
+        alone=PROFILE_ALONE,
     )
 
     def profiled(self) -> range:
@@ -288,6 +307,7 @@ class StabilityConfig:
         DRIFT_INTERVAL,
         "steps between comparisons of all copies of each weight on replicas, tensor ranks and stages; 0: never",
         minimum=0,
+        aliases=("--check-weight-hash-across-dp-replicas-interval",),
     )
 
     @property

@@ -11,6 +11,10 @@ from megatron.optim.optimizer import MixedPrecisionOptimizer
 # The learning rate as a function of how many updates have been made.
 
 
+Lengths = Callable[[int], float]
+"""Updates -> how far a schedule is after so many: their number, or the samples that they consume."""
+
+
 @dataclass(frozen=True)
 class LRScheduler:
     """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
@@ -21,8 +25,14 @@ class LRScheduler:
     | linear | lr + (min_lr - lr) u |
     | cosine | min_lr + (lr - min_lr) (1 + cos(pi u)) / 2 |
     | exponential | lr (min_lr / lr)^u |
-    | wsd | lr, and linear to min_lr in the last ``wsd_decay_fraction`` of the updates |
+    | wsd | lr, and to min_lr over the last ``wsd_decay_fraction``, or ``wsd_length`` updates, as ``wsd_style`` says |
     | inverse-square-root | lr sqrt(W / n), never below ``min_lr``; without a warm-up W is 1 |
+
+    ``wsd_style`` gives min_lr + (lr - min_lr) c over them: linear c = 1 - u, cosine c = (1 + cos(pi u)) / 2,
+    exponential c = 2 (1/2)^u - 1, minus_sqrt c = 1 - sqrt(u), with u from 0 to 1.
+
+    With ``consumed`` the lengths are samples, n the samples after the update: a run whose batch grows, or whose lengths
+    are no multiples of a step, has each rate as the samples say.
 
     The last style has no end: it goes on beyond ``decay_updates``, which gives W alone. T5 trains with
     ``1 / sqrt(max(n, k))``, k = 10,000: that is this curve with W = k and ``lr = 1 / sqrt(k)`` (``--lr 0.01
@@ -31,19 +41,27 @@ class LRScheduler:
     Args:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
         warmup: fraction of ``decay_updates``.
+        warmup_length: updates of the warm-up; None: the fraction.
+        wsd_length: updates of the decay of wsd; None: the fraction of those behind the warm-up.
+        consumed: samples after so many updates; all lengths are samples then.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
 
-    Source of the last style: Raffel et al. 2020, "Exploring the limits of transfer learning", section 3.1.2.
+    Source of the styles of wsd: Megatron-LM, optimizer_param_scheduler.py, ``get_lr``. Source of the last style: Raffel
+    et al. 2020, "Exploring the limits of transfer learning", section 3.1.2.
     """
 
     lr: float
     min_lr: float = 0.0
     style: str = "linear"
-    decay_updates: int = 1
+    decay_updates: float = 1
     warmup: float = 0.0
     wsd_decay_fraction: float = 0.1
+    warmup_length: float | None = None
+    wsd_length: float | None = None
+    wsd_style: str = "linear"
+    consumed: Lengths | None = None
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -55,17 +73,30 @@ class LRScheduler:
             )
 
     @property
-    def warmup_updates(self) -> int:
-        return int(self.warmup * self.decay_updates)
+    def warmup_updates(self) -> float:
+        """Length of the warm-up: whole updates, or samples."""
+        if self.warmup_length is not None:
+            return self.warmup_length
+        length = self.warmup * self.decay_updates
+        return int(length) if self.consumed is None else length
+
+    @property
+    def wsd_share(self) -> float:
+        """Share of what follows the warm-up in which wsd decays."""
+        if self.wsd_length is None:
+            return self.wsd_decay_fraction
+        left = self.decay_updates - self.warmup_updates
+        return self.wsd_length / left if left > 0 else 1.0
 
     def at(self, update: int) -> float:
         """Return the rate of update number ``update``, counted from 0."""
-        if update < self.warmup_updates:
-            return self.lr * (update + 1) / self.warmup_updates
+        done = update + 1 if self.consumed is None else self.consumed(update + 1)
+        if done <= self.warmup_updates:
+            return self.lr * done / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
-            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / (update + 1)))
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / done))
         left = self.decay_updates - self.warmup_updates
-        progress = min(1.0, (update + 1 - self.warmup_updates) / left) if left > 0 else 1.0
+        progress = min(1.0, (done - self.warmup_updates) / left) if left > 0 else 1.0
         return _DECAYS[self.style](self, progress)
 
 
@@ -82,8 +113,20 @@ def _exponential(rate: LRScheduler, u: float) -> float:
 
 
 def _wsd(rate: LRScheduler, u: float) -> float:
-    start = 1.0 - rate.wsd_decay_fraction
-    return rate.lr if u <= start else _linear(rate, (u - start) / rate.wsd_decay_fraction)
+    start = 1.0 - rate.wsd_share
+    if u <= start:
+        return rate.lr
+    within = (u - start) / rate.wsd_share
+    if rate.wsd_style == "linear":
+        return _linear(rate, within)
+    return rate.min_lr + (rate.lr - rate.min_lr) * _WSD_STYLES[rate.wsd_style](min(within, 1.0))
+
+
+_WSD_STYLES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda u: (math.cos(math.pi * u) + 1.0) / 2.0,
+    "exponential": lambda u: 2.0 * 0.5**u - 1.0,
+    "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
+}
 
 
 _DECAYS: dict[str, Callable[[LRScheduler, float], float]] = {

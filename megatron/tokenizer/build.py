@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron import log
 from megatron.errors import DataError
+from megatron.tokenizer.null import null_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
 # From the tokenizer flags to a tokenizer.
@@ -23,8 +24,10 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # | SentencePiece | FILE.model |
 # | T5SentencePiece | T5's FILE.model, or a folder with spiece.model; 100 sentinels are added behind its pieces |
 # | BertWordPiece | vocab.txt, or a folder with it; lower case by its tokenizer_config.json or its tokens |
+# | BertWordPieceLowerCase, BertWordPieceCase | the same, in lower case or not |
 # | CPM1 | FILE.model, or a folder with chinese_vocab.model and perhaps vocab.json |
 # | CPM2 | vocab.txt, or a folder with it, or a JSON file of ids by token |
+# | NullTokenizer | no file: --vocab-size ids that stand for nothing |
 # | not given | TokenizersJSON, SentencePiece for a FILE.model, GPT2BPETokenizer with --merge-file |
 #
 # A kind's library is imported when a tokenizer of that kind is built.
@@ -35,8 +38,11 @@ _BUILDERS = {
     "SentencePiece": ("sentence_piece", "SentencePieceTokenizer"),
     "T5SentencePiece": ("sentence_piece", "from_t5_files"),
     "BertWordPiece": ("huggingface", "from_bert_files"),
+    "BertWordPieceLowerCase": ("huggingface", "from_lower_case_bert_files"),
+    "BertWordPieceCase": ("huggingface", "from_cased_bert_files"),
     "CPM1": ("cpm", "from_cpm1_files"),
     "CPM2": ("cpm", "from_cpm2_files"),
+    "NullTokenizer": ("null", "null_tokenizer"),
 }
 TYPES = tuple(_BUILDERS)
 
@@ -47,8 +53,12 @@ def build(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
     tokenizer_path: str | Path | None = None,
+    vocab_size: int | None = None,
 ) -> Tokenizer:
     """Return the tokenizer that the flags name: the table at the top of this file.
+
+    Args:
+        vocab_size: ids of a NullTokenizer.
 
     Raises:
         DataError: unknown type, a file that is missing or not of that type, a library that is not installed.
@@ -57,6 +67,8 @@ def build(
     kind = tokenizer_type or _guess(given, merge_file)
     if kind not in TYPES:
         raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {kind}")
+    if kind == "NullTokenizer":
+        return null_tokenizer(vocab_size, (vocab_file, merge_file, tokenizer_path))
     module, name = _BUILDERS[kind]
     if kind == "GPT2BPETokenizer":
         files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]

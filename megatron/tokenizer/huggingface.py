@@ -285,18 +285,29 @@ _CONTROL = ("[PAD]", _UNK, "[CLS]", "[SEP]", "[MASK]")
 _MAX_WORD_CHARACTERS = 100
 
 
-def from_bert_files(path: Path) -> LibraryTokenizer:
+def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
+    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that makes text lower case, without accents."""
+    return from_bert_files(path, is_lower_case=True)
+
+
+def from_cased_bert_files(path: Path) -> LibraryTokenizer:
+    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that leaves text as it is."""
+    return from_bert_files(path, is_lower_case=False)
+
+
+def from_bert_files(path: Path, is_lower_case: bool | None = None) -> LibraryTokenizer:
     """Return the tokenizer of a ``vocab.txt``, or of a folder with one.
 
-    It makes text lower case and drops accents if ``tokenizer_config.json`` beside it says ``"do_lower_case": true``; if
-    it says nothing, then if no token of the vocabulary has a letter in upper case. Chinese characters are words of
-    their own.
+    Where ``is_lower_case`` is None it makes text lower case and drops accents if ``tokenizer_config.json`` beside it
+    says ``"do_lower_case": true``; if it says nothing, then if no token of the vocabulary has a letter in upper case.
+    Chinese characters are words of their own.
     """
     vocab = path / "vocab.txt" if path.is_dir() else path
     if not vocab.exists():
         raise DataError(f"--tokenizer-type BertWordPiece needs vocab.txt or a folder with it, got {path}")
     ids = read_vocabulary(vocab, _UNK)
-    is_lower_case = _is_lower_case(vocab.parent / "tokenizer_config.json", ids)
+    if is_lower_case is None:
+        is_lower_case = _is_lower_case(vocab.parent / "tokenizer_config.json", ids)
     library = tokenizers.Tokenizer(
         models.WordPiece(ids, unk_token=_UNK, max_input_chars_per_word=_MAX_WORD_CHARACTERS)  # type: ignore[call-arg]
     )

@@ -44,8 +44,8 @@ RULES = (
         "the weights would not fit; every difference is listed (check_model)",
     ),
     Rule(
-        "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, --scale-embeddings, --clip-qkv (decoders), "
-        "--relative-attention-max-distance (T5)",
+        "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
+        "--scale-embeddings, --clip-qkv (decoders), --relative-attention-max-distance (T5)",
         (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
         "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
         is_of_weights=True,
@@ -63,7 +63,8 @@ RULES = (
         "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (state.restore)",
     ),
     Rule(
-        "--train-iters, --lr-decay-iters", ("batch.train_iters", "optimizer.lr_decay_iters"), WARNED,
+        "--train-iters, --lr-decay-iters",
+        ("batch.train_iters", "optimizer.lr_decay_iters", "optimizer.lr_decay_samples"), WARNED,
         "the order of the samples stays; the decay of the learning rate follows the flags given now",
     ),
     Rule(
@@ -74,7 +75,8 @@ RULES = (
     Rule(
         "--lr, --min-lr, --lr-decay-style, --warmup, --wsd-decay-fraction",
         ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.warmup",
-         "optimizer.wsd_decay_fraction"), WARNED,
+         "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
+         "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
         "the course given now holds, at the number of updates of the checkpoint",
     ),
     Rule(

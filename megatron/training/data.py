@@ -257,10 +257,12 @@ def samples_wanted(config: Config, world: World) -> list[int]:
     per_step = batch.global_batch_size(replicas)
     has_eval = batch.eval_iters > 0
     validates = has_eval and batch.eval_interval > 0 and not config.checkpoint.eval_only
+    paths = config.data
+    tests = has_eval and (paths.data_path is not None or paths.valid_data_path is None or bool(paths.test_data_path))
     return [
         0 if config.checkpoint.eval_only else batch.sizes(replicas).consumed_after(batch.train_iters),
         batch.eval_iters * per_step if validates else 0,
-        batch.eval_iters * per_step if has_eval else 0,
+        batch.eval_iters * per_step if tests else 0,
     ]
 
 
@@ -274,7 +276,9 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
     failure: Exception | None = None
     if world.reads_data:
         try:
-            opened = dict(zip(KINDS, provider(samples_wanted(config, world)), strict=True))
+            wanted = samples_wanted(config, world)
+            made = _mock_data(config, wanted) if config.data.is_mock else provider(wanted)
+            opened = dict(zip(KINDS, made, strict=True))
             datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
@@ -284,6 +288,15 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
         raise DataError(problem)
     known = next((one for one in ranks if one.reads), ranks[0])
     return RunData(datasets, known.fingerprint, known.order, known.corpora, "train" in known.prints)
+
+
+def _mock_data(config: Config, wanted: Sequence[int]) -> tuple[Any, ...]:
+    """Return the random samples of --data-path mock, others for each split; none of a split that nobody reads."""
+    from megatron.training.global_vars import get_tokenizer
+    from megatron.training.parity import random_data
+
+    seed, tokenizer = config.run.seed, get_tokenizer()
+    return tuple(random_data(config, seed + at, tokenizer) if count else None for at, count in enumerate(wanted))
 
 
 # How far the corpora of a run have been read, in words, and how a run goes on in the order of its checkpoint.

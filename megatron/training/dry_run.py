@@ -42,6 +42,8 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
 def data_text(config: Config) -> str:
     """Return which token files the splits are read from."""
     data = config.data
+    if data.is_mock:
+        return "random tokens"
     if data.data_path is not None:
         by = " by hash" if data.split_by == "hash" else ""
         paths = f"{data.data_path}, split {data.split}{by}"
@@ -141,8 +143,21 @@ def plan_rows(
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield from _zero_rows(config, d)
+    if config.neutral:
+        yield "holds anyway", neutral_text(config)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
+
+
+def neutral_text(config: Config) -> str:
+    """Return which flags and keys ask for what holds anyway: "3 flags and 1 key ask for what holds: ..."."""
+    flags = [name for name in config.neutral if name.startswith("--")]
+    keys = [name for name in config.neutral if not name.startswith("--")]
+    counts = [
+        f"{len(names)} {word}{'s' * (len(names) > 1)}" for names, word in ((flags, "flag"), (keys, "key")) if names
+    ]
+    verb = "asks" if len(config.neutral) == 1 else "ask"
+    return f"{' and '.join(counts)} {verb} for what holds: {', '.join([*flags, *keys])}"
 
 
 def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:

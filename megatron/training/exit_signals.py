@@ -35,13 +35,21 @@ class StopRequests:
     def __init__(self) -> None:
         self.exit_interval = 0
         self.deadline: float | None = None
+        self.kill_switch: Path | None = None
         self.signal_name: str | None = None
         self.requested: str | None = None
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
-    def limit(self, exit_interval: int, exit_minutes: float, started: float) -> None:
-        """Also stop at multiples of ``exit_interval`` steps and ``exit_minutes`` after ``started``; 0 is never."""
+    def limit(
+        self, exit_interval: int, exit_minutes: float, started: float, kill_switch: str | Path | None = None
+    ) -> None:
+        """Also stop at multiples of ``exit_interval`` steps and ``exit_minutes`` after ``started``; 0 is never.
+
+        Args:
+            kill_switch: a file; stop as soon as it is there.
+        """
+        self.kill_switch = Path(kill_switch) if kill_switch is not None else None
         self.exit_interval = exit_interval
         self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
 
@@ -68,6 +76,8 @@ class StopRequests:
             return f"--exit-interval {self.exit_interval}"
         if self.deadline is not None and time.monotonic() > self.deadline:
             return "--exit-duration-in-mins has passed"
+        if self.kill_switch is not None and self.kill_switch.exists():
+            return f"--kill-switch-path {self.kill_switch} is there"
         return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:

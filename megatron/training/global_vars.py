@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config import Config
@@ -91,15 +91,18 @@ def _needed(value: Any, what: str) -> Any:
 
 def with_tokenizer(config: Config) -> tuple[Any, Config]:
     """Return the tokenizer, where one is named, and the configuration with its vocabulary."""
-    files = config.data
-    if not (files.tokenizer_path or files.vocab_file):
+    files, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
+    if not (files.tokenizer_path or files.vocab_file or is_null):
         return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
     tokenizer = build(
         files.tokenizer_type,
         vocab_file=files.vocab_file,
         merge_file=files.merge_file,
         tokenizer_path=files.tokenizer_path,
+        vocab_size=config.model.vocab_size,
     )
+    if is_null:  # behind whose ids a family may put others
+        config = replace(config, model=replace(config.model, vocab_size=None))
     return tokenizer, with_vocabulary(tokenizer, config)
 
 

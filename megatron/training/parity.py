@@ -31,9 +31,15 @@ def mock_tokenizer(config: Config) -> MockTokenizer:
     return MockTokenizer((config.model.vocab_size or 0) - appended)
 
 
-def random_data(config: Config, seed: int | None = None) -> Any:
-    """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
-    tokenizer, seed = mock_tokenizer(config), config.run.seed if seed is None else seed
+def random_data(config: Config, seed: int | None = None, tokenizer: Any = None) -> Any:
+    """Return a data set of random samples for the model of ``config``.
+
+    Args:
+        seed: None: that of the run.
+        tokenizer: whose ids they are; None: of a vocabulary of which nothing else is known.
+    """
+    tokenizer = tokenizer or mock_tokenizer(config)
+    seed = config.run.seed if seed is None else seed
     if not has_part(config.family, "data"):
         return MockTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
     texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)

@@ -64,7 +64,8 @@ def start(
     names["who"] = here.name
     failure.name_rank(here.name)
     log.configure(here.rank)
-    stop.limit(config.run.exit_interval, config.run.exit_duration_in_mins, started)
+    run_settings = config.run
+    stop.limit(run_settings.exit_interval, run_settings.exit_duration_in_mins, started, run_settings.kill_switch_path)
     config = resolve_dtype(config, device.default_precision(here.kind))
     run(config, here, datasets_provider, model_provider, forward_step, name, stop, callbacks)
     initialize.stop()

@@ -132,7 +132,7 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or Sections()
-        self.lr_scheduler = make_learning_rate(config)
+        self.lr_scheduler = make_learning_rate(config, world.grid.data.size)
         self.sizes = config.batch.sizes(world.grid.data.size)
         self.progress = TrainState()
         self.batches: TimedBatches | None = None

@@ -23,8 +23,6 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
     ("line", "parts"),
     [
         ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps acts on AdamW only", "sgd"]),
-        ("--bf16 --loss-scale 8", ["--loss-scale acts on fp16 only, got --bf16"]),
-        ("--fp32 --initial-scale-power 8", ["--initial-scale-power acts on fp16 only, got --fp32"]),
         (
             "--fp16 --loss-scale 1024 --hysteresis 4 --initial-scale-power 8 --loss-scale-window 9 --min-scale 2",
             [
@@ -62,7 +60,6 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
     [
         ("--partition-method uniform", None, 1, "--partition-method uniform has no effect without a pipeline"),
         ("--lr-decay-style constant --min-lr 1e-5", None, 1, "--min-lr 1e-05 has no effect"),
-        ("--bf16 --hysteresis 2 --loss-scale-window 9", None, 1, "--loss-scale-window, --hysteresis: no effect"),
         ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale: no effect, for only fp16 has"),
         (
             "--fp16",
@@ -77,6 +74,26 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
 )
 def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, message):
     assert any(message in note for note in read(line, tmp_path, content, world_size).notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--bf16 --hysteresis 2 --loss-scale 9", "--loss-scale 9, --hysteresis 2"),
+        ("--fp32 --initial-scale-power 8 --min-loss-scale 2", "--initial-scale-power 8, --min-loss-scale 2"),
+        ("--recompute-num-layers 2", "--recompute-num-layers 2"),
+        ("--sequence-parallel --partition-activations", "--sequence-parallel, --partition-activations"),
+        ("--no-pipeline-parallel --num-layers 3 --num-unique-layers 3", "--no-pipeline-parallel, --num-unique-layers"),
+    ],
+)
+def test_what_asks_for_what_the_other_flags_make_hold_is_neutral(line, named):
+    config = read(line)
+    assert ", ".join(config.neutral) == named and config.notes == ()
+    if "scale" in line:
+        assert config.precision == read(line.split()[0]).precision
+    assert not config.parallel.sequence_parallel and not config.parallel.partition_activations
+    with pytest.raises(ConfigError, match="is refused by --strict-flags"):
+        read(f"{line} --strict-flags")
 
 
 def test_steps_of_a_trace_need_a_trace(tmp_path):
@@ -108,8 +125,8 @@ def test_what_acts_is_not_noted(tmp_path, line, content, world_size):
 
 
 def test_a_loss_scale_is_checked_when_the_device_gives_the_number_format(tmp_path):
-    with pytest.raises(ConfigError, match=r"--loss-scale acts on fp16 only, got bf16 \(--fp16 was not given\)"):
-        resolve_dtype(read("--loss-scale 8"), "bf16")
+    config = resolve_dtype(read("--loss-scale 8"), "bf16")
+    assert config.notes == ("--loss-scale: no effect, for only fp16 has a loss scale and this run is bf16",)
     assert resolve_dtype(read("--loss-scale 8"), "fp16").precision.loss_scale == 8
     config = resolve_dtype(read("--hysteresis 3", tmp_path, {"fp16": {"loss_scale_window": 5}}), "fp32")
     assert config.notes == (

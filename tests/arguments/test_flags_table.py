@@ -1,4 +1,4 @@
-"""Every flag of CPM-Pretrain and today's Megatron-LM is honoured, an alias, already so, or refused; none is silent."""
+"""Every flag of CPM-Pretrain and Megatron-LM is honoured, an alias, neutral, converted, or refused; none is silent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron.arguments import flags_doc
 from megatron.arguments.flag_values import all_options, options_in, refusals
-from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, CPM_REFUSED, GROUPS, MEGATRON_REFUSED, REFUSED
+from megatron.arguments.megatron_flags import CONVERTED_ROWS, CPM_FLAGS, NEUTRAL_ROWS, REFUSED_FLAGS, REFUSED_ROWS, ROWS
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -26,12 +26,14 @@ ACTING = [
     if (name, flag) != ("t5", "--use-rotary-position-embeddings")  # another value of a flag of T5's, which has it not
 ]
 NEEDS = {
-    "--checkpoint-num-layers": ["--checkpoint-activations"],
+    **dict.fromkeys(
+        ("--checkpoint-num-layers", "--recompute-num-layers", "--activations-checkpoint-num-layers"),
+        ["--checkpoint-activations"],
+    ),
     **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
     **dict.fromkeys(("--offload-parameters", "--offload-param"), ["--zero-stage", "3"]),
     "--stability-patience": ["--stability-guard", "skip"],
     **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
-    "--recompute-num-layers": ["--checkpoint-activations"],
     **{
         flag: ["--checkpoint-activations", "--model-parallel-size", "2", "--num-attention-heads", "4"]
         for flag in (
@@ -51,6 +53,9 @@ NEEDS = {
     "--pipe-parallel-size": ["--num-layers", "6"],
     "--pipeline-model-parallel-size": ["--num-layers", "6"],
     "--pipeline-schedule": ["--pipe-parallel-size", "2"],
+    "--enable-zbh1-pipeline": ["--pipe-parallel-size", "2"],
+    **dict.fromkeys(("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"), ["--lr-decay-style", "wsd"]),
+    "--lr-wsd-decay-style": ["--lr-decay-style", "wsd"],
     "--pipeline-trace": ["--pipe-parallel-size", "2"],
     "--check-data-agreement": ["--pipe-parallel-size", "2"],
     **{
@@ -99,6 +104,7 @@ _DECODER = {
     "--num-key-value-heads": _GROUPED,
     "--rotary-base": _ROPE,
     "--rope-theta": _ROPE,
+    "--rotary-position-embeddings-theta": _ROPE,
     "--rotary-scaling": _ROPE,
     "--rotary-scaling-factor": [*_ROPE, "--rotary-scaling", "linear"],
     "--rope-scaling-factor": [*_ROPE, "--rotary-scaling", "linear"],
@@ -151,6 +157,7 @@ TIES = (
     "--normalization",
     "--no-norm-bias",
     "--overlap-grad-reduce",
+    "--disable-bias-linear",
 )
 
 
@@ -210,25 +217,21 @@ def test_no_flag_that_people_use_is_unknown():
         assert flags_doc.classify(flag)[1], flag
 
 
-def test_a_flag_has_one_reason():
-    listed = [flag for flags in GROUPS.values() for flag in flags.split()]
-    assert len(listed) == len(set(listed)) and not set(listed) & (set(CPM_REFUSED) | set(MEGATRON_REFUSED))
+def test_a_flag_has_one_row():
+    listed = [row.flag for row in (*NEUTRAL_ROWS, *CONVERTED_ROWS, *REFUSED_ROWS)]
+    assert len(listed) == len(set(listed)) == len(ROWS)
+    assert not set(listed) & set(OURS)
 
 
 def test_what_to_use_instead_is_there():
     """Of every flag that a reason names."""
     reasons = [
-        *REFUSED.values(),
-        *ALREADY_SO.values(),
+        *(text for row in ROWS.values() for text in (row.about, row.otherwise)),
         *(why for family in FAMILIES.values() for why in family.config.REFUSED.values()),
     ]
     named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
-    assert named - set(OURS) == {"--max-restarts"}  # the launcher's
-
-
-def test_a_flag_has_one_class():
-    classes = [set(OURS), set(ALREADY_SO), set(REFUSED)]
-    assert sum(map(len, classes)) == len(set.union(*classes))
+    assert named - set(OURS) - set(ROWS) == {"--max-restarts"}  # the launcher's
+    assert {flag for row in CONVERTED_ROWS for flag in row.fields} <= {option.name for option in OURS.values()}
 
 
 @pytest.mark.parametrize(("family", "flag"), ACTING)
@@ -251,9 +254,38 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch)
     assert option.name in config.given
 
 
-def test_what_is_already_so_is_accepted_and_said():
-    config = parse(list(ALREADY_SO), world_size=1, env={})
-    assert len([note for note in config.notes if "already so" in note]) == len(ALREADY_SO)
+def words_of(row) -> list[str]:
+    """Return the row's flag with a value that asks for what holds, where it takes one."""
+    return [row.flag, *([row.holds[0] if row.holds else "3"] if row.num_values else [])]
+
+
+def test_what_is_neutral_is_accepted_and_named_unless_flags_are_strict():
+    for words in (
+        [word for row in NEUTRAL_ROWS for word in words_of(row)],
+        [word for row in NEUTRAL_ROWS for word in ["=".join(words_of(row))]],
+    ):
+        config = parse(words, world_size=1, env={})
+        assert [name.split()[0] for name in config.neutral] == [row.flag for row in NEUTRAL_ROWS]
+        assert list(config.neutral.values()) == [row.about for row in NEUTRAL_ROWS]
+        with pytest.raises(ConfigError) as caught:
+            parse([*words, "--strict-flags"], world_size=1, env={})
+        assert str(caught.value).count("is refused by --strict-flags") == len(NEUTRAL_ROWS)
+
+
+def test_a_neutral_flag_takes_as_many_values_as_its_row_says():
+    for row in NEUTRAL_ROWS:
+        words, message = ([row.flag, "3"], "takes no value") if row.num_values == 0 else ([row.flag], "needs a value")
+        with pytest.raises(ConfigError, match=f"^{row.flag} {message}"):
+            parse(words, world_size=1, env={})
+
+
+def test_other_values_of_a_neutral_flag_are_refused_with_the_way_out():
+    held = [row for row in NEUTRAL_ROWS if row.holds]
+    assert len(held) > 10
+    for row in held:
+        with pytest.raises(ConfigError) as caught:
+            parse([row.flag, "7"], world_size=1, env={})
+        assert str(caught.value) == f"{row.flag} 7 is refused: {row.otherwise}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -268,8 +300,9 @@ def test_every_refused_flag_ends_the_start_with_its_reason(family):
 def test_a_family_refuses_its_own_list_and_what_acts_in_the_other_only():
     for name, family in FAMILIES.items():
         foreign = set(OURS) - {flag for option in options_in(name) for flag in option.flags}
-        assert set(refusals(name)) == set(REFUSED) | foreign
-        assert set(family.config.REFUSED) <= set(REFUSED)
+        foreign -= set(family.config.HOLDS)
+        assert set(refusals(name)) == set(REFUSED_FLAGS) | foreign | set(family.config.REFUSED)
+        assert set(family.config.REFUSED) <= set(ROWS) | set(OURS)
         assert all(family.advice(OURS[flag]) for flag in foreign)
 
 

@@ -28,7 +28,6 @@ def test_it_is_off_until_asked_for():
 @pytest.mark.parametrize(
     ("line", "family", "parts"),
     [
-        ("--sequence-parallel --num-attention-heads 4", "gpt2", ["cuts over the tensor ranks", "size 1. Leave it out"]),
         (f"{TWO} --seq-length 63", "gpt2", ["--seq-length must be", "got 63 and 2 (63 / 2 = 31.5)", "--seq-length 64"]),
         (f"{TWO} --enc-seq-length 63 --dec-seq-length 64", "t5", ["--enc-seq-length must be", "--enc-seq-length 64"]),
         (f"{TWO} --enc-seq-length 64 --dec-seq-length 63", "t5", ["--dec-seq-length must be", "--dec-seq-length 64"]),
@@ -38,12 +37,17 @@ def test_it_is_off_until_asked_for():
             ["1/t of the inputs of layers anyway", "Leave --partition-activations out"],
         ),
     ],
-    ids=["one rank", "odd", "odd encoder", "odd decoder", "partitioned twice"],
+    ids=["odd", "odd encoder", "odd decoder", "partitioned twice"],
 )
 def test_what_it_cannot_go_with_is_refused(line, family, parts):
     with pytest.raises(ConfigError) as caught:
         read(line, family)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_one_tensor_rank_switches_it_off():
+    config = read("--sequence-parallel --num-attention-heads 4")
+    assert not config.parallel.sequence_parallel and list(config.neutral) == ["--sequence-parallel"]
 
 
 def test_all_that_is_wrong_is_told_at_once():

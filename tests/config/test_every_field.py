@@ -78,7 +78,10 @@ ACTS_ON = {
         model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
     """,
-    "rates": "config train_iters lr min_lr lr_decay_style lr_decay_iters warmup wsd_decay_fraction",
+    "rates": """
+        config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_iters
+        lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
+    """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
@@ -137,6 +140,8 @@ READ_IN = {
     "deterministic": "training/device_setup.py",
     "exit_interval": "training/train.py",
     "exit_duration_in_mins": "training/train.py",
+    "kill_switch_path": "training/train.py",
+    "strict_flags": "arguments/parser.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
     "progress": "training/train.py",
@@ -187,6 +192,9 @@ VALUES = {
     "deepspeed_config": "{folder}/deepspeed.json",
     "checkpoint_format": "deepspeed",
     "layers_per_chunk": "3",
+    "lr_decay_samples": "60",
+    "lr_warmup_samples": "18",
+    "lr_wsd_decay_samples": "20",
     "num_query_groups": "2",
     "pipeline_schedule": "gpipe",
     "enc_seq_length": "20",

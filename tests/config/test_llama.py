@@ -77,8 +77,6 @@ def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identi
             "--position-embedding-type learned --rotary-base 500",
             "--rotary-base acts with --position-embedding-type rope",
         ),
-        ("--swiglu", "LLaMA has --activation gated-silu anyway"),
-        ("--group-query-attention", "--num-query-groups does it alone"),
     ],
 )
 def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:

@@ -24,11 +24,6 @@ def read(line: str, folder=None, section: object = None, world_size: int = 2) ->
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("--partition-activations", ["acts with --checkpoint-activations only. Add that flag"]),
-        ("--checkpoint-in-cpu --contigious-checkpointing", ["--checkpoint-in-cpu, --contigious-checkpointing acts"]),
-        (f"{RECOMPUTE} --distribute-checkpointed-activations", ["cuts over the tensor ranks", "size 1"]),
-        ("--recompute-granularity selective --checkpoint-in-cpu", ["--checkpoint-in-cpu acts with --checkpoint-act"]),
-        ("--recompute-activations --checkpoint-num-layers 2", ["--checkpoint-num-layers acts with"]),
         (f"{RECOMPUTE} --recompute-activations", ["either whole layers", "--recompute-granularity selective"]),
         ("--recompute-granularity half", ["--recompute-granularity must be one of full, selective, got 'half'"]),
         (
@@ -47,6 +42,23 @@ def test_what_cannot_act_is_refused(line, parts):
     with pytest.raises(ConfigError) as caught:
         read(line)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--partition-activations", "--partition-activations"),
+        ("--checkpoint-in-cpu --contigious-checkpointing", "--checkpoint-in-cpu, --contigious-checkpointing"),
+        (f"{RECOMPUTE} --distribute-checkpointed-activations", "--distribute-checkpointed-activations"),
+        ("--recompute-granularity selective --checkpoint-in-cpu", "--checkpoint-in-cpu"),
+        ("--recompute-activations --checkpoint-num-layers 2", "--checkpoint-num-layers 2"),
+    ],
+)
+def test_what_acts_on_inputs_that_nobody_keeps_is_neutral(line, named):
+    config, without = read(line), read(" ".join(line.split()[: 2 if "--recompute-granularity" in line else 1]))
+    assert ", ".join(config.neutral) == named
+    if named not in line.split()[0]:
+        assert config.parallel == without.parallel
 
 
 def test_megatrons_granularity_is_cpms_flag_or_the_attention_alone():

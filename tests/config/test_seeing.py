@@ -40,7 +40,7 @@ def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch)
         ("--profile 8-10", "--profile must name steps of the run, got 8-10 and --train-iters 9"),
         ("--profile 1 --eval-only --load x", "--profile acts in training only, got --eval-only"),
         ("--log-layer-norms --eval-only --load x", "--log-layer-norms acts in training only, got --eval-only"),
-        ("--profile-step-start 3", "--profile-step-start .* use --profile FIRST-LAST"),
+        ("--profile 5-7 --profile-step-start 3", "--profile-step-start must agree with --profile, got the steps 4-12"),
         ("--wandb-exp-name n", "--wandb-exp-name acts with --wandb-project only"),
         ("--wandb-save-dir d --wandb-entity e", "--wandb-save-dir, --wandb-entity acts with --wandb-project only"),
     ],

@@ -92,6 +92,23 @@ def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
     assert gpt2["family"] == "gpt2" and "t5" not in gpt2
 
 
+def test_relative_positions_have_no_end_so_a_number_of_them_is_neutral():
+    config = read("--enc-seq-length 64 --max-position-embeddings 512")
+    assert list(config.neutral) == ["--max-position-embeddings"] and config.model.has_relative_positions
+    assert config.model.max_position_embeddings == 0
+
+
+def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
+    lengths = "--encoder-seq-length 64 --decoder-seq-length 32 --max-position-embeddings 80"
+    config = read(lengths)
+    assert (config.model.position_embedding_type, config.model.max_position_embeddings) == ("learned_absolute", 80)
+    assert (config.model.activation, config.model.hidden_bias) == ("gelu-tanh", True)
+    assert (config.optimizer.lr_decay_style, config.optimizer.warmup) == ("linear", 0.0)
+    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.neutral
+    assert read(f"{lengths} --position-embedding-type relative").model.has_relative_positions
+    assert read(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
@@ -107,8 +124,6 @@ def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
         ("--mean-span-length 0.5", ["--mean-span-length must be a finite number of at least 1, got 0.5"]),
         ("--noise-density 0.6 --mean-span-length 1", ["spans must have a token of the text between them"]),
         ("--noise-density 0.5 --denoisers X,S", ["--noise-density acts on the denoiser R only", "--denoisers X,S"]),
-        ("--max-position-embeddings 512", ["acts on learned positions only", "512"]),
-        ("--init-method-std 0.01", ["--init-method-std acts with --position-embedding-type learned only"]),
         (
             "--position-embedding-type learned --enc-seq-length 64 --max-position-embeddings 32",
             ["--enc-seq-length must not exceed --max-position-embeddings, got 64 and 32"],

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from megatron.arguments.deepspeed_keys import KNOWN
-from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.arguments.megatron_flags import CPM_FLAGS, ROWS
 from megatron.config import parse
 from megatron.errors import EXIT_CODES
 from megatron.generate.options import parse_args
@@ -149,7 +149,7 @@ def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
     known = settable_flags() | tool_flags() | OF_OTHERS
     assert len(known) > 80
     if page.name == "migration.md":  # of other code bases: tests/docs/test_migration.py looks at each
-        known |= {*CPM_FLAGS, *ALREADY_SO, *REFUSED}
+        known |= {*CPM_FLAGS, *ROWS}
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known
     assert not unknown
 

@@ -21,8 +21,10 @@ PAGES = {
 WORDS = {
     "the same": "same",
     "相同": "same",
-    "already so": "already so",
-    "本来如此": "already so",
+    "neutral": "neutral",
+    "中性": "neutral",
+    "converted": "converted",
+    "换算": "converted",
     "refused": "refused",
     "拒绝": "refused",
 }
@@ -39,7 +41,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
 
 
 def class_of(flag: str) -> tuple[str, str]:
-    """Return "same", "already so", "refused" or the flag that it is another name of; and the reason."""
+    """Return "same", "neutral", "converted", "refused" or the flag that it is another name of; and the reason."""
     kind, about = classify(flag)
     if kind == "alias":
         return about.removeprefix("of ").strip("`"), ""

@@ -71,15 +71,15 @@ DOCS_MISTAKES = (
     Mutant(
         "migration calls a refused flag the same",
         "docs/migration.md",
-        "| `--recompute-method` | refused |",
-        "| `--recompute-method` | the same |",
+        "| `--step-batch-size-schedule` | refused |",
+        "| `--step-batch-size-schedule` | the same |",
         (f"{MIGRATION}::test_each_flag_is_what_the_command_line_makes_of_it",),
     ),
     Mutant(
         "migration names another flag in place of a refused one",
         "docs/migration.md",
-        "| refused | `--eval-only` |",
-        "| refused | `--finetune` |",
+        "| refused | `--rampup-batch-size` |",
+        "| refused | `--global-batch-size` |",
         (f"{MIGRATION}::test_what_a_refused_flag_is_replaced_by_is_what_its_error_says",),
     ),
     Mutant(

@@ -103,9 +103,8 @@ FLAGS = (
     Mutant(
         "a style of decay takes no notice of its own parameter",
         "megatron/optim/lr_scheduler.py",
-        "    start = 1.0 - rate.wsd_decay_fraction\n"
-        "    return rate.lr if u <= start else _linear(rate, (u - start) / rate.wsd_decay_fraction)\n",
-        "    return rate.lr if u <= 0.9 else _linear(rate, (u - 0.9) / 0.1)\n",
+        "            return self.wsd_decay_fraction\n",
+        "            return 0.1\n",
         (f"{SCHEDULES}::test_a_style_depends_on_what_its_formula_names_and_on_nothing_else",),
     ),
     Mutant(
@@ -166,29 +165,29 @@ FLAGS = (
     Mutant(
         "a reason names a flag that is not there",
         "megatron/arguments/megatron_flags.py",
-        '"use --no-pin-memory"',
-        '"use --unpinned-memory"',
+        "use --activation gated-gelu or gated-silu",
+        "use --activation gated-gelu or --gated-silu",
         (f"{TABLE}::test_what_to_use_instead_is_there",),
     ),
     Mutant(
         "a flag that people use is known no more",
         "megatron/arguments/megatron_flags.py",
-        '    "--sft": ',
-        '    "--sfft": ',
+        "        --sft --loss-on-targets-only",
+        "        --sfft --loss-on-targets-only",
         (f"{TABLE}::test_the_document_is_what_the_table_says",),
     ),
     Mutant(
-        "a flag has two reasons",
-        "megatron/arguments/megatron_flags.py",
+        "a flag has two rows",
+        "megatron/arguments/neutral_flags.py",
         "--no-pin-cpu-grads --no-pin-cpu-params",
         "--no-pin-cpu-grads --no-pin-cpu-params --tp-comm-overlap",
-        (f"{TABLE}::test_a_flag_has_one_reason",),
+        (f"{TABLE}::test_a_flag_has_one_row",),
     ),
     Mutant(
         "a flag that is refused is suggested",
         "megatron/arguments/flag_values.py",
-        "[*known, *extras, *ALREADY_SO], known)",
-        "[*known, *extras, *ALREADY_SO, *refused], known)",
+        "[*known, *extras, *accepted_rows()], known)",
+        "[*known, *extras, *accepted_rows(), *refused], known)",
         (f"{PARSE}::test_only_what_is_accepted_is_suggested",),
     ),
     Mutant(

@@ -138,12 +138,11 @@ RECOMPUTE = (
         ("tests/config/test_recompute.py::test_the_section_of_the_json_says_where_inputs_wait",),
     ),
     Mutant(
-        "a part that cannot be cut does nothing and is not told",
-        "megatron/arguments/unused_flags.py",
-        '    elif "partition_activations" in config.given and config.parallel.model_parallel_size == 1:\n',
-        '    elif "partition_activations" in config.given and config.parallel.model_parallel_size == 0:\n',
-        ("tests/config/test_recompute.py::test_what_cannot_act_is_refused",),
-        refuses=True,
+        "a part that cannot be cut is cut all the same",
+        "megatron/arguments/translate.py",
+        "        if name in found.values and values.get(name) and t == 1:\n",
+        '        if name in found.values and values.get(name) and t == 1 and name != "partition_activations":\n',
+        ("tests/config/test_recompute.py::test_what_acts_on_inputs_that_nobody_keeps_is_neutral",),
     ),
     Mutant(
         "a window does not make the hysteresis whole",

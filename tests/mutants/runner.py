@@ -37,6 +37,8 @@ COPIED = (
     "Dockerfile",
     "LICENSE",
     "requirements",
+    "pretrain_bert.py",
+    "pretrain_gpt.py",
     "pretrain_gpt2.py",
     "pretrain_t5.py",
     "run_gpt2.sh",

@@ -15,6 +15,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import options_of
 from megatron.optim import LRScheduler
 from megatron.optim.lr_scheduler import INVERSE_SQUARE_ROOT, STYLES
+from megatron.training.setup import make_learning_rate
 
 ENDING = [style for style in STYLES if style != INVERSE_SQUARE_ROOT]
 LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1
@@ -68,11 +69,12 @@ def test_a_style_depends_on_what_its_formula_names_and_on_nothing_else(style):
     """Beside the warm-up and the number of updates, which all have; a new parameter must stand in a formula."""
     parameters = {field.name: getattr(rate(style), field.name) for field in dataclasses.fields(LRScheduler)}
     del parameters["style"]
-    of_all = {"decay_updates", "warmup"}
+    of_all = {"decay_updates", "warmup", "warmup_length", "consumed"}
+    others = {"warmup_length": 3, "wsd_length": 40, "wsd_style": "cosine", "consumed": lambda updates: 2 * updates}
     at = [*range(3 * UPDATES), 10**6]
     plain = [rate(style).at(update) for update in at]
     for name, value in parameters.items():
-        changed = rate(style, **{name: 5 * value})
+        changed = rate(style, **{name: others[name] if name in others else 5 * value})
         has_changed = [changed.at(update) for update in at] != plain
         is_named = name in re.findall(r"\w+", ROWS[style]) or name in of_all
         assert has_changed == is_named, name
@@ -95,6 +97,46 @@ def test_wsd_is_flat_until_its_last_part_and_straight_there():
     wsd = rate("wsd", warmup=0.0, wsd_decay_fraction=0.2)
     assert {wsd.at(update) for update in range(80)} == {LR}
     assert wsd.at(89) == pytest.approx((LR + MIN) / 2, rel=1e-9)
+
+
+WSD = {
+    "linear": lambda u: 1 - u,
+    "cosine": lambda u: (1 + math.cos(math.pi * u)) / 2,
+    "exponential": lambda u: 2 * 0.5**u - 1,
+    "minus_sqrt": lambda u: 1 - math.sqrt(u),
+}
+
+
+@pytest.mark.parametrize("style", WSD)
+def test_wsd_decays_as_megatrons_styles_say(style):
+    flag = next(option for option in options_of(OptimizerConfig) if option.name == "lr_wsd_decay_style")
+    assert set(flag.choices) == set(WSD)
+    wsd = rate("wsd", wsd_style=style, wsd_length=30)
+    assert {wsd.at(update) for update in range(9, 70)} == {LR}
+    for update in range(70, 100):
+        u = (update + 1 - 70) / 30
+        assert wsd.at(update) == pytest.approx(MIN + (LR - MIN) * WSD[style](u), rel=1e-9)
+    assert wsd.at(500) == pytest.approx(MIN, rel=1e-9)
+
+
+def megatrons(consumed, lr, least, warmup, decay):
+    """Return the rate of Megatron's linear decay after so many samples: ``get_lr``, written once more."""
+    if consumed <= warmup:
+        return lr * consumed / warmup
+    if consumed > decay:
+        return least
+    return least + (1 - (consumed - warmup) / (decay - warmup)) * (lr - least)
+
+
+@pytest.mark.parametrize("ramp", ["", "--rampup-batch-size 8 8 100"])
+def test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates(ramp):
+    line = "--train-samples 1003 --lr-warmup-samples 101 --lr-decay-samples 907 --batch-size 4 --gas 3 --min-lr 1e-4"
+    config = parse([*line.split(), *ramp.split(), "--lr", "1e-2", "--lr-decay-style", "linear"], world_size=2, env={})
+    schedule, sizes = make_learning_rate(config, 2), config.batch.sizes(2)
+    for step in range(config.batch.train_iters + 5):
+        consumed = sizes.consumed_after(step + 1)
+        assert schedule.at(step) == pytest.approx(megatrons(consumed, LR, MIN, 101, 907), rel=1e-12)
+    assert sizes.consumed_after(config.batch.train_iters) <= 1003 < sizes.consumed_after(config.batch.train_iters + 1)
 
 
 @settings(deadline=None, max_examples=100)

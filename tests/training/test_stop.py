@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config import parse
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.errors import ConfigError
 from megatron.training import exit_signals, failure, train
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
@@ -142,3 +144,14 @@ def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, co
 
     argv = flags(corpus, tmp_path / "run", "--eval-interval 1 --save-interval 1")
     assert start_script(1, argv, tmp_path / "log", plant) == [130]
+
+
+def test_a_run_stops_behind_the_step_at_whose_end_its_kill_switch_is_there(tmp_path: Path) -> None:
+    stop, switch = StopRequests(), tmp_path / "stop"
+    stop.limit(0, 0.0, 0.0, str(switch))
+    assert stop.reason(3) is None
+    switch.touch()
+    assert stop.reason(4) == f"--kill-switch-path {switch} is there"
+    with pytest.raises(ConfigError, match=f"must name a file that is not there yet, got {switch}"):
+        parse(["--kill-switch-path", str(switch)], world_size=1, env={})
+    assert parse(["--kill-switch-path", str(switch), "--dry-run"], world_size=1, env={}).run.kill_switch_path

@@ -38,6 +38,10 @@ class BertConfig(FamilyConfig):
         "normalization": "BERT has layer norms; leave it out",
         "add_qkv_bias": "BERT's linear layers have biases anyway; leave it out",
     }
+    HOLDS: ClassVar = {
+        "--hidden-bias": "BERT's linear layers have biases",
+        "--add-qkv-bias": "BERT's linear layers have biases",
+    }
     IDENTITY: ClassVar = ("binary_head",)
 
     binary_head: bool = _option(

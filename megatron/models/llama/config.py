@@ -21,10 +21,6 @@ class LlamaConfig(FamilyConfig):
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    REFUSED: ClassVar = {
-        "--group-query-attention": "--num-query-groups does it alone; leave it out",
-        "--swiglu": "LLaMA has --activation gated-silu anyway; leave it out",
-    }
 
 
 FAMILY = ModelFamily(

@@ -47,10 +47,6 @@ class T5Config(FamilyConfig):
         "mask_prob": "use --noise-density",
         "short_seq_prob": "every sample has the same length of text; leave it out",
     }
-    REFUSED: ClassVar = {
-        "--decoder-first-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
-        "--decoder-last-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
-    }
     DEFAULTS: ClassVar = {"position_embedding_type": RELATIVE}
     IDENTITY: ClassVar = (
         "enc_layers",
@@ -268,11 +264,6 @@ class T5Config(FamilyConfig):
             yield (
                 f"--max-position-embeddings acts on learned positions only, got {positions} and "
                 "--position-embedding-type relative. Leave it out, or use --position-embedding-type learned"
-            )
-        if "init_method_std" in config.given:
-            yield (
-                "--init-method-std acts with --position-embedding-type learned only: the relative variant starts with "
-                "the deviations of Hugging Face's T5. Leave it out"
             )
 
     def _learned_problems(self, config: Config) -> Iterator[str]:

@@ -144,15 +144,15 @@ def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5ModelArgs:
     return T5ModelArgs(**{**fields_held(T5ModelArgs, model), **fields_held(T5ModelArgs, t5), **overrides})
 
 
-def t5_rule(sizes: T5ModelArgs, std: float) -> Rule:
-    """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
+def t5_rule(sizes: T5ModelArgs, std: float, *, is_given: bool = False) -> Rule:
+    """Return how T5 starts: the variant with learned positions, or with a ``std`` that ``is_given``, as GPT-2 does.
 
-    With relative positions tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``, which
-    stands for the scale that the scores do not have. These are the factors of Hugging Face's ``_init_weights``.
+    Else, with relative positions, tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``,
+    which stands for the scale that the scores do not have. These are the factors of Hugging Face's ``_init_weights``.
 
     Source: Raffel et al. 2020, code; Shazeer and Stern 2018, "Adafactor".
     """
-    if not sizes.is_relative:
+    if is_given or not sizes.is_relative:
         sides = {"encoder": gpt2_rule(std, sizes.enc_layers), "decoder": gpt2_rule(std, sizes.dec_layers)}
         return lambda name, shape: sides.get(name.partition(".")[0], sides["encoder"])(name, shape)
     into = sizes.hidden_size**-0.5
@@ -325,7 +325,7 @@ def model_args(config: Config, **switches: Any) -> T5ModelArgs:
 
 def weight_init(config: Config) -> Rule:
     """Return how the initial weights scale."""
-    return t5_rule(model_args(config), config.model.init_method_std)
+    return t5_rule(model_args(config), config.model.init_method_std, is_given="init_method_std" in config.given)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,79 @@
+"""Defaults of other trainers' programs, for scripts that are silent: ``pretrain_gpt.py``, ``pretrain_bert.py``, T5.
+
+| program here | started as | where a script is silent |
+|---|---|---|
+| pretrain_gpt2.py | CPM-Pretrain's and our own scripts | our defaults |
+| pretrain_gpt.py | Megatron-LM's, Megatron-DeepSpeed's, BigScience's | ``GPT``: Megatron's defaults |
+| pretrain_bert.py | theirs | ``BERT`` |
+| pretrain_t5.py | ours, CPM-Pretrain's | our defaults |
+| | Megatron's, known by its names of lengths beside --max-position-embeddings | ``T5`` |
+
+Source: Megatron-LM, arguments.py, and the configurations that its groups of flags are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.arguments.flag_values import Scan
+
+MEGATRON: Mapping[str, Any] = MappingProxyType(
+    {
+        "activation": "gelu-tanh",  # what the fused kernel computes, which is on where nothing is said
+        "lr_decay_style": "linear",
+        "lr_wsd_decay_style": "exponential",
+        "warmup": 0.0,
+        "make_vocab_size_divisible_by": 128,
+        "dtype": "fp32",
+        "initial_scale_power": 32,
+        "eval_iters": 100,
+        "eval_interval": 1000,
+        "log_interval": 100,
+        "split": "969,30,1",
+        "num_workers": 2,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "untie_embeddings": False,
+        "load_if_exists": True,
+    }
+)
+"""Field -> default of Megatron's programs, where it is not ours."""
+GPT: Mapping[str, Any] = MappingProxyType({**MEGATRON, "hidden_bias": True})
+_PIECES = {"tokenizer_type": "BertWordPieceLowerCase", "layernorm_epsilon": 1e-5}
+BERT: Mapping[str, Any] = MappingProxyType(
+    {**{name: value for name, value in MEGATRON.items() if name != "untie_embeddings"}, **_PIECES}
+)
+T5: Mapping[str, Any] = MappingProxyType(
+    {**MEGATRON, **_PIECES, "hidden_bias": True, "position_embedding_type": "learned"}
+)
+PROGRAMS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {"pretrain_gpt.py": ("gpt2", GPT), "pretrain_bert.py": ("bert", BERT)}
+)
+"""Program -> its family, and its defaults as ``pretrain(args_defaults=...)`` takes them."""
+T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
+
+
+def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the defaults of the program whose script this is: ``defaults``, or Megatron's T5 in their place.
+
+    A Megatron script names the folder of its checkpoints by --load in its first run, too, so that a missing one is none
+    unless --exit-on-missing-checkpoint is given.
+    """
+    lengths = (found.spelling.get("enc_seq_length", ""), found.spelling.get("dec_seq_length", ""))
+    is_theirs = any(text.startswith(T5_LENGTHS) for text in lengths)
+    if found.family == "t5" and is_theirs and "max_position_embeddings" in found.values:
+        if "position_embedding_type" not in found.values:
+            found.notes.append(
+                "read as a script of Megatron's T5: learned positions, layer norms, biases; T5's own relative "
+                "positions come with --position-embedding-type relative"
+            )
+        defaults = T5
+    left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
+    starts_anew = "load" in found.values and "--exit-on-missing-checkpoint" not in found.converted
+    needs_one = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
+    if needs_one or not starts_anew:
+        left_out.add("load_if_exists")
+    return {name: value for name, value in defaults.items() if name not in left_out}

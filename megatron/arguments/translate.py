@@ -1,0 +1,359 @@
+"""What other trainers' flags become: their units to ours, exactly, and what follows from several flags together.
+
+``fields_of`` looks at flags alone and runs ahead of the JSON and the defaults; ``lengths`` and ``what_holds`` run when
+all sizes are known.
+
+| theirs | ours |
+|---|---|
+| --train-samples N | the most steps whose samples are at most N: what is left over is not trained on |
+| --train-tokens N | the fewest steps whose tokens are at least N; of several limits the first one ends the run |
+| warm-up and decay in samples and tokens | the learning rate follows the samples, so that nothing is rounded |
+| the same in steps | the learning rate follows the steps |
+
+Source: Megatron-LM, training.py, ``update_train_iters`` and ``get_optimizer_param_scheduler``; Megatron-DeepSpeed,
+training.py, ``train``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
+from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
+from megatron.config.data import MOCK_DATA
+from megatron.config.run import PROFILE_ALONE
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.arguments.flag_values import Scan
+
+SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""--data-parallel-sharding-strategy -> ZeRO stage."""
+
+
+def give(found: Scan, field: str, value: Any, spelling: str) -> None:
+    """Set ``field``; a flag that has set another value is a problem."""
+    if found.values.get(field, value) != value:
+        found.problems.append(
+            f"{spelling} must agree with {found.spelling[field]}, got {field.replace('_', ' ')} {value} and "
+            f"{found.values[field]}. Leave one of them out"
+        )
+        return
+    found.values[field] = value
+    found.spelling.setdefault(field, spelling)
+
+
+def fields_of(found: Scan) -> None:
+    """Set the fields that converted flags give by themselves; problems go to ``found.problems``."""
+    asked = found.converted
+    for flag, value in asked.items():
+        spelling = flag if value is True else f"{flag} {value}"
+        if flag == "--swiglu":
+            give(found, "activation", "gated-silu", spelling)
+        elif flag == "--glu-activation":
+            _one_of(found, "activation", flag, value, {"swiglu": "gated-silu"}, "--activation gated-gelu")
+        elif flag in ("--pad-vocab-size-to", "--padded-vocab-size"):
+            found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
+            found.spelling["vocab_size"] = spelling
+        elif flag == "--use-rope-scaling":
+            give(found, "rotary_scaling", "llama3", spelling)
+        elif flag == "--rotary-seq-len-interpolation-factor":
+            give(found, "rotary_scaling", "linear", spelling)
+            give(found, "rotary_scaling_factor", value, spelling)
+        elif flag == "--group-query-attention":
+            found.values.setdefault("num_query_groups", 1)
+        elif flag == "--no-position-embedding":
+            found.values.setdefault("position_embedding_type", "none")
+        elif flag == "--remote-device":
+            if value == "none":
+                found.neutral[spelling] = "weights are on the device"
+            else:
+                _one_of(found, "offload_parameters", flag, value, {"cpu": True}, "cpu, with --zero-stage 3")
+        elif flag == "--activations-checkpoint-granularity":
+            kinds = {"full": "full", "selective": "selective"}
+            _one_of(found, "recompute_granularity", flag, value, kinds, "full or selective")
+        elif flag == "--activations-checkpoint-method" and "--activations-checkpoint-granularity" not in asked:
+            _one_of(found, "checkpoint_activations", flag, value, {"uniform": True, "block": True}, "uniform")
+        elif flag == "--mock-data":
+            give(found, "data_path", MOCK_DATA, spelling)
+        elif flag == "--exit-duration-in-secs":
+            give(found, "exit_duration_in_mins", value / 60, spelling)
+        elif flag == "--distributed-timeout-minutes":
+            give(found, "step_timeout", max(round(60 * value), 1), spelling)
+        elif flag == "--initial-loss-scale":
+            _scale_power(found, value, spelling)
+        elif flag == "--fim-data":
+            found.values.setdefault("fim_rate", 0.5)
+        elif flag == "--skip-train":
+            found.values |= {"eval_only": True} if "load" in found.values else {"train_iters": 0}
+        elif flag == "--save-retain-interval":
+            give(found, "keep_every", value, spelling)
+            found.values.setdefault("keep_last", 1)
+    _zero_stage(found)
+    _profile(found)
+    _paths(found)
+
+
+def _one_of(found: Scan, field: str, flag: str, value: str, known: Mapping[str, Any], cure: str) -> None:
+    if value in known:
+        give(found, field, known[value], f"{flag} {value}")
+    else:
+        found.problems.append(f"{flag} must be one of {', '.join(known)}, got {value!r}. Use {cure}, or leave it out")
+
+
+def _scale_power(found: Scan, value: float, spelling: str) -> None:
+    power = math.log2(value) if value > 0 else -1.0
+    if power < 0 or power != int(power):
+        found.problems.append(f"--initial-loss-scale must be a power of 2, got {value:g}. Use --initial-scale-power")
+    else:
+        give(found, "initial_scale_power", int(power), spelling)
+
+
+def _zero_stage(found: Scan) -> None:
+    """Give the ZeRO stage that FSDP or the distributed optimizer stands for; a stage that is said counts more."""
+    asked, stage, by = found.converted, 0, ""
+    strategy = asked.get("--data-parallel-sharding-strategy")
+    if "--use-torch-fsdp2" in asked:
+        stage, by = 3, "--use-torch-fsdp2"
+    elif "--use-megatron-fsdp" in asked and strategy is not None:
+        stage, by = SHARDING.get(strategy, -1), f"--data-parallel-sharding-strategy {strategy}"
+        if stage < 0:
+            found.problems.append(
+                f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
+            )
+    elif strategy is not None:
+        found.neutral["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
+    if stage == 0 and "--use-distributed-optimizer" in asked:
+        stage, by = 1, "--use-distributed-optimizer"
+    if stage > 0 and "zero_stage" not in found.values:
+        give(found, "zero_stage", stage, by)
+    elif "--use-distributed-optimizer" in asked and by != "--use-distributed-optimizer":
+        found.neutral["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
+
+
+def _profile(found: Scan) -> None:
+    """Give the steps to profile: Megatron starts ahead of the step behind START and ends behind END."""
+    first, last = "--profile-step-start", "--profile-step-end"
+    named = [flag for flag in (first, last) if flag in found.converted]
+    if not named:
+        return
+    if "profile" not in found.values:
+        found.neutral |= dict.fromkeys(named, "it acts with --profile only")
+        return
+    start, end = found.converted.get(first, 10), found.converted.get(last, 12)
+    steps = f"{start + 1}-{end}"
+    if found.values["profile"] not in (PROFILE_ALONE, steps):
+        found.problems.append(
+            f"{' and '.join(named)} must agree with --profile, got the steps {steps} and {found.values['profile']}. "
+            "Leave one out"
+        )
+    found.values["profile"], found.spelling["profile"] = steps, f"--profile {steps}"
+
+
+def _paths(found: Scan) -> None:
+    """Give the corpora that files and weighted split paths name."""
+    asked = found.converted
+    try:
+        if path := asked.get("--data-args-path"):
+            give(found, "data_path", paths_of_file(path), f"--data-args-path {path}")
+        if path := asked.get("--per-split-data-args-path"):
+            for field, text in paths_of_json(path).items():
+                give(found, field, text, f"--per-split-data-args-path {path}")
+        for field, text in weighted_paths(asked).items():
+            if field == "split":  # what the script says of --split did not act there, either
+                found.values["split"] = text
+            else:
+                give(found, field, text, "--train-weighted-split-paths")
+    except ConfigError as error:
+        found.problems.append(str(error))
+
+
+# Lengths: --train-samples, --train-tokens, and warm-up and decay in samples and tokens.
+
+SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+LENGTHS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
+
+
+def lengths(found: Scan, values: dict[str, Any], world_size: int) -> None:
+    """Set the steps of the run and the lengths of the learning rate in ``values``: all fields, defaults among them."""
+    asked = {flag: found.converted[flag] for flag in LENGTHS if flag in found.converted}
+    in_samples = bool(asked.keys() - {"--train-tokens"}) or any(values.get(name) is not None for name in SAMPLES)
+    if not asked and not in_samples:
+        return
+    sizes = _sizes(values, world_size)
+    if sizes is None:  # told by the checks of the layout
+        return
+    tokens = Fraction(values.get("enc_seq_length") or values.get("seq_length") or BatchConfig().seq_length)
+    run = _train_iters(found, values, asked, sizes, tokens)
+    if in_samples:
+        _in_samples(found, values, asked, sizes, tokens, run)
+
+
+def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
+    usual = BatchConfig()
+    t, p = values.get("model_parallel_size", 1), max(values.get("pipe_parallel_size", 1), 1)
+    if t < 1 or world_size % (t * p):
+        return None
+    full = values.get("batch_size", usual.batch_size) * values.get("gas", usual.gas) * (world_size // (t * p))
+    text = values.get("rampup_batch_size")
+    try:
+        return BatchSizes(full) if text is None else parse_rampup(text, full)
+    except ValueError:
+        return None
+
+
+def _train_iters(
+    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
+) -> int:
+    """Set ``train_iters``; return the steps that are given or follow from samples, whatever tokens say."""
+    given, samples, limit = found.values.get("train_iters"), asked.get("--train-samples"), asked.get("--train-tokens")
+    steps = given
+    if samples is not None:
+        steps = sizes.steps_within(samples)
+        first = sizes.at(0)
+        if samples and not steps:
+            found.problems.append(
+                f"--train-samples must hold a step, got {samples} samples and {first} in the first step. Raise it"
+            )
+        if given not in (None, steps):
+            found.problems.append(
+                f"--train-iters and --train-samples must agree, got {given} steps and {samples} samples, which are "
+                f"{steps} steps of {sizes.full}. Leave one of them out"
+            )
+    last = steps
+    if limit is not None:
+        by_tokens = sizes.steps_until(limit / tokens)
+        last = by_tokens if steps is None else min(steps, by_tokens)
+    if last is not None:
+        values["train_iters"] = last
+        found.values["train_iters"] = last
+    return values.get("train_iters", BatchConfig().train_iters) if steps is None else steps
+
+
+def _in_samples(
+    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction, run: int
+) -> None:
+    """Set the lengths of decay and warm-up in samples, and the step in which the decay ends.
+
+    Args:
+        run: steps of the run, as long as it would be without a limit of tokens.
+    """
+    whole = asked.get("--train-samples", sizes.consumed_after(run))
+    decay = _samples(found, "decay", asked.get("--lr-decay-tokens"), sizes, tokens)
+    decay = Fraction(whole) if decay is None else decay
+    warmup = _samples(found, "warmup", asked.get("--lr-warmup-tokens"), sizes, tokens)
+    if warmup is None and values.get("lr_warmup_samples") is not None:  # of the defaults
+        warmup = Fraction(values["lr_warmup_samples"])
+    if warmup is None and values.get("lr_warmup_iters") is not None:
+        warmup = Fraction(sizes.consumed_after(values["lr_warmup_iters"]))
+    values["lr_decay_samples"] = _number(decay)
+    values["lr_decay_iters"] = max(sizes.steps_until(decay), 1)
+    if warmup is not None:
+        values["lr_warmup_samples"] = _number(warmup)
+        values["lr_warmup_iters"] = None
+    if values.get("lr_wsd_decay_iters") is not None:
+        values["lr_wsd_decay_samples"] = values["lr_wsd_decay_iters"] * sizes.full
+        values["lr_wsd_decay_iters"] = None
+
+
+def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, tokens: Fraction) -> Fraction | None:
+    """Return a length that a flag gives, in samples: tokens take the place of samples, as in Megatron-DeepSpeed.
+
+    Steps and samples must be the same length.
+    """
+    steps, samples = found.values.get(f"lr_{name}_iters"), found.values.get(f"lr_{name}_samples")
+    if in_tokens is not None:
+        other = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
+        if other:
+            found.neutral[other] = f"--lr-{name}-tokens takes its place"
+        return in_tokens / tokens
+    if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
+        found.problems.append(
+            f"--lr-{name}-iters and --lr-{name}-samples must agree, got {steps} steps, which are "
+            f"{sizes.consumed_after(steps)} samples, and {_number(Fraction(samples))} samples. Leave one of them out"
+        )
+    if samples is not None:
+        return Fraction(samples)
+    return None if steps is None else Fraction(sizes.consumed_after(steps))
+
+
+def _number(length: Fraction) -> float | int:
+    return int(length) if length.denominator == 1 else float(length)
+
+
+# What follows from several settings together, once all of them are known.
+
+OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path")
+"""Fields that act where token files are read."""
+OF_RECOMPUTED = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
+"""Fields that act where whole layers are computed again."""
+SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
+"""Fields that act on fp16 only."""
+
+
+def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
+    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.neutral``."""
+    asked, t = found.converted, values.get("model_parallel_size", 1)
+    if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
+        values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
+    _gelu(found, values)
+    if "add_qkv_bias" in found.values and values.get("hidden_bias"):
+        values["add_qkv_bias"] = False
+        found.neutral["--add-qkv-bias"] = "all linear layers have biases"
+    for name, why in (
+        ("sequence_parallel", "one tensor rank has the whole sequence"),
+        ("partition_activations", "one tensor rank keeps the inputs whole"),
+    ):
+        if name in found.values and values.get(name) and t == 1:
+            values[name] = False
+            found.neutral[found.spelling[name]] = why
+    recomputes = values.get("checkpoint_activations") or values.get("recompute_granularity") == "full"
+    for name in OF_RECOMPUTED if not recomputes else ():
+        if name in found.values and found.spelling[name] not in found.neutral:
+            del values[name], found.values[name]
+            found.neutral[found.spelling[name]] = "no layers are computed again"
+    if values.get("dtype") not in (None, "fp16"):
+        for name in SCALING:
+            if name in found.values:
+                values.pop(name, None)
+                del found.values[name]
+                found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+    for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
+        if name in found.values:
+            found.neutral[found.spelling[name]] = "random tokens come from no file"
+    if "--no-pipeline-parallel" in asked:
+        stages = values.get("pipe_parallel_size", 0)
+        if stages > 1:
+            found.problems.append(
+                f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Leave one of them out"
+            )
+        found.neutral["--no-pipeline-parallel"] = "there is no pipeline"
+    if "--num-unique-layers" in asked:
+        layers = values.get("num_layers")
+        if layers is not None and asked["--num-unique-layers"] != layers:
+            found.problems.append(
+                f"--num-unique-layers must be --num-layers, for layers share no weights, got "
+                f"{asked['--num-unique-layers']} and {layers}. Leave it out"
+            )
+        found.neutral["--num-unique-layers"] = "layers share no weights"
+    relative = values.get("position_embedding_type", "relative") == "relative"
+    if family == "t5" and relative and "max_position_embeddings" in found.values:
+        del values["max_position_embeddings"]
+        found.neutral["--max-position-embeddings"] = "relative positions have no end"
+
+
+def _gelu(found: Scan, values: dict[str, Any]) -> None:
+    """Take the GELU that Megatron's switches of a fused kernel stand for: that kernel computes the tanh form."""
+    for flag, before, after in (
+        ("--no-bias-gelu-fusion", "gelu-tanh", "gelu"),
+        ("--bias-gelu-fusion", "gelu", "gelu-tanh"),
+    ):
+        if flag not in found.converted:
+            continue
+        if "activation" not in found.values and values.get("activation", "gelu") == before:
+            values["activation"] = after
+        else:
+            found.neutral[flag] = "the activation is said otherwise"

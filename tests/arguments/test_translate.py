@@ -1,0 +1,206 @@
+"""What other trainers' flags become, and what their programs are where a script is silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments.other_programs import BERT, GPT, PROGRAMS
+from megatron.arguments.parser import parse
+from megatron.config import Config
+from megatron.errors import ConfigError
+
+MEGATRON = {"gpt2": GPT, "bert": BERT, "t5": None, "llama": None}
+
+
+def read(line: str, family: str = "gpt2", *, is_megatron: bool = False, world_size: int = 1) -> Config:
+    defaults = MEGATRON[family] if is_megatron else None
+    return parse(line.split(), world_size=world_size, env={}, family=family, defaults=defaults)
+
+
+def value(config: Config, name: str) -> object:
+    return getattr(config.namespace(), name)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("--optimizer adam", {"optimizer": "adamw"}),
+        ("--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt", {"lr_decay_style": "wsd"}),
+        ("--initial-loss-scale 4096 --fp16", {"initial_scale_power": 12}),
+        ("--min-loss-scale 2 --fp16", {"min_scale": 2.0}),
+        ("--distributed-timeout-minutes 2", {"step_timeout": 120}),
+        ("--exit-duration-in-secs 90", {"exit_duration_in_mins": 1.5}),
+        ("--swiglu --hidden-size 300", {"activation": "gated-silu", "ff_hidden_size": 768}),
+        ("--swiglu --hidden-size 300 --ffn-hidden-size 100", {"activation": "gated-silu", "ff_hidden_size": 100}),
+        ("--glu-activation swiglu", {"activation": "gated-silu"}),
+        ("--bias-gelu-fusion", {"activation": "gelu-tanh"}),
+        ("--pad-vocab-size-to 1024", {"vocab_size": 1024}),
+        ("--use-distributed-optimizer", {"zero_stage": 1}),
+        ("--use-distributed-optimizer --zero-stage 2", {"zero_stage": 2}),
+        ("--use-torch-fsdp2", {"zero_stage": 3}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero_stage": 2}),
+        ("--use-megatron-fsdp --use-distributed-optimizer", {"zero_stage": 1}),
+        ("--zero-stage 3 --remote-device cpu", {"offload_parameters": True}),
+        ("--remote-device none", {"offload_parameters": False}),
+        ("--optimizer-cpu-offload", {"offload_optimizer": True}),
+        ("--activations-checkpoint-method uniform", {"checkpoint_activations": True}),
+        ("--activations-checkpoint-granularity selective", {"recompute_granularity": "selective"}),
+        ("--mock-data", {"data_path": "mock"}),
+        ("--group-query-attention", {"num_query_groups": 1}),
+        ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
+        ("--position-embedding-type rope --use-rope-scaling", {"rotary_scaling": "llama3"}),
+        (
+            "--position-embedding-type rotary --rotary-seq-len-interpolation-factor 3",
+            {"position_embedding_type": "rope", "rotary_scaling": "linear", "rotary_scaling_factor": 3.0},
+        ),
+        ("--no-position-embedding", {"position_embedding_type": "none"}),
+        ("--no-position-embedding --use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        ("--normalization rmsnorm", {"normalization": "RMSNorm"}),
+        ("--hidden-bias --add-qkv-bias", {"hidden_bias": True, "add_qkv_bias": False}),
+        ("--fim-data", {"fim_rate": 0.5}),
+        ("--profile --profile-step-start 4 --profile-step-end 6", {"profile": "5-6"}),
+        ("--profile", {"profile": "11-12"}),
+        ("--profile-step-start 4 --profile-step-end 6", {"profile": None}),
+        ("--skip-train --train-iters 5", {"train_iters": 0}),
+        ("--skip-train --load x", {"eval_only": True}),
+        ("--save-retain-interval 50", {"keep_every": 50, "keep_last": 1}),
+        ("--split '99,1,0'", {"split": "99,1,0"}),
+        ("--no-mmap-bin-files", {"data_impl": "pread"}),
+        ("--tokenizer-type GPTSentencePieceTokenizer", {"tokenizer_type": "SentencePiece"}),
+        ("--enable-zbh1-pipeline --pipe-parallel-size 2", {"pipeline_schedule": "zb-h1"}),
+        ("--num-layers 1_0", {"num_layers": 10}),
+    ],
+)
+def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, object]) -> None:
+    config = read(line, world_size=2)
+    assert {name: value(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--initial-loss-scale 1000 --fp16", "--initial-loss-scale must be a power of 2, got 1000"),
+        ("--swiglu --activation relu", "--swiglu must agree with --activation relu"),
+        ("--glu-activation geglu", "--glu-activation must be one of swiglu, got 'geglu'. Use --activation gated-gelu"),
+        ("--no-pipeline-parallel --pipe-parallel-size 2", "--no-pipeline-parallel needs one stage"),
+        ("--num-unique-layers 2 --num-layers 4", "must be --num-layers, for layers share no weights, got 2 and 4"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy all", "must be one of no_shard, .*, got 'all'"),
+        ("--mock-data --data-path x", "--mock-data must agree with --data-path x"),
+        ("--remote-device nvme", "--remote-device must be one of cpu, got 'nvme'"),
+        ("--data-args-path /nowhere", "--data-args-path must name a text file that can be read, got /nowhere"),
+        ("--profile x --profile-step-start 4", "--profile-step-start must agree with --profile"),
+    ],
+)
+def test_what_cannot_be_turned_into_ours_is_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(line, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "why"),
+    [
+        ("--group-query-attention", "t5", "it is for decoders"),
+        ("--fim-data", "t5", "T5 fills gaps anyway"),
+        ("--use-rope-scaling", "bert", "it is for decoders"),
+    ],
+)
+def test_what_sets_a_field_that_does_not_act_in_a_family_is_refused_there(line: str, family: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line} is refused: {why}"):
+        read(line, family)
+
+
+def test_megatrons_programs_have_its_defaults_where_a_script_is_silent() -> None:
+    assert PROGRAMS["pretrain_gpt.py"] == ("gpt2", GPT) and PROGRAMS["pretrain_bert.py"] == ("bert", BERT)
+    theirs, ours = read("", is_megatron=True), read("")
+    assert (theirs.model.hidden_bias, theirs.model.activation) == (True, "gelu-tanh")
+    assert (theirs.optimizer.lr_decay_style, theirs.optimizer.warmup) == ("linear", 0.0)
+    assert (theirs.precision.dtype, theirs.model.make_vocab_size_divisible_by) == ("fp32", 128)
+    assert (ours.model.hidden_bias, ours.model.activation, ours.optimizer.warmup) == (False, "gelu", 0.01)
+    assert read("--bf16 --openai-gelu --disable-bias-linear --warmup 0.5", is_megatron=True).optimizer.warmup == 0.5
+    assert not read("--disable-bias-linear", is_megatron=True).model.hidden_bias
+    assert read("--no-bias-gelu-fusion", is_megatron=True).model.activation == "gelu", "as Megatron without its kernel"
+    assert read("", "bert", is_megatron=True).data.tokenizer_type == "BertWordPieceLowerCase"
+
+
+def test_a_first_run_of_theirs_names_the_folder_that_it_goes_on_from() -> None:
+    assert read("--load x", is_megatron=True).checkpoint.load_if_exists
+    assert not read("--load x --exit-on-missing-checkpoint", is_megatron=True).checkpoint.load_if_exists
+    assert not read("--load x --finetune", is_megatron=True).checkpoint.load_if_exists
+    assert not read("", is_megatron=True).checkpoint.load_if_exists
+    assert not read("--load x").checkpoint.load_if_exists
+
+
+def test_files_of_paths_are_paths(tmp_path: Path) -> None:
+    listed, each = tmp_path / "paths.txt", tmp_path / "each.json"
+    listed.write_text("0.25 a\n0.75 b\n")
+    each.write_text(json.dumps({"train": ["0.5", "a", "0.5", "b"], "valid": ["c"], "test": ["d"]}))
+    assert read(f"--data-args-path {listed} --dry-run").data.data_path == "0.25 a 0.75 b"
+    data = read(f"--per-split-data-args-path {each} --dry-run").data
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == ("0.5 a 0.5 b", "c", "d")
+
+
+def weighted(*texts: str) -> Config:
+    flags = ("--train-weighted-split-paths", "--valid-weighted-split-paths", "--test-weighted-split-paths")
+    words = [word for flag, text in zip(flags, texts, strict=False) for word in (flag, text)]
+    return parse([*words, "--dry-run"], world_size=1, env={})
+
+
+def test_neighbouring_ranges_of_the_same_corpora_are_a_split() -> None:
+    data = weighted("train: 0.3 0:0.9 a, 0.7 0:0.9 b", "v: 0.3 0.9:0.95 a, 0.7 0.9:0.95 b").data
+    assert (data.data_path, data.split) == ("0.3 a 0.7 b", "18,1,1")
+    data = weighted("t: 1 0:1 a, 2 0:1 b", "v: 1 0:1 c").data
+    assert (data.train_data_path, data.valid_data_path, data.data_path) == ("1 a 2 b", "1 c", None)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["train 0.3 0:0.9 a"], "must be .NAME: WEIGHT START:END PATH"),
+        (["train: 0.3 0:0.9"], "must be .NAME: WEIGHT START:END PATH"),
+        (["train: 0.3 0.9:0 a"], "where '0.3 0.9:0 a' is none of these"),
+        (["t: 1 0:0.9 a", "v: 1 0.9:1 b"], "the same ranges of the same corpora"),
+        (["t: 1 0:0.9 a", "v: 1 0.8:1 a"], "one behind the other"),
+        (["t: 1 0:1 a", "v: 1 0:1 b, w: 1 0:1 c"], "where a second group begins"),
+    ],
+)
+def test_split_paths_that_our_flags_cannot_say_are_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        weighted(*texts)
+
+
+def with_json(content: object, line: str, folder: Path) -> Config:
+    (folder / "ds.json").write_text(json.dumps(content))
+    return read(f"{line} --deepspeed_config {folder / 'ds.json'}")
+
+
+def test_flags_give_the_optimizers_numbers_and_the_json_the_loss_scale(tmp_path: Path) -> None:
+    """As in Megatron-DeepSpeed, which hands its own optimizer to an engine that scales the loss itself."""
+    config = with_json({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}}, "--lr 0.2", tmp_path)
+    assert config.optimizer.lr == 0.2
+    assert {*config.neutral} == {"optimizer.params.lr", "optimizer.params.torch_adam"}
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 3}}
+    config = with_json(fp16, "--fp16 --loss-scale 12 --hysteresis 2", tmp_path)
+    assert (config.precision.loss_scale, config.precision.hysteresis) == (0, 3)
+    assert {*config.neutral} == {"--loss-scale 12", "--hysteresis 2"}
+
+
+def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    content = {
+        "bfloat16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 1, "cpu_offload": True, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "curriculum_learning": {"enabled": False, "min_difficulty": 8},
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": False}},
+        "prescale_gradients": True,
+    }
+    config = with_json(content, "", tmp_path)
+    assert (config.optimizer.zero_stage, config.optimizer.offload_optimizer) == (1, True)
+    assert {*config.neutral} == {
+        "zero_optimization.overlap_comm", "zero_optimization.reduce_bucket_size", "scheduler", "curriculum_learning",
+        "data_efficiency", "prescale_gradients",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"6 problems(.|\n)*scheduler is refused by --strict-flags"):
+        with_json(content, "--strict-flags", tmp_path)
