@@ -91,6 +91,14 @@ def _module_of(family: ModelFamily, part: str) -> str:
     return PLAIN[part] if is_plain else own
 
 
+def is_common_decoder(family: str) -> bool:
+    """Return whether a model of ``family`` is the common decoder with settings that others may have as well."""
+    line = FAMILIES.get(family)
+    if line is None or line.kind != "decoder" or line.has_section:
+        return False
+    return _module_of(line, "model") == PLAIN["model"]
+
+
 def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:
     """Return the ``Costs`` of the model of ``config``, a ``Config``, at the lengths of its samples.
 

@@ -33,7 +33,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, other_settings
 
 _LAYER = {
     "input_norm": "norm_1",
@@ -75,6 +75,10 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
 def problems(config: Config) -> Iterator[str]:
     """Yield what of ``config`` has no form there."""
     model = config.model
+    fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
+    yield from other_settings(model, fixed, free=("clip_qkv",))
+    if model.hidden_bias:
+        yield "MPT has no --hidden-bias there, got it"
     if model.activation != "gelu":
         yield f"MPT has the activation gelu there, got {model.activation}"
     if model.attention_size != model.hidden_size:
@@ -110,10 +114,10 @@ def fields(config: Config) -> dict[str, Any]:
         **_FIXED,
         "attn_config": {
             **_FIXED_IN_ATTENTION,
-            "alibi_bias_max": config.own.alibi_bias_max,
+            "alibi_bias_max": config.model.alibi_bias_max,
             "attn_impl": "torch",
             "attn_pdrop": 0,
-            "clip_qkv": config.own.clip_qkv or None,
+            "clip_qkv": config.model.clip_qkv or None,
             "softmax_scale": None,
         },
     }
@@ -161,7 +165,7 @@ def prepare(theirs: Any, config: Config) -> None:
     make = theirs.transformer.build_mpt_alibi_tensor
 
     def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
-        return make(*args, **{**named, "alibi_bias_max": config.own.alibi_bias_max})
+        return make(*args, **{**named, "alibi_bias_max": config.model.alibi_bias_max})
 
     theirs.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
 
