@@ -30,7 +30,6 @@ _UNKNOWN_HERE = {
 _UNKNOWN_IN_T5 = {
     "swiglu": "a gated activation",
     "squared_relu": "a squared ReLU",
-    "use_rotary_position_embeddings": "rotary positions",
     "apply_layernorm_1p": "norms with weights less 1 (--apply-layernorm-1p)",
 }
 _ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0, "rotary_high_frequency_factor": 4.0,
@@ -149,7 +148,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
         strange.append(f"{norm} for LayerNorm")
     if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed's is [1] where there are none
         strange.append("experts")
-    if positions not in known and not (positions == "rope" and strange):
+    if positions not in known:
         strange.append(f"positions of type {positions}")
     if (settings.get("softmax_type") or "vanilla") != "vanilla":
         strange.append(f"a softmax of type {settings['softmax_type']}")
