@@ -22,7 +22,7 @@ GROUPS = {
         --moe-use-legacy-grouped-gemm --moe-extended-tp --moe-input-jitter-eps --moe-per-layer-logging
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute""",
     "every layer attends as its family does; leave it out": """
-        --window-size --window-attn-skip-freq --softmax-type --multi-latent-attention --q-lora-rank --kv-lora-rank
+        --softmax-type --multi-latent-attention --q-lora-rank --kv-lora-rank
         --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --attention-output-gate --qk-l2-norm --no-rope-freq
         --mrope-section""",
     "all layers are alike, attention and feed-forward; leave it out": """
@@ -240,15 +240,11 @@ MEGATRON_REFUSED = {
     "--enable-zbh1-pipeline": "use --pipeline-schedule zb-h1",
     "--decoder-first-pipeline-num-layers": "use --partition-method",
     "--decoder-last-pipeline-num-layers": "use --partition-method",
-    "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
     "--group-query-attention": "there are as many key heads as query heads; leave it out",
-    "--rotary-percent": "rotary positions turn the whole head; leave it out",
     "--rotary-interleaved": "rotary positions turn halves against each other, as in Hugging Face's files; leave it out",
     "--use-rope-scaling": "use --rotary-scaling llama3",
     "--rotary-seq-len-interpolation-factor": "use --rotary-scaling linear and --rotary-scaling-factor",
     "--swiglu": "use --activation gated-silu, and --ff-hidden-size for its size",
-    "--squared-relu": "use --activation relu, gelu or gelu-tanh",
-    "--normalization": "GPT-2 has layer norms; leave it out",
     "--attention-backend": f"{_SDPA}; leave it out",
     "--use-flash-attn-v1": f"{_SDPA}; leave it out",
     "--use-flash-attn-triton": f"{_SDPA}; leave it out",
@@ -267,15 +263,13 @@ MEGATRON_REFUSED = {
     "--fp8-hybrid": "use --bf16",
     "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
     "--no-pipeline-parallel": "use --pipe-parallel-size 0 or 1",
-    "--no-position-embedding": "models without learned positions are LLaMA (examples/llama) and MPT (examples/mpt)",
+    "--no-position-embedding": "use --position-embedding-type rope, alibi or none",
     "--log-optimizer-states-to-tensorboard": "use --log-layer-norms, or --debug-dump",
     "--tensorboard-queue-size": "events are written as they come; leave it out",
     "--cpu-offloading-num-layers": "use --checkpoint-in-cpu with --checkpoint-activations",
-    "--embed-layernorm": "the embedding has no norm of its own; leave it out",
     "--universal-checkpoint": "checkpoints load in every layout; leave it out",
     "--compression-training": "there is no compression; leave it out",
     "--cross-entropy-loss-fusion": "the loss is one function anyway; leave it out, or see --loss-chunk-tokens",
-    "--qk-layernorm": "queries and keys have no norms of their own; leave it out",
     "--mock-data": "use --data-path; `bash run_gpt2.sh` makes sample data",
     "--recompute-modules": "use --recompute-granularity selective, which is attention alone, or full; leave it out",
     "--no-check-for-nan-in-loss-and-grad": "loss and gradient norm are always looked at; see --stability-guard skip",
@@ -288,8 +282,6 @@ MEGATRON_REFUSED = {
     "--check-weight-hash-across-dp-replicas-interval": "use --drift-interval",
     "--kill-switch-path": "send SIGTERM, which saves and leaves with code 75, or use --exit-interval",
     "--inference": "use --eval-only, or tools/generate.py",
-    "--add-qkv-bias": "all linear layers have biases, by --hidden-bias, or none; leave it out",
-    "--apply-layernorm-1p": "norms multiply by their weights; leave it out",
     "--activation-func-clamp-value": "activations are not clamped; leave it out",
     "--rope-type": "use --rotary-scaling",
     "--cross-entropy-fusion-impl": "the loss is one function anyway; leave it out, or see --loss-chunk-tokens",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron import files, log
-from megatron.checkpoint import folders, metadata
+from megatron.checkpoint import folders, former, metadata
 from megatron.checkpoint.folders import checkpoints_in
 from megatron.checkpoint.metadata import (
     DTYPES,
@@ -343,11 +343,12 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
     """
     flags, now = config.checkpoint, config.identity()
     free: tuple[str, ...] = ("vocab_size",) if flags.resize_vocab else ()
-    free += config.own.REFITTED if flags.finetune else ()
+    free += config.refitted if flags.finetune else ()
     try:
+        saved = former.identity(saved)
         compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)
     except CheckpointError as error:
-        fitting = [key for key in config.own.REFITTED if saved.get(key, _ABSENT) != now[key]]
+        fitting = [key for key in config.refitted if saved.get(key, _ABSENT) != now[key]]
         if not fitting or flags.finetune:
             raise
         raise CheckpointError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.config import decoder
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -54,7 +55,9 @@ IDENTITY = (
     "untie_embeddings",
     "activation",
 )
-"""Fields of the model that two runs must share for one's weights to fit the other; a family may add and leave out."""
+"""Fields of the model that two runs must share for one's weights to fit the other, beside those of a decoder
+(``decoder.IDENTITY``); a family may add and leave out.
+"""
 
 RANK_BOUND = ("local_rank",)
 """Fields that differ between the ranks of one job; they are in no dictionary that ranks compare."""
@@ -89,7 +92,7 @@ class Config:
     def __post_init__(self) -> None:
         own = self.own.resolved(self.model, self.data)
         object.__setattr__(self, "own", own)
-        if own.has_max_positions and not self.model.max_position_embeddings:
+        if own.has_max_positions(self.model) and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
         if not self.optimizer.lr_decay_iters:
@@ -132,10 +135,18 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """Return what two models must share for one's weights to fit the other."""
-        own = self.own
-        sizes = {name: getattr(self.model, name) for name in IDENTITY if name not in own.NO_IDENTITY}
+        own, model = self.own, self.model
+        names = [*IDENTITY, *(decoder.IDENTITY if own.KIND == "decoder" else ()), *own.IDENTITY]
+        if own.KIND == "decoder" and not model.has_learned_positions:
+            names.remove("max_position_embeddings")  # there is no table of them
         family = {"family": self.family} if self.family != FIRST_FAMILY else {}
-        return {**family, **sizes, **{name: getattr(own, name) for name in own.IDENTITY}}
+        values = {name: getattr(own if hasattr(own, name) else model, name) for name in names}
+        return {**family, **{name: value for name, value in values.items() if name not in own.NO_IDENTITY}}
+
+    @property
+    def refitted(self) -> tuple[str, ...]:
+        """Names in ``identity`` with which the same weights fit and compute something else."""
+        return (*(decoder.REFITTED if self.own.KIND == "decoder" else ()), *self.own.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data for JSON, the same on every rank."""

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 from megatron.config.batch import BatchConfig
 from megatron.config.data import DataConfig
+from megatron.config.decoder import LEARNED, DecoderFeatures, feature_problems, unused_features
 from megatron.config.option import Option, option
 
 # What the model is: sizes and the arithmetic of its layers.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The sizes of a model; a size of 0 is derived from the others when the object is made."""
+class ModelConfig(DecoderFeatures):
+    """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
 
     num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
     hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
@@ -39,7 +40,7 @@ class ModelConfig:
     hidden_bias: bool = option(False, "give the linear layers biases")
     max_position_embeddings: int = option(
         0,
-        "learned positions; in LLaMA and MPT, which have none, the longest sequence that the model is made for",
+        "learned positions; of a model without a table of them the longest sequence that it is made for",
         minimum=1,
         shown_default="the longest sequence",
     )
@@ -74,8 +75,8 @@ class ModelConfig:
         "gelu",
         "activation of the feed-forward layer; gelu-tanh is the approximation that GPT-2 was trained with; a gated "
         "one multiplies the activation (gated-gelu: that approximation) with a second product of the input",
-        choices=("gelu", "gelu-tanh", "relu", "gated-gelu", "gated-silu"),
-        constants={"--openai-gelu": "gelu-tanh"},
+        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu"),
+        constants={"--openai-gelu": "gelu-tanh", "--squared-relu": "squared-relu"},
     )
     make_vocab_size_divisible_by: int = option(
         1, "pad the vocabulary to a multiple of this and of --model-parallel-size; padded rows are masked", minimum=1
@@ -100,6 +101,10 @@ class ModelConfig:
             object.__setattr__(self, "kv_hidden_size", self.hidden_size // self.num_attention_heads)
         if not self.ff_hidden_size:
             object.__setattr__(self, "ff_hidden_size", 4 * self.hidden_size)
+        if not self.num_query_groups:
+            object.__setattr__(self, "num_query_groups", self.num_attention_heads)
+        if self.position_embedding_type == "learned":
+            object.__setattr__(self, "position_embedding_type", LEARNED)
 
     @property
     def attention_size(self) -> int:
@@ -157,15 +162,14 @@ class FamilyConfig:
     def is_encoder_decoder(self) -> bool:
         return self.KIND == "encoder-decoder"
 
-    @property
-    def has_max_positions(self) -> bool:
-        """Whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
+    def has_max_positions(self, model: ModelConfig) -> bool:
+        """Return whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
         return True
 
-    @property
-    def summary(self) -> str:
-        """What is said of the model behind its sizes."""
-        return ""
+    def summary(self, model: ModelConfig) -> str:
+        """Return what is said of the model behind its sizes."""
+        is_grouped = model.num_query_groups != model.num_attention_heads
+        return f"{model.num_query_groups} heads of keys" if is_grouped else ""
 
     def total_layers(self, model: ModelConfig) -> int:
         """Return the transformer layers, of both sides."""
@@ -185,15 +189,19 @@ class FamilyConfig:
 
     def model_problems(self, config: Any) -> Iterator[str]:
         """Yield what cannot be of the model alone, wherever the settings of ``config``, a ``Config``, come from."""
-        yield from ()
+        if self.KIND == "decoder":
+            yield from feature_problems(config)
 
     def check(self, config: Any) -> Iterator[str]:
         """Yield what cannot be in ``config``, a ``Config``, and what was given and cannot act.
 
-        As it is: a sequence that is longer than the model's positions.
+        As it is: a sequence that is longer than the model's positions, and of a decoder what cannot go together.
         """
+        yield from self.model_problems(config)
+        if self.KIND == "decoder":
+            yield from unused_features(config)
         length, positions = config.batch.seq_length, config.model.max_position_embeddings
-        if length > positions:
+        if length > positions and config.model.has_position_ids:
             yield (
                 f"--seq-length must not exceed --max-position-embeddings, got {length} and {positions}. "
                 "Raise --max-position-embeddings, or shorten the sequence"

@@ -37,6 +37,7 @@ class Option:
     family_kind: str = ""  # of the families in which it acts; "" for all but those whose ADVICE names it
     elsewhere: str = ""  # what a run in which it does not act is told to do, where its family's ADVICE is silent
     alone: str | None = None  # the value where none follows the flag
+    read: Callable[[str], Any] | None = None  # a text to the value, where it is written in another way than its kind
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
     short: str = ""  # its line in --help, of a flag that people set; without one it is in --help-all only
 
@@ -94,7 +95,9 @@ class Option:
         """Return (value, problem) of what the user typed after ``flag``."""
         value: Any = text
         try:
-            if self.kind in ("int", "float"):
+            if self.read is not None:
+                value = self.read(text)
+            elif self.kind in ("int", "float"):
                 value = int(text) if self.kind == "int" else float(text)
         except ValueError:
             return None, f"{flag} must be {self.rule()}, got {text!r}"
@@ -112,8 +115,10 @@ def option(default: Any, help: str, *, flag: str | None = None, shown_default: s
 
 @functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
-    """Return the options of a configuration dataclass in the order of its fields."""
-    return tuple(_option_of(field) for field in dataclasses.fields(section) if field.metadata)
+    """Return the options of a configuration dataclass in the order of its fields, those of its base last."""
+    own = section.__dict__.get("__annotations__", {})
+    found = [field for field in dataclasses.fields(section) if field.metadata]
+    return tuple(_option_of(field) for field in sorted(found, key=lambda field: field.name not in own))
 
 
 def _option_of(field: dataclasses.Field[Any]) -> Option:

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.config.config import SECTIONS
+from megatron.config.decoder import not_built
 from megatron.config.model import ModelFamily
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
@@ -117,6 +118,8 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
     Args:
         get_batch_pipe: given a micro-batch, what the first stage takes and what the loss takes.
     """
+    if problems := list(not_built(config)):
+        raise ValueError("; ".join(problems))
     if topology is None:
         return _class_of(config.family, "model")(load(config.family, "model").model_args(config), place)
     switches = importlib.import_module(f"{COMMON}.transformer").recompute_switches(config)

@@ -131,10 +131,8 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
     """Return sizes of the tensor axis that cut all heads and widths whole, within a node."""
-    model, own = planner.config.model, planner.config.own
-    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size]
-    if hasattr(own, "num_query_groups"):
-        cut.append(own.num_query_groups)
+    model = planner.config.model
+    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
     sizes = [t for t in divisors(wanted.world_size) if all(size % t == 0 for size in cut)]
     if wanted.plain.optimizer == "adafactor":  # it needs whole matrices
         sizes = [1]
@@ -311,10 +309,11 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     fewer = replace(layout, data=layout.data // HALF, num_micro_batches=layout.num_micro_batches * HALF)
     if fewer.data == 1:
         fewer = _with_stage(fewer, 0)
-    model, own = planner.config.model, planner.config.own
-    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, planner.machine.devices_per_node]
+    model = planner.config.model
+    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
+    cut.append(planner.machine.devices_per_node)
     tensor = layout.tensor * HALF
-    is_whole = all(size % tensor == 0 for size in [*cut, getattr(own, "num_query_groups", tensor)])
+    is_whole = all(size % tensor == 0 for size in cut)
     if is_whole and layout.optimizer != "adafactor":
         flags = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
         yield flags + _less(layout, fewer), replace(fewer, tensor=tensor)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron import device, log
+from megatron.checkpoint import former
 from megatron.config import Config
+from megatron.config.decoder import REFITTED
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
 
@@ -42,11 +44,9 @@ RULES = (
         "the weights would not fit; every difference is listed (check_model)",
     ),
     Rule(
-        "--rotary-base, --rotary-scaling and its numbers (LLaMA), --alibi-bias-max, --clip-qkv (MPT), "
+        "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, --scale-embeddings, --clip-qkv (decoders), "
         "--relative-attention-max-distance (T5)",
-        ("llama.rotary_base", "llama.rotary_scaling", "llama.rotary_scaling_factor",
-         "llama.rotary_low_frequency_factor", "llama.rotary_high_frequency_factor", "llama.rotary_original_positions",
-         "mpt.alibi_bias_max", "mpt.clip_qkv", "t5.relative_attention_max_distance"), MUST,
+        (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
         "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
         is_of_weights=True,
     ),
@@ -118,7 +118,7 @@ RULES = (
 
 def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
     """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; one that was not saved is left."""
-    given = now.to_dict()
+    saved, given = former.settings(saved), now.to_dict()
     for rule in rules:
         for name in rule.fields:
             section, field = name.split(".")

@@ -156,7 +156,7 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
 def model_text(config: Config) -> str:
     """Return the sizes of the model that ``config`` describes."""
     model, own = config.model, config.own
-    layers, more = f"{model.num_layers} layers", own.summary
+    layers, more = f"{model.num_layers} layers", own.summary(model)
     if own.is_encoder_decoder:
         layers = f"{own.enc_layers} encoder and {own.dec_layers} decoder layers"
     return (

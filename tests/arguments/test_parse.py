@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, DataError, exit_code
 from megatron.models.registry import FAMILIES
 
 OF_OTHERS = """
---sft --no-mmap-bin-files --add-qkv-bias --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
+--sft --no-mmap-bin-files --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
 --log-num-zeros-in-grad --num-classes --num-channels --img-h --use-vision-head --test-mode
 """.split()
 """Flags of other programs, like which there is none among ours."""

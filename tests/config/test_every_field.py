@@ -40,6 +40,7 @@ from megatron import data, device, mpu, tokenizer
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.arguments.flag_values import all_options, all_sections, takes
 from megatron.config import Config, parse
+from megatron.config.decoder import IDENTITY
 from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import CheckpointError, ConfigError
@@ -88,9 +89,7 @@ ACTS_ON = {
         num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
         activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
-        dec_layers position_embedding_type relative_attention_num_buckets relative_attention_max_distance
-        num_query_groups rotary_base rotary_scaling rotary_scaling_factor rotary_low_frequency_factor
-        rotary_high_frequency_factor rotary_original_positions alibi_bias_max clip_qkv binary_head
+        dec_layers relative_attention_num_buckets relative_attention_max_distance binary_head
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": "loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",
@@ -144,7 +143,7 @@ READ_IN = {
     "local_rank": "training/initialize.py",
 }
 """Field -> the module that reads it in a run, and the property or method of its section by which it does."""
-NO_EFFECT: dict[str, str] = {}
+NO_EFFECT: dict[str, str] = dict.fromkeys(IDENTITY, "not built yet in all of its forms")
 """Field -> why it changes nothing."""
 
 BESIDE = {

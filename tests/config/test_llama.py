@@ -20,10 +20,11 @@ def parsed(*words: str, family: str = "llama", world_size: int = 1, defaults: st
 
 def test_llama_drops_nothing_has_a_gated_silu_and_an_untied_head() -> None:
     config = parsed("--num-attention-heads", "8")
-    model, llama = config.model, config.own
+    model = config.model
     assert (model.attention_dropout, model.hidden_dropout, model.activation) == (0.0, 0.0, "gated-silu")
     assert model.untie_embeddings and not model.hidden_bias and model.max_position_embeddings == 64
-    assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (8, 10000.0, "none")
+    assert (model.num_query_groups, model.rotary_base, model.rotary_scaling) == (8, 10000.0, "none")
+    assert (model.position_embedding_type, model.normalization) == ("rope", "RMSNorm")
     assert config_from_values({}, family="llama").model.untie_embeddings
     assert "default: gated-silu" in help_text(family="llama", is_whole=True)
     assert "default: gated-silu" not in help_text(is_whole=True)
@@ -37,12 +38,13 @@ def test_the_defaults_of_a_family_give_way_to_a_recipe_and_this_to_flags() -> No
     assert parsed("--hidden-dropout", "0.1").model.hidden_dropout == 0.1
 
 
-def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
+def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identity() -> None:
     config = parsed("--num-key-value-heads", "2", "--rope-theta", "500000", "--rotary-scaling", "llama3")
     identity = config.identity()
     assert (identity["family"], identity["num_query_groups"], identity["rotary_base"]) == ("llama", 2, 500000.0)
     assert identity["rotary_scaling"] == "llama3" and "max_position_embeddings" not in identity
-    assert "llama" in config.to_dict() and not {"t5", "mpt", "bert"} & set(config.to_dict())
+    assert config.to_dict()["model"]["num_query_groups"] == 2
+    assert not {"llama", "t5", "mpt", "bert"} & set(config.to_dict())
     assert config.namespace().num_key_value_heads == 2
 
 
@@ -55,12 +57,14 @@ def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
             "--num-query-groups must be a multiple of --model-parallel-size",
         ),
         ("--num-query-groups 0", "--num-query-groups must be a positive integer, got 0"),
-        ("--activation gelu", "--activation must be gated-silu or gated-gelu in LLaMA, got gelu"),
         ("--kv-hidden-size 5", "must be even for rotary positions, which turn pairs of numbers, got 5"),
-        ("--rotary-scaling-factor 2", "--rotary-scaling-factor acts with --rotary-scaling linear or llama3 only"),
+        (
+            "--rotary-scaling-factor 2",
+            "--rotary-scaling-factor acts with --rotary-scaling linear or llama3 or yarn only",
+        ),
         (
             "--rotary-scaling linear --rotary-original-positions 64",
-            "--rotary-original-positions acts with --rotary-scaling llama3 only, got linear",
+            "--rotary-original-positions acts with --rotary-scaling llama3 or yarn only, got linear",
         ),
         (
             "--rotary-scaling llama3 --rotary-low-frequency-factor 4",
@@ -68,10 +72,13 @@ def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
         ),
         ("--rotary-base 1", "--rotary-base must be a finite number of more than 1, got 1.0"),
         ("--max-position-embeddings 32", "--seq-length must not exceed --max-position-embeddings, got 64 and 32"),
-        ("--position-embedding-type learned", "LLaMA has rotary positions; leave it out"),
+        ("--position-embedding-type relative", "must be one of learned_absolute, rope, alibi, none in a decoder"),
+        (
+            "--position-embedding-type learned --rotary-base 500",
+            "--rotary-base acts with --position-embedding-type rope",
+        ),
         ("--swiglu", "LLaMA has --activation gated-silu anyway"),
         ("--group-query-attention", "--num-query-groups does it alone"),
-        ("--apply-residual-connection-post-layernorm", "LLaMA adds to the input of a layer's parts"),
     ],
 )
 def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
@@ -80,8 +87,8 @@ def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_its_flags_are_refused_elsewhere(family: str) -> None:
-    for flag, value in (("--num-query-groups", "2"), ("--rotary-base", "500"), ("--rotary-scaling", "linear")):
-        with pytest.raises(ConfigError, match="examples/llama/pretrain_llama.py"):
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.kind != "decoder"])
+def test_the_flags_of_decoders_are_refused_elsewhere(family: str) -> None:
+    for flag, value in (("--num-query-groups", "2"), ("--rotary-base", "500"), ("--clip-qkv", "6")):
+        with pytest.raises(ConfigError, match="it is for decoders; leave it out"):
             parse([flag, value], world_size=1, env={}, family=family)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.arguments import config_from_values, flags_doc
 from megatron.arguments.validate import find_problems
-from megatron.config import Config, ModelConfig, T5Config, parse
+from megatron.config import Config, ModelConfig, T5Config, decoder, parse
 from megatron.config.data import SET_SUFFIXES
 from megatron.errors import ConfigError
 
@@ -78,7 +78,7 @@ def test_what_two_models_must_share_is_named_by_family():
     gpt2 = parse(["--vocab-size", "9"], world_size=1, env={})
     assert list(gpt2.identity()) == [
         *("num_layers", "hidden_size", "num_attention_heads", "kv_hidden_size", "ff_hidden_size", "hidden_bias"),
-        *("max_position_embeddings", "vocab_size", "untie_embeddings", "activation"),
+        *("max_position_embeddings", "vocab_size", "untie_embeddings", "activation", *decoder.IDENTITY),
     ]
     t5 = read("--enc-layers 2 --vocab-size 9").identity()
     assert (t5["family"], t5["enc_layers"], t5["dec_layers"], "num_layers" in t5) == ("t5", 2, 4, False)
@@ -196,7 +196,6 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
         ("--apply-residual-connection-post-layernorm", "T5 adds to the input"),
         ("--mask-prob 0.2", "use --noise-density"),
         ("--normalization RMSNorm", "--position-embedding-type relative has RMS norms"),
-        ("--use-rotary-position-embeddings", "use --position-embedding-type relative or learned"),
     ],
 )
 def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
@@ -211,15 +210,22 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
         ("--decoder-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
         ("--enc-layers 2", "use pretrain_t5.py, or --num-layers here"),
         ("--noise-density 0.1", "use pretrain_t5.py, or leave it out"),
-        ("--position-embedding-type relative", "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"),
-        ("--normalization RMSNorm", "GPT-2 has layer norms"),
-        ("--use-rotary-position-embeddings", "GPT-2 has learned positions"),
+        ("--relative-attention-num-buckets 8", "use pretrain_t5.py, or leave it out"),
     ],
 )
 def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
     with pytest.raises(ConfigError) as caught:
         parse(flag.split(), world_size=1, env={})
     assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and message in str(caught.value)
+
+
+def test_positions_of_the_other_kind_of_model_are_refused():
+    assert "must be relative (T5) or learned (CPM's T5), got rope" in error_of("--use-rotary-position-embeddings")
+    assert "must be relative (T5) or learned (CPM's T5), got alibi" in error_of("--position-embedding-type alibi")
+    with pytest.raises(
+        ConfigError, match="must be one of learned_absolute, rope, alibi, none in a decoder, got relative"
+    ):
+        parse(["--position-embedding-type", "relative"], world_size=1, env={})
 
 
 def test_defaults_of_the_other_model_are_told():

@@ -158,7 +158,7 @@ MPT = (
     Mutant(
         "their model keeps the slopes that it has without the setting",
         "megatron/models/mpt/huggingface.py",
-        '"alibi_bias_max": config.own.alibi_bias_max})',
+        '"alibi_bias_max": config.model.alibi_bias_max})',
         "})",
         (TWELVE_HEADS,),
     ),

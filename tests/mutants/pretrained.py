@@ -112,14 +112,14 @@ PRETRAINED = (
     Mutant(
         "any start takes weights with what no shape depends on",
         "megatron/checkpoint/loading.py",
-        "    free += config.own.REFITTED if flags.finetune else ()\n",
-        "    free += config.own.REFITTED\n",
+        "    free += config.refitted if flags.finetune else ()\n",
+        "    free += config.refitted\n",
         (FIT,),
     ),
     Mutant(
         "a fresh start may not leave the settings of an earlier training",
         "megatron/checkpoint/loading.py",
-        "    free += config.own.REFITTED if flags.finetune else ()\n",
+        "    free += config.refitted if flags.finetune else ()\n",
         "",
         (FIT,),
         refuses=True,

@@ -99,7 +99,7 @@ def vectors(config: Config) -> float:
     if config.own.is_encoder_decoder:
         return 0.0
     norm = h if config.family in ("llama", "mpt") else 2 * h
-    groups = config.own.num_query_groups if config.family == "llama" else model.num_attention_heads
+    groups = model.num_query_groups
     gates = 2 if model.activation.startswith("gated-") else 1
     biases = (model.num_attention_heads + 2 * groups) * d + h + gates * f + h if model.hidden_bias else 0
     second = h + 2 if config.family == "bert" and config.own.binary_head else 0  # of one token

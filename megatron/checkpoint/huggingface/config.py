@@ -15,6 +15,7 @@ import tokenizers
 from megatron import files
 from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.validate import model_problems
+from megatron.checkpoint import former
 from megatron.checkpoint.huggingface.folder import write_json
 from megatron.config import Config
 from megatron.config.option import Option, is_derived
@@ -315,7 +316,7 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         CheckpointError: there is none, or it is of a family that this program does not know.
     """
     try:
-        saved, sizes = state["config"], state["model"]
+        saved, sizes = former.settings(state["config"]), state["model"]
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         known = {option.name for _, option in all_options()}
@@ -389,7 +390,8 @@ def flags_of(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and reads its tokenizer."""
     files = {name: getattr(config.data, name) for name in _TOKENIZER}
     beside = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    given, usual = {**config.identity(), **beside, **files}, config.own.DEFAULTS
+    given, usual = {**config.identity(), **beside, **files}, dict(config.own.DEFAULTS)
+    usual["num_query_groups"] = config.model.num_attention_heads
     words: list[str] = []
     for _, option in all_options():
         value = given.get(option.name)

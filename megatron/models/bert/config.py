@@ -12,7 +12,6 @@ from megatron.config.model import FamilyConfig, ModelFamily
 from megatron.config.option import option
 
 _option = partial(option, elsewhere="it is for BERT; leave it out, or use examples/bert/pretrain_bert.py")
-_NO_TABLE = "BERT has learned positions; leave it out, or use pretrain_t5.py"
 _FRAME = {True: 3, False: 2}
 _SHORTEST_TEXT = 2
 
@@ -35,14 +34,9 @@ class BertConfig(FamilyConfig):
         "reset_position_ids": "BERT reads texts end to end; leave it out",
         "reset_attention_mask": "BERT reads texts end to end; leave it out",
         "eod_mask_loss": "BERT has a loss on masked tokens alone; leave it out",
-        "position_embedding_type": _NO_TABLE,
-        "relative_attention_num_buckets": _NO_TABLE,
-        "relative_attention_max_distance": _NO_TABLE,
-    }
-    REFUSED: ClassVar = {
-        "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
-        "--normalization": "BERT has layer norms; leave it out",
-        "--add-qkv-bias": "BERT's linear layers have biases anyway; leave it out",
+        "position_embedding_type": "BERT has learned positions; leave it out",
+        "normalization": "BERT has layer norms; leave it out",
+        "add_qkv_bias": "BERT's linear layers have biases anyway; leave it out",
     }
     IDENTITY: ClassVar = ("binary_head",)
 

@@ -1,24 +1,15 @@
-"""GPT-2 is a decoder without flags of its own; its line."""
+"""GPT-2: learned positions, layer norms, a tied head; its line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron.config.model import FamilyConfig, ModelFamily
-
-_NO_TABLE = "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(FamilyConfig):
-    """Learned positions and layer norms: what the model's section says of it is all."""
-
-    ADVICE: ClassVar = {
-        "position_embedding_type": _NO_TABLE,
-        "relative_attention_num_buckets": _NO_TABLE,
-        "relative_attention_max_distance": _NO_TABLE,
-    }
+    """The decoder as its settings are where nothing is said."""
 
 
 FAMILY = ModelFamily(

@@ -41,7 +41,7 @@ def costs(config: Any, is_on_cpu: bool = False) -> LlamaCosts:
     return LlamaCosts(
         config.model,
         config.batch.seq_length,
-        num_groups=config.own.num_query_groups,
+        num_groups=config.model.num_query_groups,
         is_on_cpu=is_on_cpu,
         **dropout_costs(config, is_on_cpu),
     )

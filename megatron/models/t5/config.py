@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from megatron.config.batch import BatchConfig
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
+from megatron.config.decoder import LEARNED, RELATIVE
 from megatron.config.model import FamilyConfig, ModelConfig, ModelFamily
 from megatron.config.option import option
 from megatron.models.t5 import spans
@@ -20,7 +21,7 @@ _option = partial(option, elsewhere="it is for T5; use pretrain_t5.py, or leave 
 _length = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
 _layers = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here")
 
-RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
+OF_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 """Fields that act on relative positions only."""
 SHORT_SPANS = ("noise_density", "mean_span_length")
 """Fields that act on the denoiser R only."""
@@ -42,15 +43,15 @@ class T5Config(FamilyConfig):
         "reset_position_ids": "T5 keeps documents apart by --reset-attention-mask alone; use that",
         "eod_mask_loss": "T5 learns the one end of its targets, and no document's end but those in masked spans; leave "
         "it out",
+        "normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
         "mask_prob": "use --noise-density",
         "short_seq_prob": "every sample has the same length of text; leave it out",
     }
     REFUSED: ClassVar = {
-        "--use-rotary-position-embeddings": "use --position-embedding-type relative or learned",
-        "--normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
         "--decoder-first-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
         "--decoder-last-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
     }
+    DEFAULTS: ClassVar = {"position_embedding_type": RELATIVE}
     IDENTITY: ClassVar = (
         "enc_layers",
         "dec_layers",
@@ -83,11 +84,6 @@ class T5Config(FamilyConfig):
     )
     dec_layers: int = _layers(
         0, "decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
-    )
-    position_embedding_type: str = _option(
-        "relative",
-        "relative: a bias on attention scores, RMS norms (T5); learned: a table of positions, layer norms (CPM)",
-        choices=("relative", "learned"),
     )
     relative_attention_num_buckets: int = _option(32, "rows of a relative bias table; an even number", minimum=4)
     relative_attention_max_distance: int = _option(
@@ -133,17 +129,11 @@ class T5Config(FamilyConfig):
         """Masked spans that a sample can have: the sentinels that its tokens must have."""
         return spans.most_spans(self.raw_length, self.kinds)
 
-    @property
-    def has_relative_positions(self) -> bool:
-        return self.position_embedding_type == "relative"
+    def summary(self, model: ModelConfig) -> str:
+        return f"{'relative' if model.has_relative_positions else 'learned'} positions"
 
-    @property
-    def summary(self) -> str:
-        return f"{self.position_embedding_type} positions"
-
-    @property
-    def has_max_positions(self) -> bool:
-        return not self.has_relative_positions
+    def has_max_positions(self, model: ModelConfig) -> bool:
+        return not model.has_relative_positions
 
     def sequence_lengths(self, batch: BatchConfig) -> tuple[int, ...]:
         return self.enc_seq_length, self.dec_seq_length
@@ -182,7 +172,16 @@ class T5Config(FamilyConfig):
                 "--relative-attention-num-buckets must be even, got "
                 f"{buckets}: half of the rows are for keys behind. Use {buckets - 1} or {buckets + 1}"
             )
-        if self.has_relative_positions and self.relative_attention_max_distance <= buckets // 2:
+
+    def model_problems(self, config: Config) -> Iterator[str]:
+        """Yield positions that a T5 has not, and a table of biases of which rows would be for no distance."""
+        kind, buckets = config.model.position_embedding_type, self.relative_attention_num_buckets
+        if kind not in (RELATIVE, LEARNED):
+            yield (
+                f"--position-embedding-type must be relative (T5) or learned (CPM's T5), got {kind}: an encoder and "
+                "its decoder have no others. Use one of these"
+            )
+        if kind == RELATIVE and self.relative_attention_max_distance <= buckets // 2:
             yield (
                 "--relative-attention-max-distance must exceed half of --relative-attention-num-buckets, got "
                 f"{self.relative_attention_max_distance} and {buckets}: shorter distances have a row each. "
@@ -190,12 +189,13 @@ class T5Config(FamilyConfig):
             )
 
     def check(self, config: Config) -> Iterator[str]:
+        yield from self.model_problems(config)
         yield from self._layer_problems(config)
         if config.data.cuts_spans:
             yield from self._span_problems(config)
         for prefix, flag in list(config.data.flag_of_set.items())[:1]:
             yield from self._fixed_span_problems(config, f"{flag} {prefix}, a set in three files whose spans are fixed")
-        if self.has_relative_positions:
+        if config.model.has_relative_positions:
             yield from self._relative_problems(config)
         else:
             yield from self._learned_problems(config)
@@ -276,7 +276,7 @@ class T5Config(FamilyConfig):
             )
 
     def _learned_problems(self, config: Config) -> Iterator[str]:
-        named = _flags(config, RELATIVE)
+        named = _flags(config, OF_RELATIVE)
         if named:
             yield f"{named} acts with --position-embedding-type relative only, got learned. Leave it out"
         positions = config.model.max_position_embeddings

@@ -38,8 +38,6 @@ class Sides(Protocol):
     @property
     def dec_seq_length(self) -> int: ...
     @property
-    def has_relative_positions(self) -> bool: ...
-    @property
     def relative_attention_num_buckets(self) -> int: ...
     @property
     def pipeline_split_rank(self) -> int: ...
@@ -88,7 +86,7 @@ class T5Costs(Costs):
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         sizes = self.sizes
-        norm = sizes.hidden_size * (1 if self.sides.has_relative_positions else 2)
+        norm = sizes.hidden_size * (1 if sizes.has_relative_positions else 2)
         attention = decoder_cost.attention_parameters(sizes, tensor)
         encoder_layer = attention + decoder_cost.feed_forward_parameters(sizes, tensor) + 2 * norm
         head = decoder_cost.table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
@@ -100,7 +98,7 @@ class T5Costs(Costs):
         embeddings = (units.enc_embedding, units.dec_embedding)
         words = embeddings if sizes.untie_embeddings else (*embeddings, units.head)
         word = Shared(decoder_cost.table_parameters(sizes, tensor), words)
-        if not sides.has_relative_positions:
+        if not sizes.has_relative_positions:
             return [word, Shared(sizes.max_position_embeddings * sizes.hidden_size, embeddings)]
         bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
@@ -260,7 +258,7 @@ class T5Costs(Costs):
         | to itself, else | the relative bias [a/t, s, s], with segments one for each sample |
         | cross, else | nothing |
         """
-        if not is_cross and not self.sides.has_relative_positions:
+        if not is_cross and not self.sizes.has_relative_positions:
             return 0
         square, heads = queries * keys, self.sizes.num_attention_heads // tensor
         masked = samples if self.has_segments else 0

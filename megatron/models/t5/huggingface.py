@@ -214,7 +214,7 @@ def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Wei
 
 
 def _problems(config: Config) -> Iterator[str]:
-    if not config.own.has_relative_positions:
+    if not config.model.has_relative_positions:
         yield "T5 has no learned positions there (the variant that CPM trained)"
     if config.model.hidden_bias:
         yield "T5 has no biases in its linear layers there, got hidden_bias"

@@ -49,7 +49,7 @@ def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], 
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    found = config_from_huggingface(with_attention(alibi_bias_max=16.0)).own.alibi_bias_max
+    found = config_from_huggingface(with_attention(alibi_bias_max=16.0)).model.alibi_bias_max
     assert found == 16 and isinstance(found, int)
 
 

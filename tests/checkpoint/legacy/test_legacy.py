@@ -92,7 +92,7 @@ def test_a_t5_with_learned_positions_is_read(tmp_path: Path, version: float) -> 
     found, identity = imported(folder, tmp_path / "run")
     require_same(found, ours)
     assert (identity["enc_layers"], identity["dec_layers"]) == (4, 4)
-    assert identity["position_embedding_type"] == "learned"
+    assert identity["position_embedding_type"] == "learned_absolute"
 
 
 def test_without_a_version_the_order_must_be_given(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_model_that_is_built(changes: dict, groups: 
     sizes = replace(SMALL, **changes)
     for tensor in (1, 2):
         place = ParallelContext(Group(tuple(range(tensor)), 0))
-        model = LlamaModel(llama_model_args_from(sizes, LlamaConfig(num_query_groups=groups)), place)
+        model = LlamaModel(llama_model_args_from(replace(sizes, num_query_groups=groups), LlamaConfig()), place)
         built = sum(parameter.numel() for parameter in model.parameters())
         assert LlamaCosts(sizes, 8, num_groups=groups).stage_parameters([0, 6], tensor) == [built]
 

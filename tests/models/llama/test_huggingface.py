@@ -41,18 +41,18 @@ LLAMA_1 = {
 
 def test_configs_of_the_hub_are_read() -> None:
     config = config_from_huggingface(LLAMA_32)
-    llama = config.own
+    llama = config.model
     assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (2, 500000.0, "llama3")
     assert (llama.rotary_scaling_factor, llama.rotary_original_positions) == (32.0, 8192)
     assert (config.model.kv_hidden_size, config.model.max_position_embeddings) == (8, 131072)
     assert not config.model.untie_embeddings and not config.model.hidden_bias
     first = config_from_huggingface(LLAMA_1)
-    assert (first.llama.num_query_groups, first.llama.rotary_base, first.llama.rotary_scaling) == (4, 10000.0, "none")
+    assert (first.model.num_query_groups, first.model.rotary_base, first.model.rotary_scaling) == (4, 10000.0, "none")
     assert (first.model.layernorm_epsilon, first.model.untie_embeddings, first.model.kv_hidden_size) == (1e-6, True, 4)
     older = {**LLAMA_1, "rope_scaling": {"type": "linear", "factor": 4}}
-    assert (config_from_huggingface(older).own.rotary_scaling_factor, config_from_huggingface(older).own) == (
+    assert (config_from_huggingface(older).model.rotary_scaling_factor, config_from_huggingface(older).model) == (
         4,
-        config_from_huggingface({**LLAMA_1, "rope_parameters": {"rope_type": "linear", "factor": 4}}).own,
+        config_from_huggingface({**LLAMA_1, "rope_parameters": {"rope_type": "linear", "factor": 4}}).model,
     )
 
 

@@ -39,11 +39,11 @@ def with_attention(**changes: Any) -> dict[str, Any]:
 
 def test_a_config_of_the_hub_is_read() -> None:
     config = config_from_huggingface(STORYWRITER)
-    assert (config.own.alibi_bias_max, config.own.clip_qkv) == (16, 6.0)
+    assert (config.model.alibi_bias_max, config.model.clip_qkv) == (16, 6.0)
     model = config.model
     assert (model.ff_hidden_size, model.max_position_embeddings, model.untie_embeddings) == (64, 64, False)
     assert config_from_huggingface(with_attention(softmax_scale=8**-0.5)) == config
-    assert config_from_huggingface({**STORYWRITER, "attn_config": None}).own.alibi_bias_max == 8
+    assert config_from_huggingface({**STORYWRITER, "attn_config": None}).model.alibi_bias_max == 8
     same = {"norm_type": "layernorm", "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None}}
     assert config_from_huggingface({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
 

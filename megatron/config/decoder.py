@@ -1,0 +1,375 @@
+"""DecoderFeatures: what a decoder is made of beside its sizes, as flags; what cannot go together; windows by layer.
+
+GPT-2, LLaMA, MPT and every other decoder are values of these fields; a family's ``DEFAULTS`` holds those that it has
+where nothing is said.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from megatron.config.option import option
+
+_option = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
+
+LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
+OF_DECODERS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
+"""Values of ``position_embedding_type`` that a decoder has."""
+_LONGEST_PATTERN = 10_000
+
+
+def read_window(text: str) -> int:
+    """Return N of ``N``, ``N,0`` or ``(N,0)``, as Megatron writes a window of a decoder; 0 for -1, which is no window.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    words = re.fullmatch(r"\(?\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?\)?", text)
+    if words is None or int(words[2] or 0) > 0:
+        raise ValueError(text)
+    return 0 if int(words[1]) == -1 else int(words[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFeatures:
+    """The parts of a decoder; the base of ``ModelConfig``."""
+
+    num_query_groups: int = _option(
+        0,
+        "heads of keys and values, each shared by as many query heads (grouped-query attention)",
+        minimum=1,
+        shown_default="num-attention-heads",
+        aliases=("--num-key-value-heads",),
+        short="k, v heads",
+    )
+    position_embedding_type: str = option(
+        LEARNED,
+        "learned_absolute: a table of positions; rope: queries and keys are turned by their positions; alibi: a bias "
+        "on scores that falls with the distance; none; relative: T5's table of biases by distance. learned is another "
+        "word for the first",
+        choices=(*OF_DECODERS, RELATIVE, "learned"),
+        constants={"--use-rotary-position-embeddings": ROPE},
+        elsewhere="it has learned positions; leave it out",
+    )
+    rotary_base: float = _option(
+        10000.0,
+        "base of the rotary positions' frequencies",
+        above=1,
+        aliases=("--rope-theta",),
+    )
+    rotary_scaling: str = _option(
+        "none",
+        "how rotary positions reach beyond the length of an earlier training: linear divides each position by the "
+        "factor; llama3 divides the low frequencies only; yarn, too, and makes scores larger",
+        choices=("none", "linear", "llama3", "yarn"),
+    )
+    rotary_scaling_factor: float = _option(
+        8.0, "by what --rotary-scaling divides", minimum=1, aliases=("--rope-scaling-factor",)
+    )
+    rotary_low_frequency_factor: float = _option(
+        1.0, "of llama3: waves longer than the earlier length over this are divided", above=0
+    )
+    rotary_high_frequency_factor: float = _option(
+        4.0, "of llama3: waves shorter than the earlier length over this stay; those between lie between", above=0
+    )
+    rotary_original_positions: int = _option(8192, "of llama3 and yarn: the earlier length, in tokens", minimum=1)
+    rotary_beta_fast: float = _option(
+        32.0, "of yarn: waves that turn more often than this over the earlier length stay", above=0
+    )
+    rotary_beta_slow: float = _option(
+        1.0, "of yarn: waves that turn less often than this over the earlier length are divided", above=0
+    )
+    rotary_attention_factor: float = _option(
+        0.0,
+        "of yarn: what the turned queries and keys are multiplied with",
+        above=0,
+        shown_default="0.1 ln(rotary-scaling-factor) + 1",
+    )
+    rotary_percent: float = _option(
+        1.0, "share of each head, from its start, that rotary positions turn", above=0, maximum=1
+    )
+    rotary_local_base: float = _option(
+        0.0,
+        "base of the frequencies in layers with a window, which then have no --rotary-scaling",
+        above=1,
+        shown_default="rotary-base, with its scaling",
+    )
+    alibi_bias_max: int = _option(8, "the slopes of the heads go from 2^(-max/heads) to 2^-max", minimum=1)
+    normalization: str = _option("LayerNorm", "kind of the norms", choices=("LayerNorm", "RMSNorm"))
+    norm_bias: bool = _option(True, "layer norms scale and do not shift", flag="", constants={"--no-norm-bias": False})
+    layernorm_1p: bool = _option(
+        False,
+        "norms keep their weights as the difference from 1, so that weight decay draws them to 1",
+        flag="--apply-layernorm-1p",
+    )
+    norm_placement: str = _option(
+        "before",
+        "where a layer's parts have their norms: before: on what the part reads; after: on what it adds to the "
+        "residual stream; both",
+        choices=("before", "after", "both"),
+    )
+    embed_layernorm: bool = _option(False, "a norm behind the word embedding, as BLOOM has it")
+    qk_norm: str = _option(
+        "none",
+        "norms of queries and keys, ahead of their positions: head: of each head; all: over all heads together",
+        choices=("none", "head", "all"),
+        constants={"--qk-layernorm": "head"},
+    )
+    add_qkv_bias: bool = _option(False, "give the products that make queries, keys and values biases, and no others")
+    window_size: int = _option(
+        0,
+        "each token attends to itself and to so many tokens before it, written N or N,0; Hugging Face's sliding_window "
+        "is one more; 0: to all",
+        minimum=0,
+        read=read_window,
+    )
+    window_attn_skip_freq: str = _option(
+        "",
+        "which layers have the window: N: all but each N-th; or a list with a 1 for each layer that has it and a 0 for "
+        "each that has not, as [1,1,0] or ([1]*5+[0])*2",
+        shown_default="all",
+    )
+    softmax_scale: float = _option(
+        0.0, "what scores are multiplied with ahead of the softmax", above=0, shown_default="1 / sqrt(kv-hidden-size)"
+    )
+    attn_logit_softcapping: float = _option(
+        0.0, "bring scores x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
+    )
+    final_logit_softcapping: float = _option(
+        0.0, "bring logits x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
+    )
+    scale_embeddings: bool = _option(False, "multiply the word embedding with the root of the hidden size, as Gemma")
+    clip_qkv: float = _option(
+        0.0, "bring the numbers of queries, keys and values into -clip ... clip; 0: do not", minimum=0
+    )
+
+    @property
+    def has_learned_positions(self) -> bool:
+        return self.position_embedding_type == LEARNED
+
+    @property
+    def has_relative_positions(self) -> bool:
+        """Whether scores have T5's biases by distance."""
+        return self.position_embedding_type == RELATIVE
+
+    @property
+    def has_position_ids(self) -> bool:
+        """Whether the model looks at the positions of tokens, so that these may begin anew in each document."""
+        return self.position_embedding_type in (LEARNED, ROPE)
+
+
+IDENTITY = tuple(field.name for field in fields(DecoderFeatures))
+"""Fields that the decoders of two runs must share for one's weights to fit the other and to compute the same."""
+REFITTED = (
+    "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
+    "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
+    "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
+    "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
+    "clip_qkv",
+)  # fmt: skip
+"""Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
+
+_SCALINGS = {
+    "rotary_scaling_factor": ("linear", "llama3", "yarn"),
+    "rotary_low_frequency_factor": ("llama3",),
+    "rotary_high_frequency_factor": ("llama3",),
+    "rotary_original_positions": ("llama3", "yarn"),
+    "rotary_beta_fast": ("yarn",),
+    "rotary_beta_slow": ("yarn",),
+    "rotary_attention_factor": ("yarn",),
+}
+"""Field -> the values of ``rotary_scaling`` with which it acts."""
+_ROTARY = ("rotary_base", "rotary_scaling", "rotary_percent", "rotary_local_base", *_SCALINGS)
+
+
+# Which layers have the window.
+
+
+def has_window(model: Any, layer: int) -> bool:
+    """Return whether layer number ``layer``, from 0, of a model with these features sees a window alone.
+
+    Raises:
+        ValueError: ``window_attn_skip_freq`` cannot be read, or is a list of another length than there are layers.
+    """
+    return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer]
+
+
+def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether ``text``, a value of ``window_attn_skip_freq``, gives it the window.
+
+    Raises:
+        ValueError: it cannot be read, or is a list of another length than there are layers.
+
+    Source: Megatron-LM's ``--window-attn-skip-freq``: a number, or an expression of lists.
+    """
+    if not text:
+        return (True,) * num_layers
+    if re.fullmatch(r"\s*[1-9]\d*\s*", text):
+        return tuple(number % int(text) != 0 for number in range(1, num_layers + 1))
+    try:
+        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError):
+        raise ValueError(text) from None
+    if not isinstance(found, list) or len(found) != num_layers:
+        raise ValueError(text)
+    return tuple(bool(each) for each in found)
+
+
+def _evaluated(node: ast.AST) -> list[int] | int:
+    """Return what an expression of whole numbers, lists of 0 and 1, + and * is."""
+    if isinstance(node, ast.List):
+        found = [_evaluated(each) for each in node.elts]
+        if all(each in (0, 1) for each in found):
+            return [each for each in found if isinstance(each, int)]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            times, part = (right, left) if isinstance(left, list) else (left, right)
+            if isinstance(times, int) and isinstance(part, list) and times * len(part) <= _LONGEST_PATTERN:
+                return part * times
+    raise ValueError(ast.dump(node))
+
+
+# What cannot be.
+
+
+def feature_problems(config: Any) -> Iterator[str]:
+    """Yield what cannot be of the model of ``config``, a ``Config`` of a decoder, wherever its settings come from."""
+    model = config.model
+    if model.position_embedding_type not in OF_DECODERS:
+        yield (
+            f"--position-embedding-type must be one of {', '.join(OF_DECODERS)} in a decoder, got "
+            f"{model.position_embedding_type}. Use one of these, or pretrain_t5.py"
+        )
+    yield from _group_problems(model, config.parallel.model_parallel_size)
+    if model.position_embedding_type == ROPE:
+        yield from _rotary_problems(model)
+    yield from _norm_problems(model)
+    if model.hidden_bias and model.add_qkv_bias:
+        yield "--hidden-bias gives all products biases, those of --add-qkv-bias too, got both. Leave one of them out"
+    yield from _window_problems(model)
+
+
+def unused_features(config: Any) -> Iterator[str]:
+    """Yield what was given and cannot act."""
+    model, given = config.model, config.given
+    for acting, names in (
+        ((ROPE,), _ROTARY),
+        ((ALIBI,), ("alibi_bias_max",)),
+    ):
+        named = [_flag(name) for name in names if name in given]
+        if named and model.position_embedding_type not in acting:
+            yield (
+                f"{', '.join(named)} acts with --position-embedding-type {acting[0]} only, got "
+                f"{model.position_embedding_type}. Leave it out, or add that"
+            )
+    if model.position_embedding_type == ROPE:
+        for allowed in sorted(set(_SCALINGS.values()), key=len, reverse=True):
+            named = [_flag(name) for name, kinds in _SCALINGS.items() if kinds == allowed and name in given]
+            if named and model.rotary_scaling not in allowed:
+                yield (
+                    f"{', '.join(named)} acts with --rotary-scaling {' or '.join(allowed)} only, got "
+                    f"{model.rotary_scaling}. Leave it out, or add that"
+                )
+    if "norm_bias" in given and model.normalization != "LayerNorm":
+        yield (
+            "--no-norm-bias acts on layer norms only, got --normalization "
+            f"{model.normalization}, which has no biases. Leave it out"
+        )
+    for name, needed in (("window_attn_skip_freq", "window_size"), ("rotary_local_base", "window_size")):
+        if name in given and not model.window_size:
+            yield f"{_flag(name)} acts on layers with a window, got no {_flag(needed)}. Leave it out, or add that"
+    if config.data.reset_position_ids and not model.has_position_ids:
+        yield (
+            f"--reset-position-ids acts on positions, got --position-embedding-type {model.position_embedding_type}, "
+            "which has none: --reset-attention-mask alone keeps documents apart. Leave it out"
+        )
+
+
+def _group_problems(model: Any, t: int) -> Iterator[str]:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % groups:
+        works = [n for n in range(1, heads + 1) if heads % n == 0]
+        yield (
+            f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}: each head "
+            f"of keys serves as many query heads. Use one of {works} groups"
+        )
+    elif groups % t and heads % t == 0:
+        works = [n for n in range(1, groups + 1) if groups % n == 0]
+        yield (
+            f"--num-query-groups must be a multiple of --model-parallel-size, got {groups} and {t}: a head of keys "
+            "and values on several ranks would have to be computed on each of them, and its gradient summed over "
+            f"them. Use --model-parallel-size with one of {works}, or more groups"
+        )
+
+
+def _rotary_problems(model: Any) -> Iterator[str]:
+    turned = model.kv_hidden_size * model.rotary_percent
+    if model.kv_hidden_size % 2 and model.rotary_percent == 1:
+        yield (
+            "--kv-hidden-size, the size of one head, must be even for rotary positions, which turn pairs of "
+            f"numbers, got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
+        )
+    elif int(turned) % 2 or int(turned) < 2:
+        yield (
+            "--kv-hidden-size times --rotary-percent must be an even number of at least 2, for rotary positions turn "
+            f"pairs of numbers, got {model.kv_hidden_size} x {model.rotary_percent:g} = {turned:g}. Change one of them"
+        )
+    pairs = {
+        "llama3": ("rotary_high_frequency_factor", "rotary_low_frequency_factor"),
+        "yarn": ("rotary_beta_fast", "rotary_beta_slow"),
+    }
+    if model.rotary_scaling in pairs:
+        upper, lower = pairs[model.rotary_scaling]
+        high, low = getattr(model, upper), getattr(model, lower)
+        if low >= high:
+            yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise the first"
+
+
+def _norm_problems(model: Any) -> Iterator[str]:
+    if model.apply_residual_connection_post_layernorm and model.norm_placement == "after":
+        yield (
+            "--apply-residual-connection-post-layernorm adds to what the norm ahead of a part makes, got "
+            "--norm-placement after, which has none there. Leave one of them out"
+        )
+
+
+def _window_problems(model: Any) -> Iterator[str]:
+    try:
+        window_pattern(model.window_attn_skip_freq, model.num_layers)
+    except ValueError:
+        yield (
+            "--window-attn-skip-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
+            f"{model.num_layers} layers such as [1,1,0] or ([1]*5+[0])*2, got {model.window_attn_skip_freq!r}"
+        )
+
+
+def not_built(config: Any) -> Iterator[str]:
+    """Yield the settings that are known and have no code yet."""
+    if config.own.KIND != "decoder":
+        return
+    model, usual = config.model, {**{f.name: f.default for f in fields(DecoderFeatures)}, **config.own.DEFAULTS}
+    usual["num_query_groups"] = model.num_attention_heads
+    acting = {
+        ROPE: {"num_query_groups", *_ROTARY} - {"rotary_percent", "rotary_local_base"},
+        ALIBI: {"alibi_bias_max", "clip_qkv"},
+    }
+    built = acting.get(usual["position_embedding_type"], set())
+    for name in IDENTITY:
+        if name not in built and getattr(model, name) != usual[name]:
+            yield f"not built yet: {_flag(name)} {getattr(model, name)}"
+    if model.rotary_scaling == "yarn" or model.activation in ("squared-relu", "silu"):
+        yield f"not built yet: --rotary-scaling {model.rotary_scaling}, --activation {model.activation}"
+
+
+def _flag(name: str) -> str:
+    return "--apply-layernorm-1p" if name == "layernorm_1p" else f"--{name.replace('_', '-')}"

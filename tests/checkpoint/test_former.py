@@ -1,0 +1,74 @@
+"""Settings of earlier versions are read as those of today: sections of families, names, fields that were not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.arguments import config_from_values
+from megatron.checkpoint import check_model, former
+from megatron.checkpoint.huggingface.config import saved_config
+from megatron.config.decoder import IDENTITY
+from megatron.errors import CheckpointError
+from megatron.training.compatibility import settings_changed
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 29}
+OLD: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "num_query_groups": 2, "rotary_base": 500.0, "rotary_scaling": "none", "rotary_scaling_factor": 8.0,
+        "rotary_low_frequency_factor": 1.0, "rotary_high_frequency_factor": 4.0, "rotary_original_positions": 8192,
+    },
+    "mpt": {"alibi_bias_max": 16, "clip_qkv": 6.0},
+    "t5": {"position_embedding_type": "learned", "relative_attention_num_buckets": 8, "enc_layers": 2, "dec_layers": 2},
+}  # fmt: skip
+"""Family -> its section, which they had: of T5 a part."""
+
+
+def as_before(family: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return settings and identity as an earlier version saved them, and the Config of today."""
+    config = config_from_values({**SIZES, **OLD[family]}, family=family)
+    now, identity = config.to_dict(), config.identity()
+    model = {key: value for key, value in now["model"].items() if key not in IDENTITY}
+    own = {**now.get(family, {}), **OLD[family]}
+    shared = {key: value for key, value in now.items() if key not in ("family", "model", family)}
+    before = {"family": family, "model": model, **({family: own} if own else {}), **shared}
+    named = {key: value for key, value in identity.items() if key not in IDENTITY}
+    return before, {**named, **OLD[family]}, config
+
+
+@pytest.mark.parametrize("family", OLD)
+def test_a_checkpoint_of_before_is_of_the_model_that_it_was(family: str) -> None:
+    settings, identity, config = as_before(family)
+    found, now = former.settings(settings), config.to_dict()
+    assert {**found, "model": {**now["model"], **found["model"]}} == now
+    assert family == "t5" or found == now
+    assert former.settings(now) == now
+    check_model(identity, config)
+    assert list(settings_changed(settings, config)) == []
+    assert saved_config({"config": settings, "model": identity}).model == config.model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
+def test_what_a_checkpoint_of_before_did_not_have_is_compared_with_the_familys_default(family: str) -> None:
+    settings, identity, _ = as_before(family)
+    other = config_from_values({**SIZES, **OLD[family], "window_size": 4}, family=family)
+    with pytest.raises(CheckpointError, match="1 values differ:\n  window_size: saved 0, now 4"):
+        check_model(identity, other)
+    assert list(settings_changed(settings, other)) == ["window_size: saved 0, now 4"]
+    other = config_from_values({**SIZES, **OLD[family], "norm_placement": "both"}, family=family)
+    with pytest.raises(CheckpointError, match="norm_placement: saved before, now both"):
+        check_model(identity, other)
+
+
+def test_the_stored_checkpoints_are_read() -> None:
+    """Those of the first format, of a GPT-2."""
+    for path in Path(__file__).parents[1].rglob("format_1/**/manifest.json"):
+        state = json.loads(path.read_text())["state"]
+        if "config" in state:
+            found = former.settings(state["config"])["model"]
+            assert (found["position_embedding_type"], found["normalization"]) == ("learned_absolute", "LayerNorm")
+            assert found["num_query_groups"] == found["num_attention_heads"]
