@@ -184,7 +184,7 @@ FORMER = (
     ("problems", "unused_flag_problems", "megatron/arguments/unused_flags"),
     ("soft_values", "default_values", "megatron/arguments/"),
     ("FORM", "FORMAT", "megatron/models/"),
-    ("form_of", "formats_of", "megatron/checkpoint/huggingface/"),
+    ("form_of", "format_of", "megatron/checkpoint/huggingface/"),
     ("with_forms", "families_with_format", "megatron/checkpoint/huggingface/"),
     ("to_ours", "config_from_huggingface", "megatron/checkpoint/huggingface/"),
     ("to_theirs", "config_to_huggingface", "megatron/checkpoint/huggingface/"),

@@ -271,8 +271,8 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
             return one
         against[one.model_types[0]] = problems
     fewest = min(len(problems) for problems in against.values())
-    told = [f"{kind}: {'; '.join(problems)}" for kind, problems in against.items() if len(problems) == fewest]
-    raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(told)}")
+    nearest = [f"{kind}: {'; '.join(problems)}" for kind, problems in against.items() if len(problems) == fewest]
+    raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(nearest)}")
 
 
 def _relatives(family: str) -> list[str]:

@@ -141,7 +141,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
     settings, positions = found.settings, _positions(found.settings)
     known = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
     strange = [
-        told for key, told in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
+        name for key, name in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
     ]
     norm = _normalization(settings)
     if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):

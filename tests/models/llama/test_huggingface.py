@@ -79,7 +79,8 @@ def test_what_our_llama_has_not_is_refused_by_name(changed: dict[str, Any], name
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as raised:
-        config_to_huggingface(config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4), "float32")
+        config = config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4)
+        config_to_huggingface(config, "float32", "llama")
     assert all(text in str(raised.value) for text in ("got relu", "got 16 and 3"))
 
 

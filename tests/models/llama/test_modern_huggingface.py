@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.config.decoder import IDENTITY, window_pattern
 
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
 from megatron.config import Config, parse
+from megatron.config.decoder import IDENTITY, window_pattern
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
 from megatron.models.llama.huggingface import FORMATS, PRESETS
@@ -132,7 +132,7 @@ def test_weights_go_there_and_back_bit_for_bit_and_compute_the_same(kind: str, c
     code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
     assert code == 0 and "examples/llama/pretrain_llama.py --load" in output, output
     words = output.split("pretrain_llama.py ")[1].split()
-    parsed = parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="llama")
+    parsed = parse([*words, "--data-path", "none", "--seq-length", "12"], world_size=1, family="llama")
     assert parsed.model == MODERN[kind].our_config().model
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
@@ -142,7 +142,9 @@ def test_weights_go_there_and_back_bit_for_bit_and_compute_the_same(kind: str, c
 
 
 def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit(convert: Run, tmp_path: Path) -> None:
-    config = parse(f"{FLAGS} {MODERN['gemma3'].flags} --data-path x".split(), world_size=1, family="llama")
+    config = parse(
+        f"{FLAGS} {MODERN['gemma3'].flags} --data-path none --seq-length 12".split(), world_size=1, family="llama"
+    )
     path = save_model(tmp_path / "run", config, ranks=2)
     assert convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")[0] == 0
     assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "again")[0] == 0
@@ -319,5 +321,5 @@ def test_an_old_gemma_3_and_one_of_transformers_5_say_the_same() -> None:
 def test_the_flags_of_each_build_it() -> None:
     for theirs in HUB.values():
         config = config_from_huggingface(theirs)
-        parsed = parse([*flags_of(config), "--data-path", "x", "--dry-run"], world_size=1, family="llama")
+        parsed = parse([*flags_of(config), "--data-path", "none", "--seq-length", "12"], world_size=1, family="llama")
         assert parsed.identity() == config.identity() and parsed.model == config.model
