@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.generation import DecoderReader, stage_of
-from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
@@ -24,10 +23,10 @@ NEAR = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        (GPT2Model, small_sizes()),
-        (GPT2Model, small_sizes(untie_embeddings=True)),
-        (LlamaModel, llama_sizes()),
-        (LlamaModel, llama_sizes(num_query_groups=1, untie_embeddings=False, rotary_scaling="linear")),
+        (DecoderModel, small_sizes()),
+        (DecoderModel, small_sizes(untie_embeddings=True)),
+        (DecoderModel, llama_sizes()),
+        (DecoderModel, llama_sizes(num_query_groups=1, untie_embeddings=False, rotary_scaling="linear")),
     ],
     ids=["gpt2", "gpt2, untied", "llama", "llama, one key, tied"],
 )
