@@ -149,6 +149,7 @@ def test_a_former_package_is_an_attribute_of_megatron_too() -> None:
 PLACE = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ELSEWHERE = {"tds.X", "tds.ops.adam", "tds.ops", "megatron.fp16.loss_scaler", "megatron.optimizer.grad_scaler"}
+ELSEWHERE |= {"megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend"}
 """DeepSpeed's by our name, and Megatron-LM's."""
 
 

@@ -7,8 +7,9 @@
 `--to hf` and `--to checkpoint` in front mean export and import. A run may also name a Hugging Face folder with --load
 itself: each rank then reads its own parts, and nothing is written.
 
-GPT-2, T5 (T5, v1.1, mT5), LLaMA, MPT and BERT, saved by any layout. The weights come out bit for bit the same, in both
-directions.
+GPT-2, Llama 1 to 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2, MPT, T5 (T5, v1.1, mT5) and BERT, saved
+by any layout. The model_type of an export follows from the settings of the run. The weights come out bit for bit the
+same, in both directions.
 --verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
 Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
 """
@@ -50,6 +51,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     out.add_argument("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
     out.add_argument("--output", type=Path, required=True, help="the folder to write; new, or empty")
     out.add_argument("--dtype", choices=DTYPES, help="round the weights to this type (default: as saved)")
+    out.add_argument(
+        "--model-type",
+        help="of config.json, where several can hold the model, as llama and mistral do one without a window (default: "
+        "that of the folder that it was imported from, else the first that can)",
+    )
     out.add_argument("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
     out.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="largest file (5e9)")
     back = ways.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a checkpoint of step 0")
@@ -79,6 +85,7 @@ def export(args: argparse.Namespace) -> None:
         checkpoint,
         args.output,
         dtype=args.dtype,
+        model_type=args.model_type,
         tokenizer_path=args.tokenizer_path,
         max_shard_bytes=args.max_shard_bytes,
     )

@@ -5,8 +5,10 @@
     python pretrain_gpt2.py --load runs/cpm1 --finetune ...      with the flags that it prints
 
 Reads iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline too), mp_rank_XX_model_states.pt and DeepSpeed's
-layer_XX-model_YY-model_states.pt, of GPT-2 and of T5 with learned positions, saved by any number of tensor ranks and
-stages. Weights alone are taken, bit for bit; nothing that the files carry is run. Any layout starts from the result.
+layer_XX-model_YY-model_states.pt, saved by any number of tensor ranks and stages: decoders (GPT-2's, and those with
+rotary positions, grouped queries, SwiGLU, a squared ReLU, RMS norms, norms less 1; by Megatron-Core's names too), and
+T5 with learned positions. Weights alone are taken, bit for bit; nothing that the files carry is run. Any layout starts
+from the result.
 Ends with code 0, 2 (an option), or 3 (a checkpoint that cannot be imported).
 """
 
@@ -23,7 +25,7 @@ from megatron import log
 from megatron.errors import exit_code
 
 ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu")
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", "gated-silu", "gated-gelu")
 
 
 def positive(text: str) -> int:

@@ -31,7 +31,7 @@ from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import NOTHING
-from megatron.models.registry import FAMILIES, costs_of
+from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 
 # Which settings a source brings, and what becomes of those that the user gives too.
 #
@@ -160,7 +160,7 @@ def family_in(path: Path) -> str | None:
 
 
 def _require_family(family: str, wanted: str, said: str) -> None:
-    if family != wanted:
+    if family != wanted and not (is_common_decoder(family) and is_common_decoder(wanted)):
         raise CheckpointError(
             f"{said} is {FAMILIES[family].title}, and this program trains {FAMILIES[wanted].title}. Use "
             f"{FAMILIES[family].program}, or name another folder with --load"
@@ -278,7 +278,7 @@ def _header_of(folder: Path, name: str) -> dict[str, Header]:
 
 def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
     """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
-    biases = format_of(config.family).biases
+    biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
     names = full_names(tensors, config)
@@ -299,7 +299,7 @@ def _is_set(header: Header) -> bool:
 def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
     """Tell whether names and numbers of the tensors are those of the model."""
     expected, found = _expected(config), _found(config, tensors)
-    word = format_of(config.family).word
+    word = format_of(config).word
     if expected != found.keys() or len(found[word].shape) != 2:
         return False
     if found[word].shape != (config.model.vocab_size, config.model.hidden_size):
@@ -309,13 +309,13 @@ def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
 
 
 def _expected(config: Config) -> set[str]:
-    hf_format = format_of(config.family)
+    hf_format = format_of(config)
     return {name for recipe in hf_format.recipes(config).values() for name in recipe.names} - {*copies(config)}
 
 
 def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     """Return the tensors that count by their full names: no copies, no biases that a model of ours lacks."""
-    hf_format, expected = format_of(config.family), _expected(config)
+    hf_format, expected = format_of(config), _expected(config)
     found = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     if hf_format.head in expected and hf_format.head not in found and hf_format.word in found:
         found[hf_format.head] = found[hf_format.word]  # left out where it equals the table

@@ -29,7 +29,9 @@ from megatron.checkpoint.metadata import (
 from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.checkpoint.shard_file import FileVisibility
 from megatron.config import Config
+from megatron.config.config import FIRST_FAMILY
 from megatron.errors import CheckpointError, marked
+from megatron.models.registry import is_common_decoder
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
 
@@ -333,7 +335,7 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
     """Check that weights fit the model of ``config``, as closely as its flags ask for.
 
     ``--resize-vocab`` takes another vocabulary, ``--finetune`` another value of what no weight's shape depends on
-    (``FamilyConfig.REFITTED``).
+    (``FamilyConfig.REFITTED``). Families of the common decoder are one model where their settings are.
 
     Args:
         saved: ``Config.identity()`` of the model that the weights are of.
@@ -346,6 +348,8 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
     free += config.refitted if flags.finetune else ()
     try:
         saved = former.identity(saved)
+        if is_common_decoder(saved.get("family", FIRST_FAMILY)) and is_common_decoder(config.family):
+            saved, now = ({key: each[key] for key in each if key != "family"} for each in (saved, now))
         compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)
     except CheckpointError as error:
         fitting = [key for key in config.refitted if saved.get(key, _ABSENT) != now[key]]

@@ -12,7 +12,8 @@
 | data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
 | generate | of a family that generates and is no decoder | |
 
-Their classes are ``DecoderModel`` and ``DecoderPipe``. So a decoder that has nothing of its own but settings and names is config.py and huggingface.py.
+Their classes are ``DecoderModel`` and ``DecoderPipe``. So a decoder that has nothing of its own but settings and names
+is config.py and huggingface.py.
 """
 
 from __future__ import annotations
@@ -89,6 +90,14 @@ def _module_of(family: ModelFamily, part: str) -> str:
     own = f"{family.package}.{part}"
     is_plain = family.kind == "decoder" and part in PLAIN and importlib.util.find_spec(own) is None
     return PLAIN[part] if is_plain else own
+
+
+def is_common_decoder(family: str) -> bool:
+    """Return whether a model of ``family`` is the common decoder with settings that others may have as well."""
+    line = FAMILIES.get(family)
+    if line is None or line.kind != "decoder" or line.has_section:
+        return False
+    return _module_of(line, "model") == PLAIN["model"]
 
 
 def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:

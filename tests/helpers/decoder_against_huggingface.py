@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,12 +53,14 @@ class Against:
         dtypes: number format of each kind.
         make_reference: their model of a kind, and our configuration of it.
         in_its_own_dtype: a context in which their model computes in fp64 all that it casts to fp32.
+        allowed: number format -> what logits, loss, gradients and trained weights may differ by.
     """
 
     form: HFFormat
     dtypes: Mapping[str, str]
     make_reference: Callable[[str], tuple[Any, Config]]
     in_its_own_dtype: Callable[[], AbstractContextManager[None]]
+    allowed: Mapping[str, tuple[float | None, ...]] = field(default_factory=lambda: ALLOWED)
 
     @functools.cache  # noqa: B019 - for a session, and a family has one
     def reference(self, kind: str) -> tuple[Any, ...]:
@@ -93,12 +95,13 @@ class Against:
             fill(parameter, weights[name])
         with torch.no_grad():
             logits = model(text(0)[0])
+        optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=dtype, tensor=group)
         loss = our_loss(model, 0)
         loss.backward()
+        optimizer.sum_partial_gradients()
         gradients = gradients_of(model)
         if kind == TRAINED:
-            model.zero_grad()
-            optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=dtype)
+            optimizer.zero_grad()
             for step in range(STEPS):
                 our_loss(model, step).backward()
                 optimizer.step()
@@ -132,7 +135,7 @@ class Against:
             observed.append(moved)
             changed = {name: torch.linalg.vector_norm(after[name] - before[name]) for name in after}
             assert all(change > 1e-3 * before[name].norm() for name, change in changed.items()), "it trains"
-        allowed = ALLOWED[self.dtypes[kind]]
+        allowed = self.allowed[self.dtypes[kind]]
         print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", allowed, where)
         for what, value, limit in zip(("logits", "loss", where, "weights"), observed, allowed, strict=False):
             assert limit is None or value <= limit, what

@@ -168,7 +168,7 @@ LLAMA = (
     Mutant(
         "all queries come first in our matrix",
         _HF,
-        "WeightMapping(heads, blocks=config.model.num_query_groups)",
+        "WeightMapping(heads, blocks=model.num_query_groups)",
         "WeightMapping(heads, blocks=1)",
         (f"{_THEIRS}::test_a_rank_holds_whole_groups",),
     ),
@@ -183,15 +183,15 @@ LLAMA = (
     Mutant(
         "an old config.json has the epsilon of the newer ones",
         _HF,
-        'theirs.get("rms_norm_eps", 1e-6)',
-        'theirs.get("rms_norm_eps", 1e-5)',
+        'given.get("rms_norm_eps", 1e-6)',
+        'given.get("rms_norm_eps", 1e-5)',
         (f"{_FORM}::test_configs_of_the_hub_are_read",),
     ),
     Mutant(
         "the base of rotary positions is not read where files had it before transformers 5",
-        _HF,
-        'theirs.get("rope_theta", 10000.0))',
-        "10000.0)",
+        "megatron/models/llama/huggingface_rotary.py",
+        'theirs.get("rope_theta", _BASE))',
+        "_BASE)",
         (f"{_FORM}::test_configs_of_the_hub_are_read",),
     ),
     Mutant(

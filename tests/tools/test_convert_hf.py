@@ -38,7 +38,7 @@ MODELS = {
 SAID_OTHERWISE = {
     "GPT2": {"n_inner"},  # null: 4 h
     "T5": {"tie_word_embeddings"},  # transformers 5 calls every T5 tied
-    "MT5": {"architectures", "model_type", "tie_word_embeddings", "feed_forward_proj", "scale_decoder_outputs"},
+    "MT5": {"tie_word_embeddings"},
 }
 Run = Callable[..., tuple[int, str]]
 

@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
-from megatron.models.registry import FAMILIES, has_part, load
+from megatron.models.registry import FAMILIES, has_part, is_common_decoder, load
 
 # The files of a folder that say what it holds.
 
@@ -50,7 +50,7 @@ def missing_file(folder: Path, name: str) -> CheckpointError:
 
 def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
     """Return tensor's full name -> its name in the files, without what no model reads."""
-    hf_format, names = format_of(config.family), list(names)
+    hf_format, names = format_of(config), list(names)
     is_short = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
     found: dict[str, str] = {}
     for name in names:
@@ -63,15 +63,15 @@ def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
 
 def copies(config: Config) -> tuple[str, ...]:
     """Return their names of what is the word table once more."""
-    hf_format = format_of(config.family)
+    hf_format = format_of(config)
     return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 
 # The Hugging Face formats of the families.
 
 
-def format_of(family: str) -> HFFormat:
-    """Return the format of ``family`` there.
+def formats_of(family: str) -> tuple[HFFormat, ...]:
+    """Return the formats of ``family`` there: its FORMAT, or its FORMATS, one for each model type.
 
     Raises:
         CheckpointError: it has none.
@@ -82,10 +82,59 @@ def format_of(family: str) -> HFFormat:
         have = ", ".join(FAMILIES[name].title for name in known)
         raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
     part = load(family, "huggingface")
+    if hasattr(part, "FORMATS"):
+        return tuple(part.FORMATS)
     if not hasattr(part, "FORMAT"):
         warnings.warn(f"{part.__name__}.FORM is called FORMAT now", DeprecationWarning, stacklevel=2)
-    hf_format: HFFormat = getattr(part, "FORMAT", None) or part.FORM
-    return hf_format
+    return (getattr(part, "FORMAT", None) or part.FORM,)
+
+
+def format_of(config: Config, model_type: str | None = None) -> HFFormat:
+    """Return the format there that holds the model of ``config``.
+
+    It is the first of its family that holds all of its settings; where none does, and it is the common decoder, the
+    first of the other decoders. So a run of pretrain_gpt2.py with the settings of a Qwen 3 is a Qwen 3 there.
+
+    Args:
+        model_type: the one to take; None: the first that fits.
+
+    Raises:
+        CheckpointError: none fits; it says what stands against the nearest.
+    """
+    known = [one for family in _relatives(config.family) for one in formats_of(family)]
+    if model_type is not None:
+        known = [one for one in known if model_type in one.model_types]
+        if not known:
+            raise CheckpointError(
+                f"--model-type must be one that a model of this family can have, got {model_type!r}. Use one of "
+                f"{', '.join(kind for family in _relatives(config.family) for kind in types_of(family))}"
+            )
+    against: dict[str, list[str]] = {}
+    for one in known:
+        problems = list(one.problems(config))
+        if not problems:
+            return one
+        against[one.model_types[0]] = problems
+    fewest = min(len(problems) for problems in against.values())
+    nearest = [f"{kind}: {'; '.join(problems)}" for kind, problems in against.items() if len(problems) == fewest]
+    raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(nearest)}")
+
+
+def _relatives(family: str) -> list[str]:
+    """Return the families whose formats may hold a model of ``family``: itself, and of the common decoder the others.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not is_common_decoder(family):
+        return [family] if formats_of(family) else []
+    own = [family] if has_part(family, "huggingface") else []
+    return own + [name for name in families_with_format() if name != family and is_common_decoder(name)]
+
+
+def types_of(family: str) -> list[str]:
+    """Return the values of ``model_type`` that a model of ``family`` is read from and may be written as."""
+    return [kind for one in formats_of(family) for kind in one.model_types]
 
 
 def families_with_format() -> list[str]:
@@ -95,7 +144,7 @@ def families_with_format() -> list[str]:
 
 def family_by_type() -> dict[str, str]:
     """Return their model_type -> our family."""
-    return {kind: family for family in families_with_format() for kind in format_of(family).model_types}
+    return {kind: family for family in families_with_format() for kind in types_of(family)}
 
 
 # ``config.json`` of a Hugging Face folder from our configuration, and back.
@@ -127,17 +176,16 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         ) from error
 
 
-def config_to_huggingface(config: Config, dtype: str) -> dict[str, Any]:
+def config_to_huggingface(config: Config, dtype: str, model_type: str | None = None) -> dict[str, Any]:
     """Return the fields of ``config.json``, ids of control tokens left out.
+
+    Args:
+        model_type: as of ``format_of``.
 
     Raises:
         CheckpointError: listing everything of the model that has no form there.
     """
-    hf_format = format_of(config.family)
-    problems = list(hf_format.problems(config))
-    if problems:
-        raise CheckpointError(f"this model has no Hugging Face form: {'; '.join(problems)}")
-    return {**hf_format.fields(config), "dtype": dtype}
+    return {**format_of(config, model_type).fields(config), "dtype": dtype}
 
 
 def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
@@ -151,7 +199,8 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
     if kind is None or kind not in families:
         raise CheckpointError(f"model_type must be one of {', '.join(families)}, got {kind!r}: another architecture")
     try:
-        values = _with_whole_numbers(format_of(families[kind]).values(dict(theirs)))
+        (hf_format,) = (one for one in formats_of(families[kind]) if kind in one.model_types)
+        values = _with_whole_numbers(hf_format.values(dict(theirs)))
         found = list(_out_of_range(values))
         config = Config() if found else config_from_values(values, family=families[kind])
         found = found or list(model_problems(replace(config, given=tuple(values))))

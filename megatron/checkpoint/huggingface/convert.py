@@ -51,6 +51,8 @@ from megatron.mpu.topology import Topology
 
 # A checkpoint of ours as a Hugging Face folder.
 
+_TYPE, _THEIR_IDS = "hugging_face_type", "hugging_face_ids"
+"""Entries of the state of an imported checkpoint: what its config.json said and no setting of ours holds."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -70,6 +72,7 @@ def export(
     output: Path,
     *,
     dtype: str | None = None,
+    model_type: str | None = None,
     tokenizer_path: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
@@ -77,6 +80,8 @@ def export(
 
     Args:
         dtype: a name of ``DTYPES``; None: as saved, which round trips bit for bit.
+        model_type: of config.json, where several can hold the model; None: that of the folder that it was imported
+            from, else the first that can.
         tokenizer_path: in place of the tokenizer that the checkpoint names.
 
     Raises:
@@ -86,7 +91,8 @@ def export(
     """
     require_free(output)
     config = saved_config(checkpoint.state)
-    config_to_huggingface(config, "")  # refuses before anything large is read
+    model_type = model_type or checkpoint.state.get(_TYPE)
+    config_to_huggingface(config, "", model_type)  # refuses before anything large is read
     vocabulary, notes = _vocabulary(config, tokenizer_path)
     weights = read_weights(checkpoint)
     if dtype is not None:
@@ -94,10 +100,10 @@ def export(
     theirs = weights_to_huggingface(weights, config)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
     ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
-    ids.update(checkpoint.state.get("hugging_face_ids") or {} if vocabulary is None else {})
+    ids.update(checkpoint.state.get(_THEIR_IDS) or {} if vocabulary is None else {})
     with new_folder(output) as folder:
         names = write_tensors(folder, theirs, max_shard_bytes)
-        write_json(folder / CONFIG, {**config_to_huggingface(config, kind), **ids})
+        write_json(folder / CONFIG, {**config_to_huggingface(config, kind, model_type), **ids})
         write_json(folder / GENERATION, {"_from_model_config": True, **ids})
         lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary)
     if lacking is not None:
@@ -153,7 +159,7 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
         ours = _our_logits(checkpoint, config, dtype, tokens)
         theirs = _their_logits(folder, config, tokens)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    allowed = format_of(config.family).allowed
+    allowed = format_of(config).allowed
     if not difference <= allowed:  # NaN too
         raise CheckpointError(
             f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
@@ -175,7 +181,7 @@ def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, token
         model = build_model(config)
     model.to_empty(device="cpu")
     model.double().eval().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    return format_of(config.family).our_logits(model, tokens)  # [b, s, v]
+    return format_of(config).our_logits(model, tokens)  # [b, s, v]
 
 
 def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
@@ -183,7 +189,7 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    hf_format = format_of(config.family)
+    hf_format = format_of(config)
     kind = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
     loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
     model, loading_info = loaded
@@ -259,5 +265,6 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
             named = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **named))
         ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
-        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, {"hugging_face_ids": ids})
+        said = {_THEIR_IDS: ids, _TYPE: theirs["model_type"]}
+        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, said)
     return output / CHECKPOINTS / saved.name, config

@@ -67,7 +67,7 @@ def weights_from_huggingface(tensors: Mapping[str, torch.Tensor], config: Config
         CheckpointError: listing every tensor that is missing, unknown, or of another shape than ``config`` says; a
             copy of the word table differs from it.
     """
-    ours, known = format_of(config.family).to_ours(checked(tensors, config), config), expected_weights(config)
+    ours, known = format_of(config).to_ours(checked(tensors, config), config), expected_weights(config)
     return {name: tensor for name, tensor in ours.items() if name in known}
 
 
@@ -77,7 +77,7 @@ def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
     """
-    hf_format = format_of(config.family)
+    hf_format = format_of(config)
     theirs, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
     if config.model.untie_embeddings and hf_format.head not in theirs and hf_format.word in theirs:
         theirs[hf_format.head] = theirs[hf_format.word]  # transformers 5 leaves out a head that equals the table
@@ -96,7 +96,7 @@ def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
     """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
-    biases = format_of(config.family).biases
+    biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
     has_biases = any(
@@ -107,7 +107,7 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` with their full names, each once, without what no model reads."""
-    hf_format = format_of(config.family)
+    hf_format = format_of(config)
     theirs = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     for name in copies(config):
         copy = theirs.pop(name, None)
@@ -134,7 +134,7 @@ def expected_weights(config: Config) -> Tensors:
 
 
 def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    theirs = format_of(config.family).from_ours(dict(weights), config)
+    theirs = format_of(config).from_ours(dict(weights), config)
     return {name: tensor for name, tensor in theirs.items() if name not in copies(config)}
 
 
@@ -243,5 +243,5 @@ def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
     held = folder.open_slices(source, stack)
     config = without_zero_biases(held, config)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
-    recipes = format_of(config.family).recipes(config)
+    recipes = format_of(config).recipes(config)
     return Pretrained(source, config, shapes, recipes, checked(held, config))

@@ -13,21 +13,28 @@ from megatron.checkpoint.huggingface.convert import save_first
 from megatron.checkpoint.huggingface.folder import new_folder, require_free
 from megatron.checkpoint.huggingface.weights import require_own
 from megatron.checkpoint.legacy.files import find_legacy_files
-from megatron.checkpoint.legacy.weights import LegacyWeights, read_legacy_weights
+from megatron.checkpoint.legacy.weights import LegacyWeights, groups_of, read_legacy_weights
 from megatron.config import Config
 from megatron.errors import CheckpointError
 
 _EPSILON = 1e-5
-_ROTARY = "rotary positions"
 _LEARNED = "learned_absolute"
 _POSITIONS = "embedding.position.weight"
+_ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
+"""Switch of Megatron-LM -> our activation."""
 _UNKNOWN_HERE = {
+    "quick_geglu": "a gate of the quick GELU",
+    "multi_latent_attention": "latent attention",
+    "no_rope_freq": "layers without rotary positions (--no-rope-freq)",
+}
+_UNKNOWN_IN_T5 = {
     "swiglu": "a gated activation",
-    "quick_geglu": "a gated activation",
     "squared_relu": "a squared ReLU",
-    "use_rotary_position_embeddings": _ROTARY,
     "apply_layernorm_1p": "norms with weights less 1 (--apply-layernorm-1p)",
 }
+_ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0, "rotary_high_frequency_factor": 4.0,
+                 "rotary_original_positions": 8192}  # fmt: skip
+"""What --use-rope-scaling of Megatron-LM fixes."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,13 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
     The checkpoint is of step 0 and holds weights alone: ``--load output --finetune`` starts from it.
 
     Raises:
-        CheckpointError: no checkpoint of these families, or its tensors are not those of a GPT-2 or T5 of ours.
+        CheckpointError: no checkpoint of these families, or its tensors are not those of a decoder or T5 of ours.
         ConfigError: ``output`` holds something.
     """
     require_free(output)
     files = find_legacy_files(source, wishes.iteration)
-    found = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order)
+    is_gated = None if wishes.activation is None else wishes.activation.startswith("gated-")
+    found = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
     config = _config(found, wishes)
     _cut_vocabulary(found, config.model.vocab_size or 0)
     require_own(str(files.folder), found.weights, config)
@@ -68,40 +76,34 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
 
 def _config(found: LegacyWeights, wishes: Wishes) -> Config:
     """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
-    strange = [explanation for key, explanation in _UNKNOWN_HERE.items() if found.settings.get(key)]
-    norm = found.settings.get("normalization") or "LayerNorm"
-    strange += [f"{norm} for LayerNorm"] * (norm != "LayerNorm")
-    positions = found.settings.get("position_embedding_type") or _LEARNED
-    if positions != _LEARNED and _ROTARY not in strange:
-        strange.append(_ROTARY if positions == "rope" else f"positions of type {positions}")
-    if strange:
-        raise CheckpointError(f"our GPT-2 and T5 are without what the files' settings name: {', '.join(strange)}")
-    if _POSITIONS not in found.weights:
-        raise CheckpointError(
-            f"the checkpoint must hold learned positions ({_POSITIONS}), and does not: a model with rotary or relative "
-            "positions is no GPT-2 or T5 of ours"
-        )
     weights, settings = found.weights, found.settings
+    _refuse_unknown(found)
     side = "encoder." if found.is_t5 else ""
+    activation = wishes.activation or _activation(settings)
     try:
         rows, hidden = weights["embedding.word.weight"].shape
         heads = wishes.num_heads or int(settings["num_attention_heads"])
+        groups = groups_of(settings, heads)
         qkv = weights[f"{side}layers.0.attention.query_key_value.weight"].shape[0]
+        up = weights[f"{side}layers.0.mlp.up.weight"].shape[0]
         values: dict[str, Any] = {
-            "num_layers": _height(found, "encoder." if found.is_t5 else ""),
+            "num_layers": _height(found, side),
             "hidden_size": hidden,
             "num_attention_heads": heads,
-            "kv_hidden_size": qkv // (3 * heads),
-            "ff_hidden_size": weights[f"{side}layers.0.mlp.up.weight"].shape[0],
-            "max_position_embeddings": weights[_POSITIONS].shape[0],
+            "kv_hidden_size": qkv // (heads + 2 * groups),
+            "ff_hidden_size": up // 2 if activation.startswith("gated-") else up,
         }
+        if _POSITIONS in weights:
+            values["max_position_embeddings"] = weights[_POSITIONS].shape[0]
+        else:
+            values["max_position_embeddings"] = int(settings["max_position_embeddings"])
     except KeyError as error:
         raise CheckpointError(f"the checkpoint must hold {error}, and does not") from error
     values |= {
         "hidden_bias": f"{side}layers.0.mlp.up.bias" in weights,
         "untie_embeddings": "head.weight" in weights,
         "layernorm_epsilon": settings.get("norm_epsilon", settings.get("layernorm_epsilon", _EPSILON)),
-        "activation": wishes.activation or _activation(settings),
+        "activation": activation,
         "apply_residual_connection_post_layernorm": bool(settings.get("apply_residual_connection_post_layernorm")),
         "vocab_size": wishes.vocab_size or rows,
         "hidden_dropout": settings.get("hidden_dropout", 0.1),
@@ -110,14 +112,105 @@ def _config(found: LegacyWeights, wishes: Wishes) -> Config:
     if found.is_t5:
         sides = {"enc_layers": values["num_layers"], "dec_layers": _height(found, "decoder.")}
         values |= {**sides, "position_embedding_type": "learned"}
+    else:
+        values |= {"num_query_groups": groups, **_features(found)}
     try:
         return config_from_values(values, family="t5" if found.is_t5 else "gpt2")
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the settings in the checkpoint describe no model of ours: {error}") from error
 
 
+def _positions(settings: Mapping[str, Any]) -> str:
+    if settings.get("use_rotary_position_embeddings"):
+        return "rope"
+    return str(settings.get("position_embedding_type") or _LEARNED)
+
+
+def _normalization(settings: Mapping[str, Any]) -> str:
+    """Return the kind of norms; Megatron-DeepSpeed writes it in small letters."""
+    said = str(settings.get("normalization") or "LayerNorm")
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(said.lower(), said)
+
+
+def _refuse_unknown(found: LegacyWeights) -> None:
+    """Refuse settings that make a model of another kind.
+
+    Raises:
+        CheckpointError: listing them; or there are no positions where the settings say that they are learned.
+    """
+    settings, positions = found.settings, _positions(found.settings)
+    known = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
+    strange = [
+        name for key, name in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
+    ]
+    norm = _normalization(settings)
+    if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):
+        strange.append(f"{norm} for LayerNorm")
+    if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed's is [1] where there are none
+        strange.append("experts")
+    if positions not in known:
+        strange.append(f"positions of type {positions}")
+    if (settings.get("softmax_type") or "vanilla") != "vanilla":
+        strange.append(f"a softmax of type {settings['softmax_type']}")
+    if strange:
+        raise CheckpointError(f"our decoders and T5 are without what the files' settings name: {', '.join(strange)}")
+    if positions == _LEARNED and _POSITIONS not in found.weights:
+        raise CheckpointError(
+            f"the checkpoint must hold learned positions ({_POSITIONS}), and does not; nor do its settings name others "
+            "(position_embedding_type)"
+        )
+
+
+def _features(found: LegacyWeights) -> dict[str, Any]:
+    """Return the settings of a decoder that Megatron-LM's have other names for."""
+    weights, settings, positions = found.weights, found.settings, _positions(found.settings)
+    has_bias = "layers.0.attention.query_key_value.bias" in weights
+    values: dict[str, Any] = {
+        "position_embedding_type": positions,
+        "normalization": _normalization(settings),
+        "layernorm_1p": bool(settings.get("apply_layernorm_1p")),
+        "add_qkv_bias": has_bias and "layers.0.mlp.up.bias" not in weights,
+        "qk_norm": "head" if settings.get("qk_layernorm") else "none",
+        **_window(settings),
+    }
+    if settings.get("softmax_scale"):
+        values["softmax_scale"] = float(settings["softmax_scale"])
+    if positions != "rope":
+        return values
+    base = settings.get("rotary_base") or settings.get("rotary_position_embeddings_theta") or 10000.0
+    values["rotary_base"] = float(base)
+    values["rotary_percent"] = float(settings.get("rotary_percent") or 1.0)
+    if settings.get("use_rope_scaling"):
+        values |= {**_ROPE_SCALING, "rotary_scaling_factor": float(settings.get("rope_scaling_factor") or 8.0)}
+    elif settings.get("rotary_seq_len_interpolation_factor"):
+        factor = float(settings["rotary_seq_len_interpolation_factor"])
+        values |= {"rotary_scaling": "linear", "rotary_scaling_factor": factor}
+    return values
+
+
+def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window and which layers have it: Megatron-LM's is (tokens before, tokens behind), -1 for all of them.
+
+    Raises:
+        CheckpointError: tokens behind are seen.
+    """
+    window = settings.get("window_size")
+    if window is None:
+        return {}
+    before, behind = (int(each) for each in window)
+    if behind not in (0, -1) or (behind == -1 and before != -1):
+        raise CheckpointError(f"a window of a decoder must end at the token itself, got window_size {tuple(window)}")
+    every = settings.get("window_attn_skip_freq")
+    if before == -1:
+        return {}
+    return {"window_size": before, "window_attn_skip_freq": "" if every is None else str(every).replace(" ", "")}
+
+
 def _activation(settings: Mapping[str, Any]) -> str:
-    """Return the activation: the tanh form, unless the run's settings say that its exact form was computed."""
+    """Return the activation; of GELU the tanh form, unless the run's settings say that its exact form was computed."""
+    for switch, activation in _ACTIVATIONS.items():
+        if settings.get(switch):
+            return activation
     is_exact = bool(settings) and not (settings.get("openai_gelu") or settings.get("bias_gelu_fusion", True))
     return "gelu" if is_exact else "gelu-tanh"
 

@@ -147,6 +147,9 @@ def _require_all(numbers: list[int], folder: Path, what: str) -> None:
 class UnpickledStub:
     """Stands in for an object whose class is not here and whose content nobody reads."""
 
+    def __init__(self, *value: object) -> None:
+        return None
+
     def __setstate__(self, state: object) -> None:
         return None
 
@@ -159,6 +162,12 @@ _SCALER_MODULES = (
     "deepspeed.runtime.fp16.loss_scaler",
     "apex.fp16_utils.loss_scaler",
 )
+_ENUMS = (
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+)
+"""Of Megatron-LM's settings since 2021: the kind of model, and which kernels computed attention."""
 _reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]  # its home moved with NumPy 2
 _ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 ALLOWED: list[Any] = [
@@ -170,8 +179,10 @@ ALLOWED: list[Any] = [
     type(np.dtype(np.float64)),
     *((_reconstruct, name) for name in _ARRAYS),
     *((UnpickledStub, f"{module}.{name}") for module in _SCALER_MODULES for name in _SCALERS),
+    *((UnpickledStub, name) for name in _ENUMS),
 ]
-"""Classes that a file may name beside tensors: settings, the state of NumPy's generator, loss scalers."""
+"""Classes that a file may name beside tensors: settings and their enums, the state of NumPy's generator, loss scalers.
+"""
 
 
 def unpickle_allowed(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import torch
 from megatron.checkpoint.legacy.files import Files, unpickle_allowed
 from megatron.errors import CheckpointError
 
+Tensors = dict[str, torch.Tensor]
+
 # Our names of the weights in checkpoints of Megatron-LM and its descendants.
 #
 # | theirs, behind prefixes | ours |
@@ -30,6 +32,18 @@ from megatron.errors import CheckpointError
 #
 # Since 2023 Megatron-LM's norms are called input_norm and so on, without "layer".
 # A T5 has ``encoder.`` and ``decoder.`` before the layers, here too.
+#
+# Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder`` and has names of its own in it, by which
+# it is known; Transformer Engine's layers keep a norm with the product behind it:
+#
+# | Megatron-Core | as above |
+# |---|---|
+# | self_attention.linear_qkv, linear_proj | self_attention.query_key_value, dense |
+# | self_attention.q_layernorm, k_layernorm | self_attention.query_norm, key_norm |
+# | mlp.linear_fc1, linear_fc2 | mlp.dense_h_to_4h, dense_4h_to_h |
+# | pre_mlp_layernorm | post_attention_layernorm |
+# | self_attention.linear_qkv.layer_norm_weight | input_layernorm.weight |
+# | mlp.linear_fc1.layer_norm_weight | post_attention_layernorm.weight |
 
 _PREFIX = re.compile(r"^(module\.|model\.|language_model\.|embedding\.)+")
 _LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -57,7 +71,21 @@ _PARTS = {
     "post_inter_attention_norm": "post_attention_norm",
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
+    "self_attention.query_norm": "attention.query_norm",
+    "self_attention.key_norm": "attention.key_norm",
 }
+_CORE_MARK = ".self_attention.linear_qkv."
+_OF_CORE = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "post_attention_layernorm."),
+    ("self_attention.linear_qkv.", "self_attention.query_key_value."),
+    ("self_attention.linear_proj.", "self_attention.dense."),
+    ("self_attention.q_layernorm.", "self_attention.query_norm."),
+    ("self_attention.k_layernorm.", "self_attention.key_norm."),
+    ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+    ("pre_mlp_layernorm.", "post_attention_layernorm."),
+)
 _ROWS = ("embedding.word", "head", "attention.query_key_value", "cross_attention.query", "cross_attention.key_value")
 
 
@@ -95,6 +123,26 @@ def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
     if side == "decoder" and match[3] == "post_attention_norm":
         part = "cross_norm"
     return f"{side}.layers.{int(match[2]) + first_layers[side]}.{part}.{match[4]}"
+
+
+def of_core(held: Tensors) -> Tensors:
+    """Return ``held`` with the names of the table above, if it is of Megatron-Core's GPT; else as it is.
+
+    Raises:
+        CheckpointError: it has two sides.
+    """
+    if not any(_CORE_MARK in name for name in held):
+        return held
+    if any(_PREFIX.sub("", name).startswith("encoder.") for name in held):
+        raise CheckpointError("a T5 of Megatron-Core cannot be imported; its GPT can")
+    named = {}
+    for name, tensor in held.items():
+        for theirs, ours in _OF_CORE:
+            if theirs in name:
+                name = name.replace(theirs, ours)
+                break
+        named[re.sub(r"(^|\.)decoder\.", r"\1encoder.", name)] = tensor
+    return named
 
 
 def layers_of(side: str, names: Iterable[str]) -> int:
@@ -143,44 +191,89 @@ def order_of(version: float) -> str:
     return [name for name, first in ORDERS.items() if version >= first][-1]
 
 
-def merged(name: str, slices: Sequence[torch.Tensor], order: str, num_heads: int) -> tuple[torch.Tensor, float]:
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """How the rows of the products lie on a tensor rank.
+
+    Args:
+        order: of ``ORDERS``.
+        num_groups: heads of keys and values. Where they are fewer than the heads, rows lie as ours: the query heads of
+            a group, its key, its value, then the next group's.
+        is_gated: the first half of ``mlp.up`` is the gate, the second what it is multiplied with; ours take turns.
+        interleaved: so many numbers of each head, from its start, turn as neighbouring pairs (--rotary-interleaved);
+            ours turn halves, so that rows of queries and keys are put in another order: all even ones, then the odd.
+    """
+
+    order: str
+    num_heads: int
+    num_groups: int
+    is_gated: bool = False
+    interleaved: int = 0
+
+
+def merged(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
     """Return the whole tensor of our name ``name``, and by how much copies of an uncut one differ from the first.
 
     Raises:
-        CheckpointError: the rows of query, key and value are no multiple of the heads.
+        CheckpointError: the rows of query, key and value are no multiple of the heads; or the layout has no order of
+            groups.
     """
     parts, dim = heads_parts(name), cut_dim(name)
     if parts > 1:
-        slices = [_ordered(name, one, parts, order, num_heads, len(slices)) for one in slices]
+        slices = [_ordered(name, one, parts, layout, len(slices)) for one in slices]
+    if layout.is_gated and ".mlp.up." in name:
+        slices = [one.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for one in slices]
     if dim is not None and len(slices) > 1:
-        return torch.cat(list(slices), dim), 0.0
+        return _in_halves(name, torch.cat(list(slices), dim), layout), 0.0
     first = slices[0]
     differs = [one for one in slices[1:] if not torch.equal(one, first)]
-    return first, max((float((one.double() - first.double()).abs().max()) for one in differs), default=0.0)
+    difference = max((float((one.double() - first.double()).abs().max()) for one in differs), default=0.0)
+    return _in_halves(name, first, layout), difference
 
 
-def _ordered(name: str, rows: torch.Tensor, parts: int, order: str, num_heads: int, ranks: int) -> torch.Tensor:
-    """Return the rows of one rank as [heads, parts, d]."""
-    heads, left = divmod(num_heads, ranks)
-    if left or rows.shape[0] % (parts * max(heads, 1)):
+def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks: int) -> torch.Tensor:
+    """Return the rows of one rank as [heads, parts, d], or as [groups, heads / groups + 2, d]."""
+    is_grouped = parts == 3 and layout.num_groups != layout.num_heads
+    count = layout.num_groups if is_grouped else layout.num_heads
+    each = layout.num_heads // layout.num_groups + 2 if is_grouped else parts
+    blocks, left = divmod(count, ranks)
+    if left or rows.shape[0] % (each * max(blocks, 1)):
         raise CheckpointError(
-            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {parts} x {num_heads} heads; "
-            "check --num-attention-heads"
+            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {each} x {count} "
+            f"{'groups' if is_grouped else 'heads'}; check --num-attention-heads"
         )
-    d = rows.shape[0] // (parts * heads)
-    rest = tuple(rows.shape[1:])
-    if order == "3-heads-d":
-        blocks = rows.reshape(parts, heads, d, *rest).transpose(0, 1)
-    elif order == "heads-d-3":
-        blocks = rows.reshape(heads, d, parts, *rest).transpose(1, 2)
-    else:
+    if layout.order == "heads-3-d":
         return rows
-    return blocks.reshape(rows.shape)
+    if is_grouped:
+        raise CheckpointError(
+            f"{name}: with {layout.num_groups} groups for {layout.num_heads} heads rows lie by group, which goes with "
+            f"--qkv-order heads-3-d alone, got {layout.order}"
+        )
+    d = rows.shape[0] // (parts * blocks)
+    rest = tuple(rows.shape[1:])
+    if layout.order == "3-heads-d":
+        turned = rows.reshape(parts, blocks, d, *rest).transpose(0, 1)
+    else:
+        turned = rows.reshape(blocks, d, parts, *rest).transpose(1, 2)
+    return turned.reshape(rows.shape)
+
+
+def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """Return ``whole`` with neighbouring pairs of queries and keys moved apart, where they turn so."""
+    turned = layout.interleaved
+    if not turned or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
+        return whole
+    if not name.rpartition(".")[0].endswith(".query_key_value"):
+        return torch.cat((whole[:turned:2], whole[1:turned:2], whole[turned:]))
+    each = layout.num_heads // layout.num_groups + 2
+    heads = whole.unflatten(0, (layout.num_groups, each, -1)).clone()  # [g, a/g + 2, d, ...]
+    rows = heads[:, :-1, :turned].clone()  # of queries and keys
+    heads[:, :-1, :turned] = torch.cat((rows[:, :, ::2], rows[:, :, 1::2]), dim=2)
+    return heads.flatten(0, 2)
 
 
 # The weights of a checkpoint of these families, by our names.
 
-Tensors = dict[str, torch.Tensor]
 _BIAS_OF_HEAD = "lm_head.bias"
 
 
@@ -201,11 +294,13 @@ class LegacyWeights:
     notes: list[str] = field(default_factory=list)
 
 
-def read_legacy_weights(files: Files, *, num_heads: int | None, order: str | None) -> LegacyWeights:
+def read_legacy_weights(
+    files: Files, *, num_heads: int | None, order: str | None, is_gated: bool | None = None
+) -> LegacyWeights:
     """Return the weights in ``files``.
 
     Args:
-        num_heads, order: as the user gives them; None: as the files say.
+        num_heads, order, is_gated: as the user gives them; None: as the files say.
 
     Raises:
         CheckpointError: neither says it; a file cannot be read; tensors are unknown, or missing on some rank.
@@ -221,12 +316,38 @@ def read_legacy_weights(files: Files, *, num_heads: int | None, order: str | Non
             "heads-3-d for CPM-Pretrain and Megatron-LM since 2.1, 3-heads-d for older ones (version 0), heads-d-3 for "
             "version 1. The wrong one gives another model: check with tools/generate.py"
         )
+    is_gated = bool(settings.get("swiglu")) if is_gated is None else is_gated
+    layout = RowLayout(
+        order=found.order,
+        num_heads=int(heads),
+        num_groups=groups_of(settings, int(heads)),
+        is_gated=is_gated,
+        interleaved=interleaved_of(settings, int(heads)),
+    )
     for stage in _layer_stages(files) if files.layers else _stages(files):
-        _add(found, stage, int(heads))
+        _add(found, [of_core(held) for held in stage], layout)
     found.is_t5 = layers_of("decoder", found.weights) > 0
     if not found.is_t5:
         found.weights = {of_one_side(name): tensor for name, tensor in found.weights.items()}
     return found
+
+
+def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
+    """Return the heads of keys and values, by the run's settings.
+
+    Megatron-LM has ``num_query_groups`` beside ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
+    """
+    if settings.get("group_query_attention"):
+        return int(settings.get("num_query_groups") or 1)
+    return int(settings.get("num_key_value_heads") or num_heads)
+
+
+def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
+    """Return how many numbers of each head turn as neighbouring pairs; 0: none."""
+    if not settings.get("rotary_interleaved"):
+        return 0
+    size = settings.get("kv_channels") or int(settings["hidden_size"]) // num_heads
+    return int(size * (settings.get("rotary_percent") or 1.0))
 
 
 def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
@@ -290,7 +411,7 @@ def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
     return [{prefix + name: tensor for name, tensor in held.items()} for held in ranks]
 
 
-def _add(found: LegacyWeights, ranks: list[Tensors], num_heads: int) -> None:
+def _add(found: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
     """Put the tensors of one stage into ``found``, whose layers come before this stage's."""
     first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
     unknown = []
@@ -304,16 +425,16 @@ def _add(found: LegacyWeights, ranks: list[Tensors], num_heads: int) -> None:
         if name is None:
             unknown.append(theirs)
         elif name not in found.weights:  # a later stage repeats the tables that both sides share
-            found.weights[name] = _whole(found, name, theirs, ranks, num_heads)
+            found.weights[name] = _whole(found, name, theirs, ranks, layout)
     if unknown:
-        raise CheckpointError(f"these tensors are of no GPT-2 or T5 of ours: {', '.join(unknown)}")
+        raise CheckpointError(f"these tensors are of no decoder or T5 of ours: {', '.join(unknown)}")
 
 
-def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], num_heads: int) -> torch.Tensor:
+def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], layout: RowLayout) -> torch.Tensor:
     lacking = [str(rank) for rank, held in enumerate(ranks) if theirs not in held]
     if lacking:
         raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(lacking)}")
-    whole, difference = merged(name, [held[theirs] for held in ranks], found.order or "", num_heads)
+    whole, difference = merged(name, [held[theirs] for held in ranks], layout)
     if difference:
         found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is taken")
     return whole

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
+from megatron.config.model import ModelConfig
+from megatron.config.option import options_of
 from megatron.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -220,9 +222,57 @@ def as_it_is(name: str, config: Config) -> str:
     return name
 
 
+_PLAIN: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "rotary_scaling": "none",
+    "rotary_percent": 1.0,
+    "rotary_local_base": 0.0,
+    "normalization": "LayerNorm",
+    "norm_bias": True,
+    "layernorm_1p": False,
+    "norm_placement": "before",
+    "embed_layernorm": False,
+    "qk_norm": "none",
+    "add_qkv_bias": False,
+    "window_size": 0,
+    "softmax_scale": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "scale_embeddings": False,
+    "clip_qkv": 0.0,
+    "apply_residual_connection_post_layernorm": False,
+}
+"""A setting of a decoder that makes another model of it -> its value in a GPT-2."""
+
+
+def other_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[str]:
+    """Yield the settings of a decoder that act in ``model`` and that a format there has otherwise.
+
+    A setting that neither ``fixed`` nor ``free`` names must be that of a GPT-2, so that a format cannot pass over one.
+
+    Args:
+        fixed: setting -> the only value that the format has.
+        free: settings that the format takes as they are.
+    """
+    flags = {option.name: option.flag or option.name for option in options_of(ModelConfig)}
+    for name, only in {**_PLAIN, **fixed}.items():
+        value = getattr(model, name)
+        if name not in free and value != only and _acts(model, name):
+            yield f"{flags[name]} must be {only} there, got {value}"
+
+
+def _acts(model: ModelConfig, name: str) -> bool:
+    """Return whether a setting makes a difference beside the others."""
+    if name == "norm_bias":
+        return model.normalization == "LayerNorm"
+    if name == "rotary_local_base":
+        return model.position_embedding_type == "rope" and model.window_size > 0
+    return not name.startswith("rotary_") or model.position_embedding_type == "rope"
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """One family there.
+    """One model type there, or several that are the same to us.
 
     Args:
         model_types: values of ``model_type`` in config.json.

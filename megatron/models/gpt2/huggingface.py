@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
-from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
+from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping, other_settings
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +156,7 @@ def _their_name(ours: str) -> str | None:
 
 def _problems(config: Config) -> Iterator[str]:
     model = config.model
+    yield from other_settings(model, {"num_query_groups": model.num_attention_heads})
     if model.activation not in _THEIR_ACTIVATIONS:
         yield f"GPT-2 has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
     if model.attention_size != model.hidden_size:
@@ -163,8 +164,6 @@ def _problems(config: Config) -> Iterator[str]:
             f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
             f"for {model.hidden_size}"
         )
-    if model.apply_residual_connection_post_layernorm:
-        yield "GPT-2 has no residual connection from behind the norm there"
 
 
 def _fields(config: Config) -> dict[str, Any]:

@@ -1,16 +1,37 @@
-"""LLaMA weights and settings from Hugging Face's ``LlamaForCausalLM`` and back, bit for bit.
+"""Decoders with RMS norms, rotary positions and a gated activation from Hugging Face's classes and back, bit for bit.
+
+One table of names for all, and a ``Preset`` for each ``model_type``: which of our settings it always has, which its
+config.json says. The type of a model of ours is the first that can hold all of its settings, in this order:
+
+| model_type | what it has |
+|---|---|
+| llama | biases everywhere or nowhere; no windows |
+| mistral | a window in all layers or in none |
+| qwen2 | biases on queries, keys and values; windows by layer (Qwen 2 and 2.5) |
+| qwen3 | a norm of each query and key head; windows by layer |
+| gemma2 | norms on both sides, less 1; a scaled embedding; soft-caps; windows by layer |
+| gemma3_text | the same with norms of heads, no soft-cap of scores, a base of its own in layers with a window |
+| olmo2 | norms behind the parts, and over all query and all key heads |
 
 | ours | theirs | change |
 |---|---|---|
 | embedding.word.weight [v, h] | model.embed_tokens.weight | |
-| layers.{i}.input_norm.weight | model.layers.{i}.input_layernorm.weight | |
 | layers.{i}.attention.query_key_value.* | ...self_attn.q_proj.*, .k_proj.*, .v_proj.* | queries, key, value per group |
+| layers.{i}.attention.query_norm, .key_norm | ...self_attn.q_norm, .k_norm | |
 | layers.{i}.attention.dense.* | ...self_attn.o_proj.* | |
-| layers.{i}.post_attention_norm.weight | ...post_attention_layernorm.weight | |
 | layers.{i}.mlp.up.* | ...mlp.gate_proj.*, .up_proj.* | gate, value per row |
 | layers.{i}.mlp.down.* | ...mlp.down_proj.* | |
 | final_norm.weight | model.norm.weight | |
 | head.weight (only when untied) | lm_head.weight | |
+
+Norms of a layer have other names there by their placement:
+
+| ours | before | both | after |
+|---|---|---|---|
+| input_norm | input_layernorm | input_layernorm | |
+| attention_output_norm | | post_attention_layernorm | post_attention_layernorm |
+| post_attention_norm | post_attention_layernorm | pre_feedforward_layernorm | |
+| mlp_output_norm | | post_feedforward_layernorm | post_feedforward_layernorm |
 
 Their files have the rows of queries and keys for positions that turn halves against each other, as ours. Meta's own
 files, and GPT-J's way, turn neighbouring numbers: those must be permuted first, as Hugging Face's converter does.
@@ -19,12 +40,16 @@ files, and GPT-J's way, turn neighbouring numbers: those must be permuted first,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.decoder import window_pattern
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, other_settings
+from megatron.models.llama.huggingface_rotary import rotary_fields, rotary_values
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -33,36 +58,146 @@ _ACTIVATIONS = {
     "gelu_new": "gated-gelu",
 }
 _THEIR_ACTIVATIONS = {"gated-silu": "silu", "gated-gelu": "gelu_pytorch_tanh"}
-_NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-_SCALING = {
-    "factor": "rotary_scaling_factor",
-    "low_freq_factor": "rotary_low_frequency_factor",
-    "high_freq_factor": "rotary_high_frequency_factor",
-    "original_max_position_embeddings": "rotary_original_positions",
+_BEFORE = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_NORMS = {
+    "before": _BEFORE,
+    "after": _AFTER,
+    "both": {**_BEFORE, "post_attention_norm": "pre_feedforward_layernorm", **_AFTER},
 }
-_OF_SCALING = {"default": (), "linear": tuple(_SCALING)[:1], "llama3": tuple(_SCALING)}
 _WORD, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_OF_ALL = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+_WINDOWS = {"window_size", "window_attn_skip_freq"}
+_REFUSED = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
+"""What changes numbers and no model of ours has -> the value that may stand there, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One ``model_type``.
+
+    Args:
+        architecture: their class.
+        fixed: our settings that it has, where they are not those of a GPT-2 or ``_OF_ALL``.
+        free: our settings that config.json says, beside sizes, rotary positions and biases.
+        defaults: what their class takes where config.json is silent; None where there is nothing.
+        biases: whether all products may have biases.
+        window: all: in all layers; layer: in some of them.
+        is_divided: the hidden size must be a multiple of the heads.
+    """
+
+    model_type: str
+    architecture: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    free: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    biases: bool = False
+    window: str = ""
+    is_divided: bool = False
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.model_type.startswith("gemma")
+
+    @property
+    def activation(self) -> str:
+        """Their name of the activation."""
+        return "hidden_activation" if self.is_gemma else "hidden_act"
+
+
+_GEMMA = {"layernorm_1p": True, "norm_placement": "both", "scale_embeddings": True}
+_OF_GEMMA = {
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+_OF_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+PRESETS = (
+    Preset(model_type="llama", architecture="LlamaForCausalLM", biases=True, is_divided=True),
+    Preset(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        free=frozenset(_WINDOWS),
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        window="all",
+    ),
+    Preset(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={"add_qkv_bias": True},
+        free=frozenset(_WINDOWS),
+        defaults=_OF_QWEN,
+        window="layer",
+    ),
+    Preset(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        fixed={"qk_norm": "head"},
+        free=frozenset(_WINDOWS),
+        defaults={**_OF_QWEN, "head_dim": 128},
+        window="layer",
+    ),
+    Preset(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        fixed=_GEMMA,
+        free=frozenset({*_WINDOWS, "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"}),
+        defaults={
+            **_OF_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
+        },
+        window="layer",
+        is_divided=True,
+    ),
+    Preset(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        fixed={**_GEMMA, "qk_norm": "head"},
+        free=frozenset({*_WINDOWS, "softmax_scale", "final_logit_softcapping", "rotary_local_base"}),
+        defaults={
+            **_OF_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": 6,
+        },
+        window="layer",
+        is_divided=True,
+    ),
+    Preset(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        fixed={"norm_placement": "after", "qk_norm": "all"},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+)  # fmt: skip
+"""In the order in which a model of ours looks for its type."""
+
+
+# Weights: the names depend on our settings alone.
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each of our weights is made of theirs."""
+    model = config.model
     found = {
         "embedding.word.weight": WeightMapping((_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
-    for i in range(config.model.num_layers):
+    for i in range(model.num_layers):
         at, there = f"layers.{i}", f"model.layers.{i}"
-        found.update(
-            {f"{at}.{ours}.weight": WeightMapping((f"{there}.{theirs}.weight",)) for ours, theirs in _NORMS.items()}
-        )
-        for kind in ("weight", "bias") if config.model.hidden_bias else ("weight",):
+        for ours, theirs in _NORMS[model.norm_placement].items():
+            found[f"{at}.{ours}.weight"] = WeightMapping((f"{there}.{theirs}.weight",))
+        for name in ("query", "key") if model.qk_norm != "none" else ():
+            found[f"{at}.attention.{name}_norm.weight"] = WeightMapping((f"{there}.self_attn.{name[0]}_norm.weight",))
+        for kind in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
             heads = tuple(f"{there}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=config.model.num_query_groups)
+            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=model.num_query_groups)
+        for kind in ("weight", "bias") if model.hidden_bias else ("weight",):
             found[f"{at}.attention.dense.{kind}"] = WeightMapping((f"{there}.self_attn.o_proj.{kind}",))
             gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
-            found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=config.model.ff_hidden_size)
+            found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=model.ff_hidden_size)
             found[f"{at}.mlp.down.{kind}"] = WeightMapping((f"{there}.mlp.down_proj.{kind}",))
-    if config.model.untie_embeddings:
+    if model.untie_embeddings:
         found["head.weight"] = WeightMapping((_HEAD,))
     return found
 
@@ -75,113 +210,216 @@ def heights(config: Config) -> dict[str, int]:
     return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield what of ``config`` has no form there."""
-    model = config.model
+# Settings, ours to theirs.
+
+
+def problems(preset: Preset, config: Config) -> Iterator[str]:
+    """Yield what of ``config`` the type cannot hold."""
+    model, title = config.model, preset.model_type
+    yield from other_settings(model, {**_OF_ALL, **preset.fixed}, free={*preset.free, "rotary_scaling"})
     if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"LLaMA has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
-    if model.hidden_size % model.num_attention_heads:
+        yield f"{title} has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+    if model.hidden_bias and not preset.biases:
+        yield f"{title} has no --hidden-bias there, got it"
+    if preset.is_divided and model.hidden_size % model.num_attention_heads:
         yield (
             "the hidden size must be a multiple of the heads there, got "
             f"{model.hidden_size} and {model.num_attention_heads}"
         )
+    if preset.window == "all" and model.window_size and not all(_pattern(config)):
+        yield f"{title} has the window in all layers there, got --window-attn-skip-freq {model.window_attn_skip_freq}"
+    if model.softmax_scale and "softmax_scale" in preset.free and _scalar(config) ** -0.5 != model.softmax_scale:
+        yield (
+            "--softmax-scale must be 1 / sqrt(n) of a whole number n there (query_pre_attn_scalar), got "
+            f"{model.softmax_scale!r}"
+        )
 
 
-def fields(config: Config) -> dict[str, Any]:
+def fields(preset: Preset, config: Config) -> dict[str, Any]:
     """Return config.json of ``config``."""
     model = config.model
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    found = {
+        "architectures": [preset.architecture],
+        "model_type": preset.model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ff_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": config.model.num_query_groups,
+        "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_hidden_size,
-        "hidden_act": _THEIR_ACTIVATIONS[model.activation],
+        preset.activation: _THEIR_ACTIVATIONS[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "attention_bias": model.hidden_bias,
-        "mlp_bias": model.hidden_bias,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,  # which their model does not have: read back by ours alone
         "tie_word_embeddings": not model.untie_embeddings,
-        "rope_theta": config.model.rotary_base,  # of transformers up to 4, which look here
-        "rope_scaling": _rope(config) if config.model.rotary_scaling != "none" else None,
-        "rope_parameters": {**_rope(config), "rope_theta": config.model.rotary_base},
+        **_window_fields(preset, config),
+        **rotary_fields(model, has_local=preset.model_type == "gemma3_text"),
     }
+    if preset.biases:
+        found["mlp_bias"] = model.hidden_bias
+    if preset.model_type == "qwen2":
+        del found["attention_bias"]  # which it always has, and on queries, keys and values alone
+    if preset.is_gemma:
+        found["query_pre_attn_scalar"] = _scalar(config)
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            found[name] = getattr(model, name) or None
+    return found
 
 
-def _rope(config: Config) -> dict[str, Any]:
-    kind = {"none": "default"}.get(config.model.rotary_scaling, config.model.rotary_scaling)
-    return {"rope_type": kind, **{key: getattr(config.model, _SCALING[key]) for key in _OF_SCALING[kind]}}
+def _scalar(config: Config) -> int:
+    """Return the whole number whose root scores are divided by."""
+    model = config.model
+    return round(model.softmax_scale**-2) if model.softmax_scale else model.kv_hidden_size
 
 
-def values(theirs: dict[str, Any]) -> dict[str, Any]:
+def _pattern(config: Config) -> tuple[bool, ...]:
+    model = config.model
+    if not model.window_size:
+        return (False,) * model.num_layers
+    return window_pattern(model.window_attn_skip_freq, model.num_layers)
+
+
+def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
+    """Their window holds the token itself, ours does not."""
+    has = _pattern(config)
+    size = config.model.window_size + 1 if any(has) else None
+    if not preset.window:
+        return {}
+    if preset.window == "all":
+        return {"sliding_window": size}
+    found: dict[str, Any] = {"sliding_window": size, "layer_types": [_SLIDING if each else _FULL for each in has]}
+    if preset.is_gemma:  # whose class wants a number where no layer reads it, too
+        return {**found, "sliding_window": size or preset.defaults["sliding_window"]}
+    if size is None:
+        return {**found, "use_sliding_window": False}
+    return {**found, "use_sliding_window": True, "max_window_layers": has.index(True)}
+
+
+# Settings, theirs to ours.
+
+
+def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
     """Return flat fields of our configuration of their config.json.
 
     Raises:
-        CheckpointError: listing the settings that our LLaMA does not have.
+        CheckpointError: listing the settings that no model of ours has.
     """
-    activation, biases = theirs.get("hidden_act", "silu"), theirs.get("attention_bias", False)
-    rotary, found = _rotary(theirs)
+    given = {**preset.defaults, **theirs}
+    activation = given.get(preset.activation) or preset.defaults.get(preset.activation, "silu")
+    size, heads, layers = given["hidden_size"], given["num_attention_heads"], given["num_hidden_layers"]
+    windows, found = _window_values(preset, given, layers)
+    rotary, odd = rotary_values(
+        given, has_local=preset.model_type == "gemma3_text", has_windows="window_size" in windows
+    )
+    found = [*odd, *found, *_other_values(preset, given)]
     if activation not in _ACTIVATIONS:
-        found.append(f"hidden_act {activation!r} (known: {', '.join(_ACTIVATIONS)})")
-    if theirs.get("mlp_bias", False) != biases:
-        found.append(f"attention_bias {biases} with mlp_bias {not biases} (known: both, or none)")
+        found.append(f"{preset.activation} {activation!r} (known: {', '.join(_ACTIVATIONS)})")
     if found:
-        raise CheckpointError(f"our LLaMA has no counterpart of these settings: {'; '.join(found)}")
-    size, heads = theirs["hidden_size"], theirs["num_attention_heads"]
+        raise CheckpointError(
+            f"our decoders have no counterpart of these settings of a {preset.model_type}: {'; '.join(found)}"
+        )
+    head = given.get("head_dim") or size // heads
+    gemma: dict[str, Any] = {}
+    if preset.is_gemma:
+        scalar = given["query_pre_attn_scalar"]
+        gemma = {name: float(given.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        gemma["softmax_scale"] = 0.0 if scalar == head else scalar**-0.5
     return {
-        "num_layers": theirs["num_hidden_layers"],
+        **_OF_ALL,
+        **preset.fixed,
+        "num_layers": layers,
         "hidden_size": size,
         "num_attention_heads": heads,
-        "num_query_groups": theirs.get("num_key_value_heads") or heads,
-        "kv_hidden_size": theirs.get("head_dim") or size // heads,
-        "ff_hidden_size": theirs["intermediate_size"],
+        "num_query_groups": given.get("num_key_value_heads") or heads,
+        "kv_hidden_size": head,
+        "ff_hidden_size": given["intermediate_size"],
         "activation": _ACTIVATIONS[activation],
-        "hidden_bias": biases,
-        "layernorm_epsilon": theirs.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": theirs.get("max_position_embeddings", 2048),
-        "vocab_size": theirs["vocab_size"],
-        "untie_embeddings": not theirs.get("tie_word_embeddings", False),
-        "attention_dropout": theirs.get("attention_dropout") or 0.0,
-        "hidden_dropout": theirs.get("hidden_dropout", 0.0),
-        "init_method_std": theirs.get("initializer_range", 0.02),
+        "hidden_bias": preset.biases and given.get("attention_bias", False),
+        "layernorm_epsilon": given.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": given.get("max_position_embeddings", 2048),
+        "vocab_size": given["vocab_size"],
+        "untie_embeddings": not given.get("tie_word_embeddings", False),
+        "attention_dropout": given.get("attention_dropout") or 0.0,
+        "hidden_dropout": given.get("hidden_dropout", 0.0),
+        "init_method_std": given.get("initializer_range", 0.02),
+        **gemma,
+        **windows,
         **rotary,
     }
 
 
-def _rotary(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields of the rotary positions, and which of their settings have no counterpart.
-
-    Since transformers 5 everything stands in ``rope_parameters``; before, ``rope_theta`` stood beside ``rope_scaling``,
-    whose kind was called ``type`` at first.
-    """
-    given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    base = given.pop("rope_theta", theirs.get("rope_theta", 10000.0))
-    if kind not in _OF_SCALING:
-        return {}, [f"rope_type {kind!r} (known: {', '.join(_OF_SCALING)})"]
-    odd = [f"{key} of rope_type {kind!r}" for key in given if key not in _OF_SCALING[kind]]
-    missing = [f"rope_type {kind!r} without {key}" for key in _OF_SCALING[kind] if key not in given]
-    if odd or missing:
-        return {}, odd + missing
-    scaled = {_SCALING[key]: given[key] for key in _OF_SCALING[kind]}
-    return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(kind, kind), **scaled}, []
+def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that change numbers and that a model of ours of this type does not have."""
+    for name, only in _REFUSED.items():
+        if given.get(name) not in (None, only):
+            yield f"{name} {given[name]!r} (known: {only!r})"
+    biases = given.get("attention_bias") or False
+    if preset.biases and (given.get("mlp_bias") or False) != biases:
+        yield f"attention_bias {biases} with mlp_bias {not biases} (known: both, or none)"
+    if not preset.biases and preset.model_type != "qwen2" and biases:
+        yield "attention_bias True (known: False)"
+    if preset.model_type == "gemma3_text" and given.get("attn_logit_softcapping"):
+        yield f"attn_logit_softcapping {given['attn_logit_softcapping']!r} (known: None; their model passes it over)"
 
 
-FORMAT = HFFormat(
-    model_types=("llama",),
-    problems=problems,
-    fields=fields,
-    values=values,
-    **by_recipes(recipes, heights),
-    word=_WORD,
-    unread=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    allowed=1e-5,  # their norms and angles are in fp32
-)
+def _window_values(preset: Preset, given: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
+    """Return our fields of the windows, none where there is no window, and what of theirs has no counterpart."""
+    kinds, size = given.get("layer_types"), given.get("sliding_window")
+    if preset.model_type.startswith("qwen") and not given.get("use_sliding_window", False):
+        size = None
+    if kinds is not None:
+        if strange := sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL}):
+            return {}, [f"layer_types with {', '.join(strange)} (known: {_SLIDING}, {_FULL})"]
+        if len(kinds) != layers:
+            return {}, [f"layer_types of {len(kinds)} layers for num_hidden_layers {layers}"]
+    has = [kind == _SLIDING for kind in kinds] if kinds is not None else _default_windows(preset, given, size, layers)
+    if not preset.window and (size is not None or any(has)):
+        return {}, [f"sliding_window {size!r} with a window in {sum(has)} layers (known: none)"]
+    if preset.window == "all" and size is not None and not all(has):
+        return {}, [f"layer_types with {_FULL} beside sliding_window {size!r} (known: {_SLIDING} in all layers)"]
+    if not any(has):
+        return {}, []
+    if not isinstance(size, int) or size < 2:
+        return {}, [f"sliding_window {size!r} with a window in {sum(has)} layers (known: whole numbers of at least 2)"]
+    return {"window_size": size - 1, "window_attn_skip_freq": _skip_freq(has)}, []
+
+
+def _default_windows(preset: Preset, given: Mapping[str, Any], size: int | None, layers: int) -> list[bool]:
+    """Return which layers have a window where ``layer_types`` does not say it."""
+    if preset.is_gemma:
+        every = given["sliding_window_pattern"]
+        return [number % every != 0 for number in range(1, layers + 1)]
+    first = given.get("max_window_layers", 0) if preset.window == "layer" else 0
+    return [bool(preset.window) and size is not None and layer >= first for layer in range(layers)]
+
+
+def _skip_freq(has: list[bool]) -> str:
+    """Return ``window_attn_skip_freq`` with which these layers have the window."""
+    if all(has):
+        return ""
+    for every in range(2, len(has) + 1):
+        if tuple(has) == window_pattern(str(every), len(has)):
+            return str(every)
+    return f"[{','.join(str(int(each)) for each in has)}]"
+
+
+def _format(preset: Preset) -> HFFormat:
+    return HFFormat(
+        model_types=(preset.model_type,),
+        problems=partial(problems, preset),
+        fields=partial(fields, preset),
+        values=partial(values, preset),
+        **by_recipes(recipes, heights),
+        word=_WORD,
+        unread=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        allowed=1e-5,  # their norms and angles are in fp32
+    )
+
+
+FORMATS = tuple(_format(preset) for preset in PRESETS)
+FORMAT = FORMATS[0]
+"""Of ``llama`` itself; weights have the same names in all."""

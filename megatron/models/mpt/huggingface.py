@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, other_settings
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,10 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
 def problems(config: Config) -> Iterator[str]:
     """Yield what of ``config`` has no form there."""
     model = config.model
+    fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
+    yield from other_settings(model, fixed, free=("clip_qkv",))
+    if model.hidden_bias:
+        yield "MPT has no --hidden-bias there, got it"
     if model.activation != "gelu":
         yield f"MPT has the activation gelu there, got {model.activation}"
     if model.attention_size != model.hidden_size:

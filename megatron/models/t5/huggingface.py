@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
@@ -284,8 +285,21 @@ def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
 
 
+def _mt5_problems(config: Config) -> Iterator[str]:
+    yield from _problems(config)
+    if not config.model.untie_embeddings:
+        yield "mT5's head has weights of its own (--untie-embeddings-and-output-weights), got a tied one"
+
+
+def _mt5_fields(config: Config) -> dict[str, Any]:
+    """Their class calls every mT5 tied and scales none of its heads; files of the hub say what is."""
+    found = {**_fields(config), "architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5"}
+    del found["scale_decoder_outputs"]
+    return found
+
+
 FORMAT = HFFormat(
-    model_types=("t5", "mt5"),
+    model_types=("t5",),
     problems=_problems,
     fields=_fields,
     values=_values,
@@ -300,3 +314,5 @@ FORMAT = HFFormat(
     our_logits=_our_logits,
     their_inputs=_their_inputs,
 )
+FORMATS = (FORMAT, replace(FORMAT, model_types=("mt5",), problems=_mt5_problems, fields=_mt5_fields))
+"""The first is an untied one's too (T5 v1.1), unless the folder that it was imported from or a flag says mt5."""

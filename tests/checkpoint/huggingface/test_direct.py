@@ -31,6 +31,8 @@ MODELS = {
     "t5": {"max_position_embeddings": 0},
     "t5 gated and untied": {"max_position_embeddings": 0, "activation": "gated-gelu", "untie_embeddings": True},
     "llama": {"num_query_groups": 4, "activation": "gated-silu", "untie_embeddings": True},
+    "llama of Qwen 3": {"num_query_groups": 4, "qk_norm": "head", "kv_hidden_size": 6},
+    "llama of OLMo 2": {"num_query_groups": 4, "qk_norm": "all", "kv_hidden_size": 6, "norm_placement": "after"},
     "bert": {"hidden_bias": True},
 }
 

@@ -59,8 +59,10 @@ def test_configs_of_the_hub_are_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' (known: default, linear, llama3)"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type 'dynamic' (known: default, linear, llama3, yarn)",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_type 'llama3' without low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "beta of rope_type 'linear'"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
@@ -72,12 +74,13 @@ def test_configs_of_the_hub_are_read() -> None:
 def test_what_our_llama_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         config_from_huggingface({**LLAMA_32, **changed})
-    assert f"our LLaMA has no counterpart of these settings: {named}" in str(raised.value)
+    assert f"our decoders have no counterpart of these settings of a llama: {named}" in str(raised.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as raised:
-        config_to_huggingface(config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4), "float32")
+        config = config_of("llama", activation="relu", num_attention_heads=3, kv_hidden_size=4)
+        config_to_huggingface(config, "float32", "llama")
     assert all(text in str(raised.value) for text in ("got relu", "got 16 and 3"))
 
 
