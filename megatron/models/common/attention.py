@@ -233,7 +233,7 @@ class SelfAttention(Attention):
 
 def _function_of(sizes: ModelArgs) -> Callable[..., torch.Tensor]:
     """Return what makes the context of query, key and value; it takes ``mask`` and what drops probabilities."""
-    how = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
+    how: dict[str, Any] = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
     if sizes.attn_logit_softcapping:
         return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **how)
     return partial(attention, **how) if how else attention

@@ -189,7 +189,7 @@ def model_loss(
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
         given = logits.x, logits.weight, targets, weights
-        how = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap}
+        how: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap}
         return linear_cross_entropy(*given, **how, **words), weights.sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights = known_or_nan(weights.to(wide), targets, sizes.vocab_size)

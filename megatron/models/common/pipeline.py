@@ -249,7 +249,8 @@ def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = 
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     masks = Masks(sizes, place)
     layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, masks, has_positions) for i in range(sizes.num_layers)]
-    norm = LayerSpec(norm_pipe(norm_class(sizes)), place, sizes.hidden_size, **norm_settings(sizes))
+    kind: Any = norm_class(sizes)
+    norm = LayerSpec(norm_pipe(kind), place, sizes.hidden_size, **norm_settings(sizes))
     return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
 
 
