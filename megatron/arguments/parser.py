@@ -92,7 +92,7 @@ def parse(
     from_file = config_file.take(found, extra_flags)
     defaults = flag_values.default_values(defaults or {}, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
-    if checkpoint_args is not None:
+    if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):
         defaults = {**defaults, **checkpoint_args(found, defaults)}
     extra = _extra_values(extra_parser, found)
     json = from_file.deepspeed or _read_json(found, defaults)
