@@ -93,7 +93,7 @@ def parse(
     defaults = other_programs.defaults_of(found, defaults or {})
     defaults = flag_values.default_values(defaults, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
-    if checkpoint_args is not None:
+    if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):
         defaults = {**defaults, **checkpoint_args(found, defaults)}
     extra = _extra_values(extra_parser, found)
     json = from_file.deepspeed or _read_json(found, defaults)

@@ -15,8 +15,6 @@ from megatron.arguments import parse
 from megatron.arguments.flag_values import scan
 from megatron.arguments.parser import OneLineParser
 from megatron.arguments.validate import raise_all
-from megatron.checkpoint import checkpoint_args
-from megatron.checkpoint.huggingface.config import CONFIG
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -95,7 +93,7 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     words, assumed = with_defaults(flags.model, rest, machine, brought)
     if place is not None:
         assumed.append(f"the sizes of {place}")
-        words += ["--finetune"] * (place.name == CONFIG and "--finetune" not in words)  # weights and no more
+        words += ["--finetune"] * (place.name == "config.json" and "--finetune" not in words)  # weights and no more
     given = {**scan(rest, (), flags.model).values, **brought}
     if flags.fits:
         if flags.global_batch_size:
@@ -170,7 +168,11 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
 def family_of_load(rest: Sequence[str]) -> str | None:
     """Return the family of the model that --load in ``rest`` names; None without one."""
     path = scan(rest).values.get("load")
-    return None if path is None else checkpoint_args.family_in(Path(path))
+    if path is None:
+        return None
+    from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
+
+    return checkpoint_args.family_in(Path(path))
 
 
 def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
@@ -182,11 +184,13 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
     """
     found = scan(rest, (), family)
     path = found.values.get("load")
-    source = None if path is None else checkpoint_args.read_source(Path(path), family)
-    if source is None:
-        if path is not None:
-            raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
+    if path is None:
         return {}, None
+    from megatron.checkpoint import checkpoint_args
+
+    source = checkpoint_args.read_source(Path(path), family)
+    if source is None:
+        raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
     found.problems.clear()  # which are told with all others
     brought = checkpoint_args.bring(found, {})
     raise_all(found.problems)

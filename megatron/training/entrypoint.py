@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from megatron import training
 from megatron.arguments import parse
+from megatron.arguments.flag_values import Scan
 from megatron.arguments.validate import raise_all
-from megatron.checkpoint import checkpoint_args
 from megatron.errors import JobError, marked
 from megatron.training import failure
 from megatron.training.dry_run import dry_run
@@ -184,6 +184,13 @@ _START = "Start the ranks by torchrun, deepspeed, mpirun, srun or a run script, 
 # brings them in when the run begins.
 
 
+def _sizes(found: Scan, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the sizes that what --load or --resume names brings."""
+    from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
+
+    return checkpoint_args.bring(found, defaults, name)
+
+
 def pretrain(
     train_valid_test_datasets_provider: Callable[[list[int]], tuple[Any, Any, Any]],
     model_provider: Callable[[], Any],
@@ -228,7 +235,7 @@ def pretrain(
                 extra_args_provider=extra_args_provider,
                 defaults=defaults,
                 family=family,
-                checkpoint_args=partial(checkpoint_args.bring, name=run_name),
+                checkpoint_args=partial(_sizes, name=run_name),
             )
         except JobError:
             if "--dry-run" not in sys.argv:  # which starts no ranks
