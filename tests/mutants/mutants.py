@@ -34,6 +34,7 @@ from tests.mutants.legacy import LEGACY
 from tests.mutants.llama import LLAMA
 from tests.mutants.migration import MIGRATION
 from tests.mutants.mixture import MIXTURE
+from tests.mutants.modern import MODERN_DECODERS
 from tests.mutants.mpt import MPT
 from tests.mutants.norms import NORMS
 from tests.mutants.on_a_device import ON_A_DEVICE
@@ -74,7 +75,7 @@ IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFEC
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
-IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS)
+IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,

@@ -157,7 +157,7 @@ def test_generation_with_its_cache_says_what_a_loop_without_one_says(variant: st
     ("variant", "flag"),
     [
         ("qwen3", "--qk-norm none"),
-        ("qwen3", "--rotary-original-positions 4"),
+        ("qwen3", "--rotary-original-positions 32"),
         ("qwen3", "--window-attn-skip-freq [1,1,1,0]"),
         ("gemma", "--window-size 5"),
         ("gemma", "--attn-logit-softcapping 1"),

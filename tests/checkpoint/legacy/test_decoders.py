@@ -145,6 +145,7 @@ def test_the_first_half_of_a_ranks_rows_is_the_gate() -> None:
     layout = RowLayout(order="heads-3-d", num_heads=6, num_groups=2, is_gated=True)
     up, _ = merged("layers.0.mlp.up.weight", slices, layout)
     mlp.up.weight.data.copy_(up)
+    torch.nn.init.normal_(mlp.down.weight)
     x = torch.randn(3, 1, 18, dtype=torch.float64)
     products = [x @ part.T for part in slices]
     inner = torch.cat([F.silu(each[..., :7]) * each[..., 7:] for each in products], dim=-1)
