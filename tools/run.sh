@@ -3,8 +3,9 @@
 #   own       their own variables, each behind its flag: those that not every run script has
 #   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
 #   stories   such flags for the sample data alone; not every run script has any
-# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py, which lies beside the run
-# script with ds_config_<model>.json, on every device. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
+#   program   what trains the model; without it pretrain_<model>.py, which lies beside the run script
+# Makes the set-up and the sample data where they are needed, then starts the program on every device, with
+# ds_config_<model>.json from beside the run script. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
 set -euo pipefail
 trap 'exit 75' USR1                               # SLURM's warning while there is nothing yet to save
 model=$1
@@ -49,8 +50,8 @@ export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
 home=$root
-if [ ! -e "$home/pretrain_$model.py" ]; then home=$root/examples/$model; fi
-program=$home/pretrain_$model.py
+if [ ! -e "$home/ds_config_$model.json" ]; then home=$root/examples/$model; fi
+if [ -n "${program:-}" ]; then program=$root/$program; else program=$home/pretrain_$model.py; fi
 is_dry=
 has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi

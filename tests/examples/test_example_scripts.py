@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.models.registry import FAMILIES
+from megatron.models.registry import FAMILIES, costs_of
 from tests.test_run_script import COMMON, ROOT, fake_python, run
 
 __all__ = ["fake_python"]  # the fixture
@@ -19,43 +19,74 @@ OWN = {
         "NGROUPS": ("6", "--num-query-groups 6"),
         "NFF": ("77", "--ff-hidden-size 77"),
     },
+    "qwen3": {
+        "SIZE": ("1.7b", "said "),
+        "SEQLEN": ("65", "--seq-length 65"),
+        "NGROUPS": ("6", "--num-query-groups 6"),
+        "NFF": ("77", "--ff-hidden-size 77"),
+    },
     "bert": {"SEQLEN": ("65", "--seq-length 65")},
     "mpt": {"SEQLEN": ("65", "--seq-length 65")},
 }
-"""Family -> its own variables, with a value and the flag that this becomes."""
-every_family = pytest.mark.parametrize("family", OWN)
+"""Model -> its own variables, with a value and the flag that this becomes."""
+TRAINED_AS = {"qwen3": "llama"}
+"""Model -> the family whose program trains it, where that is another name."""
+every_model = pytest.mark.parametrize("model", OWN)
 
 
-def script_of(family: str) -> Path:
-    return ROOT / FAMILIES[family].run_script
+def script_of(model: str) -> Path:
+    return ROOT / "examples" / model / f"run_{model}.sh"
 
 
-@every_family
-def test_every_variable_of_the_script_has_its_effect(family: str, fake_python: Path) -> None:
-    effects = COMMON | OWN[family]
-    top = script_of(family).read_text().split("# ----")[0]
+def family_of(model: str) -> str:
+    return TRAINED_AS.get(model, model)
+
+
+@every_model
+def test_every_variable_of_the_script_has_its_effect(model: str, fake_python: Path) -> None:
+    effects = COMMON | OWN[model]
+    top = script_of(model).read_text().split("# ----")[0]
     assert set(re.findall(r"^(\w+)=\$\{\1:-", top, re.M)) == set(effects)
-    said = run(fake_python, script=script_of(family), **{name: value for name, (value, _) in effects.items()}).stdout
+    said = run(fake_python, script=script_of(model), **{name: value for name, (value, _) in effects.items()}).stdout
     assert [effect for _, effect in effects.values() if effect not in said] == []
-    assert f"/{FAMILIES[family].program} --pipe-parallel-size 4 " in said
+    assert f"/{FAMILIES[family_of(model)].program} --pipe-parallel-size 4 " in said
 
 
-@every_family
-def test_what_is_not_set_is_what_its_comment_names(family: str, fake_python: Path) -> None:
-    said = run(fake_python, "--dry-run", script=script_of(family)).stdout
-    assert said.splitlines()[0].endswith(f"{FAMILIES[family].program} --dry-run")
+@every_model
+def test_what_is_not_set_is_what_its_comment_names(model: str, fake_python: Path) -> None:
+    said = run(fake_python, "--dry-run", script=script_of(model)).stdout
+    assert said.splitlines()[0].endswith(f"{FAMILIES[family_of(model)].program} --dry-run")
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
     env = {name: Path(f"{fake_python}.{kind}").read_text() for name, kind in files.items()}
-    config = parse(["--dry-run"], world_size=4, env=env, family=family)
+    config = parse(["--dry-run"], world_size=4, env=env, family=family_of(model))
     assert config.given == ("dry_run",)
     args = vars(config.namespace())
-    documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(family).read_text(), re.M))
+    documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (?:by SIZE; )?(?:tiny )?(\d+)\b(?!\.)", script_of(model).read_text(), re.M))
     fields = {
-        name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in (COMMON | OWN[family]).items()
+        name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in (COMMON | OWN[model]).items()
     }
     checked = {name: (str(args[fields[name]]), value) for name, value in documented.items() if fields[name] in args}
-    assert len(checked) == 6 + len(OWN[family])
+    assert len(checked) == 6 + len(set(OWN[model]) - {"SIZE"})
     assert all(got == value for got, value in checked.values()), checked
     assert config.parallel.pipe_parallel_size == config.parallel.model_parallel_size == 2
-    assert config.run.deepspeed_config == str(script_of(family).parent / f"ds_config_{family}.json")
-    assert (config.model.hidden_bias, config.model.hidden_dropout) == (family == "bert", 0.0)
+    assert config.run.deepspeed_config == str(script_of(model).parent / f"ds_config_{model}.json")
+    assert (config.model.hidden_bias, config.model.hidden_dropout) == (model == "bert", 0.0)
+
+
+PUBLISHED = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096, "8b": 8_190_735_360}
+"""Size -> parameters of Qwen3's folder of that size, whose table has 151,936 rows."""
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_each_size_of_qwen3_has_the_parameters_of_the_published_one(size: str, fake_python: Path) -> None:
+    run(fake_python, "--dry-run", script=script_of("qwen3"), SIZE=size)
+    env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
+    config = parse(["--dry-run", "--vocab-size", "151936"], world_size=16, env=env, family="llama")
+    assert costs_of(config).num_parameters == PUBLISHED[size]
+    assert config.precision.bf16
+
+
+def test_an_unknown_size_of_qwen3_is_refused(fake_python: Path) -> None:
+    done = run(fake_python, "--dry-run", script=script_of("qwen3"), SIZE="7b")
+    assert done.returncode == 2
+    assert done.stderr == "SIZE must be tiny, 0.6b, 1.7b, 4b or 8b, got '7b'. Leave it empty for tiny\n"

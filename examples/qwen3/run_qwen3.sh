@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Pretrains Qwen3: set-up and sample data on the first start, then the training. Further flags go to pretrain_llama.py:
+#   bash examples/qwen3/run_qwen3.sh --train-iters 50      SIZE=1.7b mp_size=2 bash examples/qwen3/run_qwen3.sh --resume
+# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
+# gives way to a flag and to the JSON; what is set is passed as a flag.
+
+GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
+NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
+NODE_RANK=${NODE_RANK:-}                          # 0; 0 to NNODES-1, another on each machine
+MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; machine 0 as the others reach it
+MASTER_PORT=${MASTER_PORT:-}                      # 29500
+
+pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
+mp_size=${mp_size:-}                              # by machine; tensor slices of each layer
+
+SIZE=${SIZE:-}                                    # tiny; or 0.6b, 1.7b, 4b, 8b: the published sizes
+NLAYERS=${NLAYERS:-}                              # by SIZE; tiny 4
+NHIDDEN=${NHIDDEN:-}                              # by SIZE; tiny 128
+NHEADS=${NHEADS:-}                                # by SIZE; tiny 4
+NGROUPS=${NGROUPS:-}                              # by SIZE; tiny 2; heads of keys and values, each for NHEADS / NGROUPS
+NFF=${NFF:-}                                      # by SIZE; tiny 384; size of the gated feed-forward layer
+SEQLEN=${SEQLEN:-}                                # tiny 128, else 4096
+BATCHSIZE=${BATCHSIZE:-}                          # tiny 8, else 1; samples of a micro-batch
+GAS=${GAS:-}                                      # tiny 2, else 16; micro-batches of a step, whose samples are then
+                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
+TRAIN_ITERS=${TRAIN_ITERS:-}                      # tiny 400, else 20000; steps
+
+DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+                                                  #    or several with weights: "0.7 data/a 0.3 data/b"
+TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
+config_json=${config_json:-}                      # ds_config_qwen3.json beside this script; DeepSpeed's JSON
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
+
+# ----------------------------------------------------------------------------------------------------------------------
+own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
+program=examples/llama/pretrain_llama.py          # Qwen3 is a LLaMA with norms of queries and keys
+recipe="--qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6 --lr-decay-style cosine --adam-beta2 0.95"
+tied=--tie-embeddings-and-output-weights
+case ${SIZE:-tiny} in                             # layers, hidden size, heads, heads of keys, their size, feed-forward
+  tiny) sizes="4 128 4 2 48 384 $tied" ;;
+  0.6b) sizes="28 1024 16 8 128 3072 $tied" ;;
+  1.7b) sizes="28 2048 16 8 128 6144 $tied" ;;
+  4b) sizes="36 2560 32 8 128 9728 $tied" ;;
+  8b) sizes="36 4096 32 8 128 12288" ;;
+  *) echo "SIZE must be tiny, 0.6b, 1.7b, 4b or 8b, got '$SIZE'. Leave it empty for tiny" >&2 && exit 2 ;;
+esac
+read -r layers hidden heads groups head ff tied <<< "$sizes"
+recipe+=" --num-layers $layers --hidden-size $hidden --num-attention-heads $heads --num-query-groups $groups
+  --kv-channels $head --ff-hidden-size $ff $tied"
+if [ "${SIZE:-tiny}" = tiny ]; then
+  recipe+=" --seq-length 128 --batch-size 8 --gas 2 --train-iters 400 --lr 3e-3 --min-lr 1e-4 --warmup 0.05
+    --log-interval 20 --eval-interval 200 --eval-iters 2"
+  stories="--packing best-fit --init-method-std 0.05 --sample-prompts 'Once upon a time' '从前'"
+else
+  recipe+=" --seq-length 4096 --batch-size 1 --gas 16 --train-iters 20000 --lr 3e-4 --min-lr 3e-5 --warmup 0.01 --bf16
+    --make-vocab-size-divisible-by 128"
+fi
+# shellcheck source=../../tools/run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/run.sh" qwen3 "$@"
