@@ -83,7 +83,7 @@ def test_each_size_of_qwen3_has_the_parameters_of_the_published_one(size: str, f
     env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
     config = parse(["--dry-run", "--vocab-size", "151936"], world_size=16, env=env, family="llama")
     assert costs_of(config).num_parameters == PUBLISHED[size]
-    assert config.precision.bf16
+    assert config.precision.dtype == "bf16"
 
 
 def test_an_unknown_size_of_qwen3_is_refused(fake_python: Path) -> None:
