@@ -61,7 +61,9 @@ def test_what_is_not_set_is_what_its_comment_names(model: str, fake_python: Path
     config = parse(["--dry-run"], world_size=4, env=env, family=family_of(model))
     assert config.given == ("dry_run",)
     args = vars(config.namespace())
-    documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (?:by SIZE; )?(?:tiny )?(\d+)\b(?!\.)", script_of(model).read_text(), re.M))
+    documented = dict(
+        re.findall(r"^(\w+)=\$\{\1:-\} +# (?:by SIZE; )?(?:tiny )?(\d+)\b(?!\.)", script_of(model).read_text(), re.M)
+    )
     fields = {
         name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in (COMMON | OWN[model]).items()
     }
