@@ -13,7 +13,8 @@ SIZES = (
 )
 VARIANTS = {
     "qwen3": "--qk-norm head --tie-embeddings-and-output-weights --rotary-scaling yarn --rotary-scaling-factor 4 "
-    "--rotary-original-positions 8 --rotary-beta-fast 2 --rotary-beta-slow 0.1 --window-size 5 --window-attn-skip-freq [0,1,1,0]",
+    "--rotary-original-positions 8 --rotary-beta-fast 2 --rotary-beta-slow 0.1 "
+    "--window-size 5 --window-attn-skip-freq [0,1,1,0]",
     "gemma": "--activation gated-gelu --apply-layernorm-1p --norm-placement both --scale-embeddings --qk-norm head "
     "--tie-embeddings-and-output-weights --window-size 4 --window-attn-skip-freq 3 --softmax-scale 0.2 "
     "--attn-logit-softcapping 1.5 --final-logit-softcapping 2.5 --rotary-scaling linear --rotary-local-base 50",
