@@ -12,7 +12,8 @@
 | data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
 | generate | of a family that generates and is no decoder | |
 
-Their classes are ``DecoderModel`` and ``DecoderPipe``. So a decoder that has nothing of its own but settings and names is config.py and huggingface.py.
+Their classes are ``DecoderModel`` and ``DecoderPipe``.
+So a decoder that has nothing of its own but settings and names is config.py and huggingface.py.
 """
 
 from __future__ import annotations

@@ -201,6 +201,16 @@ class SelfAttention(Attention):
         packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
         if self.is_plain and mask is None and cache is None:
             return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3)))
+        return self.dense(self._by_parts(packed, mask, cache, positions))
+
+    def _by_parts(
+        self,
+        packed: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerKVCache | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the context [s, b, a d / t] where queries, keys and values go ways of their own, or with a mask."""
         query, key, value = self.split_groups(packed)  # [b, a/t, s, d], 2 x [b, g/t, s, d]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -212,7 +222,7 @@ class SelfAttention(Attention):
             query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
         if cache is not None:
             key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
-        return self.dense(self.attend(self.function, query, key, value, mask=mask))
+        return self.attend(self.function, query, key, value, mask=mask)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values.

@@ -61,18 +61,23 @@ class DecoderModel(nn.Module):
         loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         x = self.embedding(tokens, position_ids)  # [s, b, h]
-        mask = self.masks.of(x, segment_ids)
-        others: tuple[torch.Tensor | None, ...] = (mask,)
-        if self.sizes.rotary is not None or self.sizes.window_size:
-            self._check_positions(position_ids)
-            others = (mask, None, position_ids, self.masks.of(x, segment_ids, has_window=True))
-        x = run_layers(list(self.layers), x, *others, recompute=self.recompute)
-        x = self.final_norm(x)
+        is_plain = segment_ids is None and not self.masks.are_needed and self.sizes.rotary is None
+        beside = () if is_plain else self._beside(x, position_ids, segment_ids)
+        x = self.final_norm(run_layers(list(self.layers), x, *beside, recompute=self.recompute))
         head = self.head
         logits = head_output(x, self.embedding.word.weight, self.sizes, self.place) if head is None else head(x)
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _beside(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return what each layer takes beside ``x``: mask, no cache, rotary positions, mask of a window."""
+        mask = self.masks.of(x, segment_ids)
+        positions = None if self.sizes.rotary is None else position_ids
+        self._check_positions(positions)
+        return mask, None, positions, self.masks.of(x, segment_ids, has_window=True) if self.masks.window else mask
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
         if position_ids is None or position_ids.device.type != "cpu":

@@ -141,22 +141,31 @@ class Embedding(nn.Module):
             self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
         self.norm = make_norm(sizes, place) if sizes.embed_layernorm else None
         self.scale = math.sqrt(sizes.hidden_size) if sizes.scale_embeddings else None
+        self.is_changed = self.norm is not None or self.scale is not None
         self.hidden_dropout = sizes.hidden_dropout
         self.place = place
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         is_part = self.place.sequence_parallel
         x = self.word(tokens.t() if is_part else tokens)  # [s/t, b, h], else [b, s, h]
-        if self.scale is not None:
-            x = x * float(torch.tensor(self.scale, dtype=x.dtype))  # rounded to that type, as Gemma's is
-        if self.norm is not None:
-            x = self.norm(x)
+        if self.is_changed:
+            x = self._changed(x)
         if self.position is not None:
-            ids = torch.arange(tokens.shape[1], device=tokens.device) if position_ids is None else position_ids
-            ids = ids.expand(tokens.shape)
+            ids = position_ids if position_ids is not None else _counted(tokens)
             x = x + self.position(self.place.part(ids.t()) if is_part else ids)
         x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+
+    def _changed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the words scaled, by a number that is rounded to their type as Gemma's is, and normed."""
+        if self.scale is not None:
+            x = x * float(torch.tensor(self.scale, dtype=x.dtype))
+        return x if self.norm is None else self.norm(x)
+
+
+def _counted(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the positions 0 ... s-1 of ``tokens`` [b, s]."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 # The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.
