@@ -46,6 +46,19 @@ def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(fami
         check_model({**saved, "hidden_size": 64}, fresh)
 
 
+def test_families_of_the_common_decoder_are_one_model_where_their_settings_are():
+    """So a Qwen's folder, which is read as a LLaMA's, starts a run of pretrain_gpt2.py with its settings."""
+    of_llama = config_from_values({"vocab_size": 9, "qk_norm": "head"}, family="llama")
+    values = {name: getattr(of_llama.model, name) for name in ("normalization", "activation", "untie_embeddings")}
+    given = {"vocab_size": 9, "qk_norm": "head", "position_embedding_type": "rope", **values}
+    check_model(of_llama.identity(), config_from_values(given, family="gpt2"))
+    check_model(config_from_values(given, family="gpt2").identity(), of_llama)
+    with pytest.raises(CheckpointError, match="qk_norm: saved head, now none"):
+        check_model(of_llama.identity(), config_from_values({**given, "qk_norm": "none"}, family="gpt2"))
+    with pytest.raises(CheckpointError, match="family: saved llama, now bert"):
+        check_model(of_llama.identity(), config_from_values({"vocab_size": 9}, family="bert"))
+
+
 def test_another_vocabulary_is_taken_where_it_is_asked_for():
     saved = config_from_values({"vocab_size": 9}).identity()
     check_model(saved, config_from_values({"vocab_size": 11, "finetune": True, "resize_vocab": True}))

@@ -9,7 +9,7 @@ _SAME = f"{_THEIRS}::test_the_same_weights_give_the_same_logits_loss_and_gradien
 _RANKS = f"{_THEIRS}::test_two_or_three_tensor_ranks_give_the_same_logits_loss_and_gradients"
 _FORM = "tests/models/llama/test_modern_huggingface.py"
 _IMPORTED = "tests/checkpoint/legacy/test_decoders.py"
-_NORMS, _MASKS = "megatron/models/common/norms.py", "megatron/models/common/masks.py"
+_NORMS = "megatron/models/common/norms.py"
 _CAPPED, _TURNED = "megatron/ops/softcapped_attention.py", "megatron/ops/positions.py"
 _ARGS, _HF = "megatron/models/common/model_args.py", "megatron/models/llama/huggingface.py"
 _SHARED, _LEGACY = "megatron/models/common/huggingface.py", "megatron/checkpoint/legacy/weights.py"
@@ -37,13 +37,6 @@ MODERN_DECODERS = (
         (f"{_RANKS}[olmo2]",),
     ),
     Mutant(
-        "a window is one token short",
-        _MASKS,
-        "(behind <= self.window)",
-        "(behind < self.window)",
-        (f"{_SAME}[mistral]",),
-    ),
-    Mutant(
         "their window counts the tokens before a token, as ours does",
         _HF,
         '"window_size": size - 1',
@@ -51,14 +44,14 @@ MODERN_DECODERS = (
         (f"{_SAME}[mistral]",),
     ),
     Mutant(
-        "scores are capped behind the mask",
+        "a score of the future is as low as the cap allows",
         _CAPPED,
         "scores.masked_fill_(future, lowest(scores.dtype))",
         "scores.masked_fill_(future, -cap)",
         (f"{_SAME}[gemma2]",),
     ),
     Mutant(
-        "scores are capped behind the mask of a window",
+        "a score beyond the window is as low as the cap allows",
         _CAPPED,
         "scores.masked_fill_(~own, lowest(scores.dtype))",
         "scores.masked_fill_(~own, -cap)",
@@ -77,13 +70,6 @@ MODERN_DECODERS = (
         "head_size=self.kv_hidden_size,",
         "head_size=self.hidden_size // self.num_attention_heads,",
         (f"{_SAME}[qwen3]",),
-    ),
-    Mutant(
-        "layers with a window have the others' scaling",
-        _ARGS,
-        'base=self.rotary_local_base, scaling="none")',
-        "base=self.rotary_local_base)",
-        (f"{_SAME}[gemma3]",),
     ),
     Mutant(
         "a format passes over what it does not name",

@@ -153,21 +153,26 @@ def test_generation_with_its_cache_says_what_a_loop_without_one_says(variant: st
     assert run_ranks(tensor * pipe, decoded, variant, tensor, pipe) == [wanted] * (tensor * pipe)
 
 
-@pytest.mark.parametrize(
-    ("variant", "flag"),
-    [
-        ("qwen3", "--qk-norm none"),
-        ("qwen3", "--rotary-original-positions 32"),
-        ("qwen3", "--window-attn-skip-freq [1,1,1,0]"),
-        ("gemma", "--window-size 5"),
-        ("gemma", "--attn-logit-softcapping 1"),
-        ("gemma", "--final-logit-softcapping 2"),
-        ("gemma", "--softmax-scale 0.3"),
-        ("gemma", "--rotary-local-base 40"),
-        ("gemma", "--norm-placement before"),
-        ("olmo2", "--qk-norm head"),
-        ("olmo2", "--rotary-percent 1"),
-    ],
-)
+ACTING = {
+    "qwen3": (
+        "--qk-norm none",
+        "--rotary-original-positions 32",
+        "--window-attn-skip-freq [1,1,1,0]",
+    ),
+    "gemma": (
+        "--window-size 5",
+        "--attn-logit-softcapping 1",
+        "--final-logit-softcapping 2",
+        "--softmax-scale 0.3",
+        "--rotary-local-base 40",
+        "--norm-placement before",
+    ),
+    "olmo2": ("--qk-norm head", "--rotary-percent 1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "flag"), [(variant, flag) for variant, flags in ACTING.items() for flag in flags])
 def test_each_flag_makes_another_model(variant: str, flag: str) -> None:
+    """Its smaller sibling is the comparison with Hugging Face's models, which have them."""
     RUNS[variant].check_acts(flag)

@@ -93,6 +93,26 @@ def test_weights_of_16_bits_are_those_of_the_folder(corpus: Path, tmp_path: Path
     assert found["bf16"] == pytest.approx(found["fp32"], rel=5e-3)
 
 
+QWEN3 = "--qk-norm head --num-query-groups 2 --kv-channels 6 --position-embedding-type rope --normalization RMSNorm "
+QWEN3 += "--activation gated-silu --untie-embeddings-and-output-weights"
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_qwen_3_starts_the_same_run_in_the_program_of_either_family(corpus: Path, tmp_path: Path) -> None:
+    more = f"{FEW} {QWEN3}"
+    write_model(
+        tmp_path / "hf", flags(corpus, tmp_path / "none", more, pretrain_llama), vocab_of(corpus), pretrain_llama
+    )
+    assert json.loads((tmp_path / "hf" / folder.CONFIG).read_text())["model_type"] == "qwen3"
+    found = []
+    for script, ranks in ((pretrain_llama, 2), (pretrain_gpt2, 1)):
+        words = f"{more} {LAYOUTS[ranks]} --load {tmp_path / 'hf'} --finetune"
+        argv = flags(corpus, tmp_path / script.__name__, words, pretrain_llama)  # no biases
+        assert train_ranks(ranks, argv, script=script)[0] == [0] * ranks
+        found.append(losses(tmp_path / script.__name__))
+    assert len(found[0]) == 3 and found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 REACH = "--rotary-scaling linear --rotary-scaling-factor 4"
 
 

@@ -25,8 +25,13 @@ RANDOM = {f"random {seed}": drawn(seed) for seed in range(24)}
 QUICK = ("random 0", "random 2", "random 7", "random 9")
 """Of the random ones: a Gemma 3, a Qwen 2, a Gemma 2 and an OLMo 2."""
 MODELS = {**MODERN, **RANDOM}
+CUT = ("qwen3", "gemma3", "olmo2")
+"""Those that the short run cuts over tensor ranks, and goes on from prompts with."""
 ALONE = (1e-12, 1e-13, 1e-12, None)
 """(logits, loss, gradients, weights) of one process."""
+
+
+SOME = [pytest.param(kind, marks=() if kind in CUT else pytest.mark.slow) for kind in MODERN]
 
 
 def make_reference(kind: str) -> tuple[Any, Config]:
@@ -53,7 +58,7 @@ def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind: str) -> 
     one.check(kind, 1)
 
 
-@pytest.mark.parametrize("kind", MODERN)
+@pytest.mark.parametrize("kind", SOME)
 def test_two_or_three_tensor_ranks_give_the_same_logits_loss_and_gradients(kind: str) -> None:
     TOGETHER[MODERN[kind].groups].check(kind, MODERN[kind].groups)
 
@@ -78,7 +83,7 @@ def test_the_flags_of_each_are_its_settings(kind: str) -> None:
         assert worst_relative({"": theirs(text(0)[0]).logits}, {"": logits})[0] < 1e-6
 
 
-@pytest.mark.parametrize("kind", MODERN)
+@pytest.mark.parametrize("kind", SOME)
 @torch.no_grad()
 def test_greedy_generation_is_theirs(kind: str) -> None:
     """Prompts of several lengths, far beyond the window; each of theirs is alone, so that nothing is padded.

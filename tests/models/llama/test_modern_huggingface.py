@@ -96,7 +96,9 @@ def test_configs_of_the_hub_are_read_and_written_as_what_they_were(kind: str) ->
     assert again.model == config.model
 
 
-@pytest.mark.parametrize("kind", [*MODERN, *(f"random {seed}" for seed in range(12))])
+@pytest.mark.parametrize(
+    "kind", [*MODERN, *(pytest.param(f"random {seed}", marks=pytest.mark.slow) for seed in range(24))]
+)
 def test_settings_come_back_and_their_class_takes_them(kind: str) -> None:
     model = MODERN[kind] if kind in MODERN else drawn(int(kind.split()[1]))
     theirs = model.their_config()
@@ -124,7 +126,9 @@ def test_settings_come_back_and_their_class_takes_them(kind: str) -> None:
         assert found.get(name) == said.get(name)
 
 
-@pytest.mark.parametrize("kind", MODERN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("qwen3", "gemma3") else pytest.mark.slow) for kind in MODERN]
+)
 def test_weights_go_there_and_back_bit_for_bit_and_compute_the_same(kind: str, convert: Run, tmp_path: Path) -> None:
     import torch
 
