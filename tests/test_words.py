@@ -165,7 +165,7 @@ FORMER = (
     ("resolve_batch", "resolve_batch_size", "megatron/arguments/"),
     ("to_bytes", "manifest_to_bytes", "megatron/checkpoint/metadata"),
     ("from_bytes", "manifest_from_bytes", "megatron/checkpoint/metadata"),
-    ("NAME", "MANIFEST_NAME", "megatron/checkpoint/metadata"),
+    ("NAME", "MANIFEST_NAME", "megatron/checkpoint/manifest"),
     ("name_of", "shard_file_name", "megatron/checkpoint/shard_file"),
     ("write", "write_shard_file", "megatron/checkpoint/shard_file"),
     ("named", "list_checkpoints", "megatron/checkpoint/folders"),

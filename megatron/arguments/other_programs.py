@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.models.registry import FAMILIES
+
 if TYPE_CHECKING:
     from megatron.arguments.flag_values import Scan
 
@@ -64,7 +66,7 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     lengths = (found.spelling.get("enc_seq_length", ""), found.spelling.get("dec_seq_length", ""))
     is_theirs = any(text.startswith(T5_LENGTHS) for text in lengths)
-    if found.family == "t5" and is_theirs and "max_position_embeddings" in found.values:
+    if FAMILIES[found.family].kind == "encoder-decoder" and is_theirs and "max_position_embeddings" in found.values:
         if "position_embedding_type" not in found.values:
             found.notes.append(
                 "read as a script of Megatron's T5: learned positions, layer norms, biases; T5's own relative "

@@ -26,6 +26,7 @@ from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
 from megatron.config.data import MOCK_DATA
 from megatron.config.run import PROFILE_ALONE
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from megatron.arguments.flag_values import Scan
@@ -340,7 +341,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
             )
         found.neutral["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
-    if family == "t5" and relative and "max_position_embeddings" in found.values:
+    if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
         found.neutral["--max-position-embeddings"] = "relative positions have no end"
 

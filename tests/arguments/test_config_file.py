@@ -80,9 +80,9 @@ def error_of(folder: Path, text: str, *args, **others) -> str:
 
 
 def sections(config: Config) -> dict:
-    told = config.to_dict()
-    del told["run"]["config"]
-    return told
+    found = config.to_dict()
+    del found["run"]["config"]
+    return found
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", YAML), ("a.yml", YAML), ("a.toml", TOML), ("a.json", "")])
@@ -111,8 +111,8 @@ def test_the_order_is_command_line_file_json_recipe(tmp_path):
     config = read(tmp_path, text, "--num-layers 6", env=env)
     assert (config.model.num_layers, config.model.hidden_size, config.batch.seq_length) == (6, 128, 77)
     assert (config.batch.gas, config.batch.batch_size) == (2, 5)
-    told = [note for note in config.notes if "gradient_accumulation_steps 3 of the JSON does not" in note]
-    assert len(told) == 1 and "run.yaml:2: gas 2 holds" in told[0]
+    found = [note for note in config.notes if "gradient_accumulation_steps 3 of the JSON does not" in note]
+    assert len(found) == 1 and "run.yaml:2: gas 2 holds" in found[0]
     assert "MEGATRON_DEFAULTS" not in error_of(tmp_path, "lr: 0")
     with pytest.raises(ConfigError, match="--config is read from the command line alone"):
         parse([], world_size=1, env={"MEGATRON_DEFAULTS": "--config a.yaml"})

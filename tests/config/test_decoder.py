@@ -104,7 +104,6 @@ def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
             "--use-rotary-position-embeddings --rotary-local-base 100",
             "--rotary-local-base acts on layers with a window",
         ),
-        ("--hidden-bias --add-qkv-bias", "--hidden-bias gives all products biases, those of --add-qkv-bias too"),
         ("--no-norm-bias --normalization RMSNorm", "--no-norm-bias acts on layer norms only"),
         (
             "--norm-placement after --apply-residual-connection-post-layernorm",

@@ -178,7 +178,7 @@ BESIDE = {
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions 1000 --rotary-scaling {kind}"
         for kind, names in {
             "llama3": ("low_frequency_factor", "high_frequency_factor"),
-            "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+            "yarn --rotary-base 10": ("beta_fast", "beta_slow", "attention_factor"),
         }.items()
         for name in names
     },
@@ -197,6 +197,7 @@ VALUES = {
     "vocab_extra_ids": "90",
     "vocab_size": "120",
     "rotary_original_positions": "4",
+    "rotary_beta_fast": "3",
     "window_size": "3",
     "tensorboard_dir": "{folder}/file.json/events",
     "config": "{folder}/flags.json",

@@ -278,8 +278,10 @@ def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
     assert read(f"{line} --dec-seq-length 20").own.dec_seq_length == 20
     assert read(line).own.dec_seq_length == 128
     assert read(f"{line} --position-embedding-type learned").model.max_position_embeddings == 128
-    assert read(line.replace("128", "2")).own.dec_seq_length == 2, "too short for a span of ours"
-    assert "--enc-seq-length must be at least 2, a token and the end, got 1" in error_of(line.replace("128", "1"))
+    assert read(line.replace("length 128", "length 2")).own.dec_seq_length == 2, "too short for a span of ours"
+    assert "--enc-seq-length must be at least 2, a token and the end, got 1" in error_of(
+        line.replace("length 128", "length 1")
+    )
     assert "--dec-seq-length must be at least 29" in error_of("--enc-seq-length 128 --dec-seq-length 20")
 
 

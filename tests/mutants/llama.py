@@ -105,7 +105,7 @@ LLAMA = (
         _MODEL,
         'divide("--num-query-groups", groups, place.group)',
         "max(groups // place.group.size, 1)",
-        ("tests/models/llama/test_model.py::test_groups_are_cut_whole_or_not_at_all",),
+        ("tests/models/common/test_llama_model.py::test_groups_are_cut_whole_or_not_at_all",),
     ),
     Mutant(
         "the two norms of a layer change places",
@@ -147,7 +147,7 @@ LLAMA = (
         "megatron/models/common/decoder.py",
         "highest >= length",
         "highest > length",
-        ("tests/models/llama/test_model.py::test_positions_beyond_the_longest_are_refused",),
+        ("tests/models/common/test_llama_model.py::test_positions_beyond_the_longest_are_refused",),
     ),
     Mutant(
         "the script drops positions that begin anew",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ALIBI = "tests/ops/test_alibi.py"
-MODEL = "tests/models/mpt/test_model.py"
+MODEL = "tests/models/common/test_mpt_model.py"
 THEIRS = "tests/models/mpt/test_against_huggingface.py::test_the_same_weights_give_the_same_logits_loss_and_gradients"
 TWELVE_HEADS = f"{THEIRS}[1-fp64 untied, 12 heads, steeper, clipped]"
 KEPT = f"{MODEL}::test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own"
