@@ -197,7 +197,7 @@ VALUES = {
     "vocab_extra_ids": "90",
     "vocab_size": "120",
     "rotary_original_positions": "4",
-    "rotary_beta_fast": "3",
+    "rotary_beta_fast": "200",
     "window_size": "3",
     "tensorboard_dir": "{folder}/file.json/events",
     "config": "{folder}/flags.json",
