@@ -32,20 +32,23 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return tokens, labels, loss mask, positions and documents of a micro-batch on every rank of the tensor group."""
-    args = get_args()
+    """Return tokens, labels, loss mask, documents and positions of a micro-batch on every rank of the tensor group."""
+    args, model = get_args(), get_config().model
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
     is_packed = args.packing == "best-fit"
     segments = mpu.broadcast_data(["segments"], batch, "int32")["segments"] if is_packed else None
     flags = {name: getattr(args, name) for name in EOD_FLAGS}
-    return data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
+    fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
+    if not model.has_learned_positions and not args.reset_position_ids:
+        fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
+    return fields
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return what the first stage takes, and what the loss on the last stage takes."""
     fields = get_batch(batch)
-    documents = () if fields["segment_ids"] is None else (fields["segment_ids"],)
-    return (fields["tokens"], fields["position_ids"], *documents), (fields["labels"], fields["loss_mask"])
+    beside = (fields[name] for name in get_config().model.entering if fields[name] is not None)
+    return (fields["tokens"], *beside), (fields["labels"], fields["loss_mask"])
 
 
 def forward_step(data_iterator: Any, gpt2: Any) -> tuple[Any, dict[str, Any]]:
@@ -58,26 +61,8 @@ def forward_step(data_iterator: Any, gpt2: Any) -> tuple[Any, dict[str, Any]]:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    parallel = config.parallel
-    place = models.ParallelContext(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = models.model_args_from(config.model, **models.recompute_switches(config))
-    if not parallel.has_pipeline:
-        return models.GPT2Model(sizes, place)
-    partition: str | list[int] = parallel.partition_method
-    length, chunks = config.batch.seq_length, parallel.chunks
-    if partition == "balanced":
-        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = models.GPT2ModelPipe(
-        sizes,
-        place,
-        grid.topology,
-        partition=partition,
-        chunks=chunks,
-        has_segments=config.data.keeps_documents_apart,
-        probe=(config.batch.batch_size, length) if partition == "profile" else None,
-    )
-    stages._megatron_batch_fn = get_batch_pipe
-    return stages
+    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import nn
 from megatron import device
 from megatron.arguments import parse
 from megatron.config import Config
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
@@ -269,7 +269,7 @@ class PlainLoop:
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
-    return filled(GPT2Model(model_args_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
+    return filled(DecoderModel(model_args_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
 
 
 def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:

@@ -101,11 +101,11 @@ def test_the_files_that_are_tested_first_are_there() -> None:
 
 
 MOVED = [
-    ("megatron.model", "GPT2Model"),
+    ("megatron.model", "DecoderModel"),
     ("megatron.model", "Place"),
     ("megatron.model", "Sizes"),
     ("megatron.model", "T5Model"),
-    ("megatron.pipe", "GPT2ModelPipe"),
+    ("megatron.pipe", "DecoderPipe"),
     ("megatron.pipe", "pipe_topology"),
     ("megatron.cost", "of"),
     ("megatron.cost", "BYTES"),

@@ -44,13 +44,13 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return tokens, labels, loss mask, documents and positions of a micro-batch on every rank of the tensor group."""
-    args = get_args()
+    args, model = get_args(), get_config().model
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
     is_packed = args.packing == "best-fit"
     segments = mpu.broadcast_data(["segments"], batch, "int32")["segments"] if is_packed else None
     flags = {name: getattr(args, name) for name in EOD_FLAGS}
     fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
-    if not args.reset_position_ids:
+    if not model.has_learned_positions and not args.reset_position_ids:
         fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
     return fields
 
@@ -58,7 +58,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return what the first stage takes, and what the loss on the last stage takes."""
     fields = get_batch(batch)
-    beside = (fields[name] for name in ("segment_ids", "position_ids") if fields[name] is not None)
+    beside = (fields[name] for name in get_config().model.entering if fields[name] is not None)
     return (fields["tokens"], *beside), (fields["labels"], fields["loss_mask"])
 
 

@@ -110,7 +110,7 @@ class DecoderFeatures:
     norm_bias: bool = _option(True, "layer norms scale and do not shift", flag="", constants={"--no-norm-bias": False})
     layernorm_1p: bool = _option(
         False,
-        "norms keep their weights as the difference from 1, so that weight decay draws them to 1",
+        "norms keep their weights as the difference from 1, which starts at 0",
         flag="--apply-layernorm-1p",
     )
     norm_placement: str = _option(
@@ -154,6 +154,12 @@ class DecoderFeatures:
         0.0, "bring the numbers of queries, keys and values into -clip ... clip; 0: do not", minimum=0
     )
 
+    def __post_init__(self) -> None:
+        if not self.num_query_groups:
+            object.__setattr__(self, "num_query_groups", getattr(self, "num_attention_heads", 0))
+        if self.position_embedding_type == "learned":
+            object.__setattr__(self, "position_embedding_type", LEARNED)
+
     @property
     def has_learned_positions(self) -> bool:
         return self.position_embedding_type == LEARNED
@@ -167,6 +173,20 @@ class DecoderFeatures:
     def has_position_ids(self) -> bool:
         """Whether the model looks at the positions of tokens, so that these may begin anew in each document."""
         return self.position_embedding_type in (LEARNED, ROPE)
+
+    @property
+    def entering(self) -> tuple[str, str]:
+        """What the first stage of a pipeline takes behind the tokens, of each as far as it is there."""
+        names = ("position_ids", "segment_ids")  # a table is there alone, rotary positions go to every stage
+        return names if self.has_learned_positions else (names[1], names[0])
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether attention is the softmax of scaled products, causal, with a key for each query, and nothing else."""
+        changed = self.qk_norm != "none" or self.window_size or self.clip_qkv
+        scores = self.softmax_scale or self.attn_logit_softcapping
+        is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
+        return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
 IDENTITY = tuple(field.name for field in fields(DecoderFeatures))
@@ -357,24 +377,6 @@ def _window_problems(model: Any) -> Iterator[str]:
             "--window-attn-skip-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
             f"{model.num_layers} layers such as [1,1,0] or ([1]*5+[0])*2, got {model.window_attn_skip_freq!r}"
         )
-
-
-def not_built(config: Any) -> Iterator[str]:
-    """Yield the settings that are known and have no code yet."""
-    if config.own.KIND != "decoder":
-        return
-    model, usual = config.model, {**{f.name: f.default for f in fields(DecoderFeatures)}, **config.own.DEFAULTS}
-    usual["num_query_groups"] = model.num_attention_heads
-    acting = {
-        ROPE: {"num_query_groups", *_ROTARY} - {"rotary_percent", "rotary_local_base"},
-        ALIBI: {"alibi_bias_max", "clip_qkv"},
-    }
-    built = acting.get(usual["position_embedding_type"], set())
-    for name in IDENTITY:
-        if name not in built and getattr(model, name) != usual[name]:
-            yield f"not built yet: {_flag(name)} {getattr(model, name)}"
-    if model.rotary_scaling == "yarn" or model.activation in ("squared-relu", "silu"):
-        yield f"not built yet: --rotary-scaling {model.rotary_scaling}, --activation {model.activation}"
 
 
 def _flag(name: str) -> str:

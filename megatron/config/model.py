@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megatron.config.batch import BatchConfig
 from megatron.config.data import DataConfig
-from megatron.config.decoder import LEARNED, DecoderFeatures, feature_problems, unused_features
+from megatron.config.decoder import DecoderFeatures, feature_problems, unused_features
 from megatron.config.option import Option, option
 
 # What the model is: sizes and the arithmetic of its layers.
@@ -101,10 +101,7 @@ class ModelConfig(DecoderFeatures):
             object.__setattr__(self, "kv_hidden_size", self.hidden_size // self.num_attention_heads)
         if not self.ff_hidden_size:
             object.__setattr__(self, "ff_hidden_size", 4 * self.hidden_size)
-        if not self.num_query_groups:
-            object.__setattr__(self, "num_query_groups", self.num_attention_heads)
-        if self.position_embedding_type == "learned":
-            object.__setattr__(self, "position_embedding_type", LEARNED)
+        super().__post_init__()
 
     @property
     def attention_size(self) -> int:

@@ -11,7 +11,6 @@ from megatron.errors import DataError, NumericsError
 from megatron.generate.sampling import NONE, Choose, Sampling, keys_of, make_sampler
 from megatron.models.common.generation import DecoderReader, ModelStage, Rows, filled_up, stage_of, tokens_to_all_stages
 from megatron.models.common.model_args import ModelArgs
-from megatron.models.registry import load
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 
@@ -194,7 +193,7 @@ def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> 
         DataError: the model cannot take the prompts, or so many new tokens.
     """
     check_rows("prompts", prompts, sizes.vocab_size)
-    positions = sizes.max_position_embeddings if load(sizes.family, "model").GENERATION.has_end else None
+    positions = sizes.max_position_embeddings if sizes.has_position_ids else None
     return limits_of("prompt", [len(prompt) for prompt in prompts], max_new_tokens, positions)
 
 

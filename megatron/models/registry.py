@@ -12,6 +12,7 @@
 | data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
 | generate | of a family that generates and is no decoder | |
 
+Their classes are ``DecoderModel`` and ``DecoderPipe``.
 So a decoder that has nothing of its own but settings and names is config.py and huggingface.py.
 """
 
@@ -23,7 +24,6 @@ from types import ModuleType
 from typing import Any
 
 from megatron.config.config import SECTIONS
-from megatron.config.decoder import not_built
 from megatron.config.model import ModelFamily
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
@@ -110,8 +110,6 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
     Args:
         get_batch_pipe: given a micro-batch, what the first stage takes and what the loss takes.
     """
-    if problems := list(not_built(config)):
-        raise ValueError("; ".join(problems))
     if topology is None:
         return _class_of(config.family, "model")(load(config.family, "model").model_args(config), place)
     switches = importlib.import_module(f"{COMMON}.transformer").recompute_switches(config)
@@ -136,7 +134,8 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
 
 
 def _class_of(family: str, part: str) -> Any:
-    """Return the class of the whole model or of the pipeline's: ``LlamaModel``, ``LlamaModelPipe``; plain: GPT-2's."""
+    """Return the class of the whole model or of the pipeline's: ``T5Model``, ``T5ModelPipe``; ``PLAIN``'s by name."""
     module, ending = load(family, part), {"model": "Model", "pipeline": "ModelPipe"}[part]
-    prefix = "GPT2" if module.__name__ == PLAIN[part] else FAMILIES[family].prefix
-    return getattr(module, f"{prefix}{ending}")
+    if module.__name__ == PLAIN[part]:
+        return getattr(module, {"model": "DecoderModel", "pipeline": "DecoderPipe"}[part])
+    return getattr(module, f"{FAMILIES[family].prefix}{ending}")

@@ -48,10 +48,13 @@ def linear_cross_entropy(
     vocab_size: int,
     at_once: int,
     bias: torch.Tensor | None = None,
+    cap: float = 0.0,
     divisible_by: int = 1,
     group: Group = SINGLE,
 ) -> torch.Tensor:
     """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
+
+    With a ``cap`` each logit y is ``cap * tanh(y / cap)``; the slopes of a chunk, [c, v/t], are kept beside it.
 
     The gradient of ``x`` is this rank's part of a sum over the group, as that of a linear layer cut by its output rows
     is: ``copy_to_tensor_region`` or a gathering of the sequence ahead of it adds the parts up. Padded rows of the table
@@ -76,7 +79,7 @@ def linear_cross_entropy(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     given = _Given(
         targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
-        num_real, at_once, group,
+        num_real, at_once, cap, group,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
     total: torch.Tensor = _LinearCrossEntropy.apply(x, table, bias, given)
@@ -91,6 +94,7 @@ class _Given:
     weights: torch.Tensor
     num_real: int
     at_once: int
+    cap: float
     group: Group
     has_backward: bool
 
@@ -137,6 +141,7 @@ class _Begun:
 
     rows: slice
     exponentials: torch.Tensor
+    slopes: torch.Tensor | None  # of capped logits, where gradients are made
     local: torch.Tensor
     is_here: torch.Tensor
     own: torch.Tensor
@@ -185,6 +190,7 @@ class _Work:
 
     def _begin(self, rows: slice, room: torch.Tensor) -> _Begun:
         logits = self._logits(self.x[rows], room[: rows.stop - rows.start])  # [c, v/t]
+        slopes = self._cap(logits) if self.given.cap else None
         targets = self.given.targets[rows]
         is_here = (targets >= 0) & (targets < self.given.num_real)
         local = targets.masked_fill(~is_here, 0).unsqueeze(-1)
@@ -196,7 +202,7 @@ class _Work:
         exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
         own = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
         every, handle = self._gathered(own)
-        return _Begun(rows, exponentials, local, is_here, own, every, handle)
+        return _Begun(rows, exponentials, slopes, local, is_here, own, every, handle)
 
     def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Return the logits [c, v/t] in ``room``."""
@@ -206,6 +212,16 @@ class _Work:
         else:
             made = torch.addmm(self.bias, x, self.table.t(), out=room if same else None)
         return made if same else room.copy_(made)
+
+    def _cap(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Cap ``logits`` in place; return by how much each of them grows with what it was, if that is asked for."""
+        tangents = logits.div_(self.given.cap).tanh_()
+        slopes = 1.0 - tangents.square() if self._needs_gradients() else None
+        tangents.mul_(self.given.cap)
+        return slopes
+
+    def _needs_gradients(self) -> bool:
+        return any(one is not None for one in (self.of_x, self.of_table, self.of_bias))
 
     def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return where ``own`` of all ranks will be, [t, 3, c], and what to wait for, if anything."""
@@ -225,7 +241,7 @@ class _Work:
         denominator = (sums * (largest - top).exp()).sum(dim=0)
         losses = denominator.log() + top - at_target.sum(dim=0)
         self.total += (losses * weights).sum()
-        if any(one is not None for one in (self.of_x, self.of_table, self.of_bias)):
+        if self._needs_gradients():
             factor = weights * _scale(self.x.dtype)
             self._add_gradients(begun, factor, factor * (begun.own[0] - top).exp() / denominator)
 
@@ -234,6 +250,8 @@ class _Work:
         wide = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
         if self.given.num_real:
             wide.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
+        if begun.slopes is not None:
+            wide.mul_(begun.slopes)
         x = self.x[begun.rows]
         of_logits = wide.to(x.dtype)
         if self.of_x is not None:

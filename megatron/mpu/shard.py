@@ -58,7 +58,8 @@ def set_shard(parameter: torch.nn.Parameter, shard: Shard) -> torch.nn.Parameter
 
 
 def set_partial(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Record that each tensor rank's gradient of ``parameter``, which all hold whole, is of its part of the sequence.
+    """Record that each tensor rank's gradient of ``parameter``, which all hold whole, is of its part of the sequence,
+    or of its heads.
 
     ``megatron.optim`` sums it over the tensor group. The name is Megatron's.
     """

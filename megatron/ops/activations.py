@@ -95,6 +95,14 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x)
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Return the square of ``relu``.
+
+    Source: So et al. 2021, "Primer: searching for efficient transformers for language modeling".
+    """
+    return relu(x).square()
+
+
 @torch.library.custom_op("megatron_tds::relu", mutates_args=())
 def _relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x.contiguous())
@@ -134,6 +142,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": gelu,
     "gelu-tanh": partial(gelu, approximate="tanh"),  # Hugging Face's gelu_new, OpenAI's GPT-2
     "relu": relu,
+    "squared-relu": squared_relu,
+    "silu": F.silu,
     "gated-gelu": partial(gelu, approximate="tanh"),  # of the gate, as in T5 v1.1 and mT5
     "gated-silu": F.silu,
 }

@@ -52,8 +52,8 @@ def attention(
     is_grouped = key.shape[1] != query.shape[1]
     if drop is not None:
         if is_grouped:
-            key, value = (_for_each_query(part, query.shape[1]) for part in (key, value))
-        mask = _causal_mask(query, key) if is_causal else mask
+            key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+        mask = causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
     with _kernels(mask):
@@ -77,7 +77,7 @@ def _kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
     return nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)
 
 
-def _for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
+def for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
     """Return keys or values [b, g, s_k, d] once for each query of their group: [b, a, s_k, d]."""
     return part.unsqueeze(2).expand(-1, -1, heads // part.shape[1], -1, -1).flatten(1, 2)
 
@@ -90,20 +90,33 @@ def dropped_attention(
     *,
     drop: Drop,
     scale: float | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return ``drop(softmax(q k^T * scale + added)) v``, step by step, with softmax in fp32 for 16-bit numbers.
 
     Shapes:
         as ``attention``; added [b or 1, a/t or 1, s, s_k]
+
+    Args:
+        cap: of ``softcapped``, ahead of what is added; 0: none.
     """
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
+    scores = softcapped(scores, cap) if cap else scores
     scores = scores if added is None else scores + added
     wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
     probabilities = torch.softmax(scores, dim=-1, dtype=wide)
     return drop(probabilities).to(value.dtype) @ value
 
 
-def _causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return ``cap * tanh(x / cap)``: numbers well within the cap stay, none is beyond it.
+
+    Source: Bello et al. 2017, "Neural combinatorial optimization with reinforcement learning"; Gemma 2, 2024.
+    """
+    return cap * torch.tanh(x / cap)
+
+
+def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return the mask with which query i sees the keys up to number i: bool [s, s_k]."""
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 

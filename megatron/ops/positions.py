@@ -44,7 +44,8 @@ def relative_buckets(
 # and key weights of each head in another order. Weights of one order under the other's rule give a model that talks
 # nonsense and trains well from scratch, so that no loss curve tells; a conversion must permute the rows.
 #
-# Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models".
+# Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models"; for yarn
+# Peng et al. 2023, "YaRN: efficient context window extension of large language models".
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +54,60 @@ class Rotary:
 
     head_size: int
     base: float = 10000.0
+    percent: float = 1.0
     scaling: str = "none"
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+
+    @property
+    def num_turned(self) -> int:
+        """Numbers of a head, from its start, that turn."""
+        return int(self.head_size * self.percent)
+
+    @property
+    def multiplier(self) -> float:
+        """What queries and keys are multiplied with as they turn: 1 but for yarn, which makes scores larger."""
+        if self.scaling != "yarn":
+            return 1.0
+        return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0)
 
     def frequencies(self) -> list[float]:
-        """Return the angle between neighbouring positions of each of the d/2 pairs.
+        """Return the angle between neighbouring positions of each of the d/2 pairs, fewer where a part turns.
 
         With llama3 a wave of w positions, of which n = original_positions / w fit into the earlier length, turns as it
         did where n is high_frequency_factor or more, slower by the factor where n is low_frequency_factor or less, and
-        between these by a mean of both speeds.
+        between these by a mean of both speeds. With yarn it is the pair's number that lies between two: that which
+        turns beta_fast times over the earlier length, rounded down, and that which does beta_slow times, rounded up.
         """
-        plain = [self.base ** (-2.0 * pair / self.head_size) for pair in range(self.head_size // 2)]
+        size = self.num_turned
+        plain = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
         if self.scaling == "none":
             return plain
         if self.scaling == "linear":
             return [frequency / self.factor for frequency in plain]
+        share = self._yarn_share() if self.scaling == "yarn" else self._llama3_share(plain)
+        return [each * (kept + (1.0 - kept) / self.factor) for each, kept in zip(plain, share, strict=True)]
+
+    def _llama3_share(self, plain: list[float]) -> list[float]:
+        """Return how much of each pair's speed stays as it was."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
         waves = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
-        share = [min(max((number - low) / (high - low), 0.0), 1.0) for number in waves]  # of the speed as it was
-        return [each * (kept + (1.0 - kept) / self.factor) for each, kept in zip(plain, share, strict=True)]
+        return [min(max((number - low) / (high - low), 0.0), 1.0) for number in waves]
+
+    def _yarn_share(self) -> list[float]:
+        def pair_of(turns: float) -> float:
+            waves = self.original_positions / (turns * 2.0 * math.pi)
+            return self.num_turned * math.log(waves) / (2.0 * math.log(self.base))
+
+        first = max(math.floor(pair_of(self.beta_fast)), 0)
+        last = min(math.ceil(pair_of(self.beta_slow)), self.num_turned - 1)
+        length = last - first or 0.001
+        return [1.0 - min(max((pair - first) / length, 0.0), 1.0) for pair in range(self.num_turned // 2)]
 
 
 def turns(
@@ -87,11 +120,11 @@ def turns(
     Shapes:
         x         [b, a/t, s, d], queries
         positions [b, s]; None: 0 ... s-1
-        output    2 x [s, d/2], or [b, 1, s, d/2] of given positions
+        output    2 x [s, d/2], or [b, 1, s, d/2] of given positions; fewer columns where a part of the head turns
 
     Args:
         longest: given positions are below it or ``s``; others are read beyond the table, or not as they should be, and
-            only a CPU would tell. ``LlamaModel`` checks what it is given.
+            only a CPU would tell. ``DecoderModel`` checks what it is given.
     """
     length = x.shape[2]
     rows = max(length, longest)
@@ -116,7 +149,10 @@ def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -
     with torch.inference_mode(False), torch.device("cpu"):
         speeds = torch.tensor(rotary.frequencies(), dtype=torch.float64)
         angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * speeds
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        cosine, sine = angles.cos(), angles.sin()
+        if rotary.multiplier != 1.0:
+            cosine, sine = cosine * rotary.multiplier, sine * rotary.multiplier
+        return cosine.to(device, dtype), sine.to(device, dtype)
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -124,8 +160,11 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 
     Shapes:
         x, output    [b, a/t, s, d]
-        cosine, sine [s, d/2] or [b, 1, s, d/2]
+        cosine, sine [s, d/2] or [b, 1, s, d/2]; fewer columns: only as many pairs at the start of a head turn
     """
+    size = 2 * cosine.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotated(x[..., :size], cosine, sine), x[..., size:]), dim=-1)
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.to(x.dtype)

@@ -66,7 +66,7 @@ def use_norms(config: Config, module: torch.nn.Module) -> int:
     if config.parallel.fused_kernels != "apex":
         return 0
     # Not at the top: with the compiler that models bring it costs a second, which a tool without a model is spared.
-    from megatron.models.common.transformer import LayerNorm, RMSNorm
+    from megatron.models.common.norms import LayerNorm, RMSNorm
 
     num_norms = 0
     for norm in module.modules():
@@ -78,14 +78,14 @@ def use_norms(config: Config, module: torch.nn.Module) -> int:
 
 
 def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As ``megatron.models.common.transformer.layer_norm``, by apex."""
+    """As ``megatron.models.common.norms.layer_norm``, by apex."""
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(x, weight, bias, (x.shape[-1],), epsilon)
 
 
 def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As ``megatron.models.common.transformer.rms_norm``, by apex."""
+    """As ``megatron.models.common.norms.rms_norm``, by apex."""
     from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
     return fused_rms_norm_affine(x, weight, (x.shape[-1],), epsilon)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.arguments import parse
 from megatron.errors import ConfigError
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ParallelContext
 from megatron.mpu.groups import Group
 from megatron.training.setup import check_sequence_is_cut
@@ -57,11 +57,13 @@ def test_all_that_is_wrong_is_told_at_once():
 
 def test_a_model_that_was_not_built_for_it_is_refused():
     whole, cut = (
-        GPT2Model(small_sizes(), ParallelContext(Group((0, 1), 0), sequence_parallel=cuts)) for cuts in (False, True)
+        DecoderModel(small_sizes(), ParallelContext(Group((0, 1), 0), sequence_parallel=cuts)) for cuts in (False, True)
     )
     check_sequence_is_cut(cut, True)
     check_sequence_is_cut(whole, False)
     with pytest.raises(ConfigError, match="got none in Linear. Build it with megatron.models.ParallelContext"):
         check_sequence_is_cut(torch.nn.Linear(2, 2), True)
-    with pytest.raises(ConfigError, match="layers of GPT2Model are built with sequence_parallel=True, got no --sequ"):
+    with pytest.raises(
+        ConfigError, match="layers of DecoderModel are built with sequence_parallel=True, got no --sequ"
+    ):
         check_sequence_is_cut(cut, False)

@@ -40,7 +40,6 @@ from megatron import data, device, mpu, tokenizer
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.arguments.flag_values import all_options, all_sections, takes
 from megatron.config import Config, parse
-from megatron.config.decoder import IDENTITY
 from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import CheckpointError, ConfigError
@@ -93,9 +92,14 @@ ACTS_ON = {
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
         activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
         dec_layers relative_attention_num_buckets relative_attention_max_distance binary_head
+        num_query_groups position_embedding_type rotary_base rotary_scaling rotary_scaling_factor
+        rotary_low_frequency_factor rotary_high_frequency_factor rotary_original_positions rotary_beta_fast
+        rotary_beta_slow rotary_attention_factor rotary_percent rotary_local_base alibi_bias_max normalization
+        norm_bias norm_placement embed_layernorm qk_norm add_qkv_bias window_size window_attn_skip_freq softmax_scale
+        attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
-    "sizes": "loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",
+    "sizes": "layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
@@ -148,7 +152,7 @@ READ_IN = {
     "local_rank": "training/initialize.py",
 }
 """Field -> the module that reads it in a run, and the property or method of its section by which it does."""
-NO_EFFECT: dict[str, str] = dict.fromkeys(IDENTITY, "not built yet in all of its forms")
+NO_EFFECT: dict[str, str] = {}
 """Field -> why it changes nothing."""
 
 BESIDE = {
@@ -170,8 +174,14 @@ BESIDE = {
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
-    "rotary_low_frequency_factor": "--rotary-scaling llama3 --rotary-original-positions 1000",
-    "rotary_high_frequency_factor": "--rotary-scaling llama3 --rotary-original-positions 1000",
+    **{
+        f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions 1000 --rotary-scaling {kind}"
+        for kind, names in {
+            "llama3": ("low_frequency_factor", "high_frequency_factor"),
+            "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+        }.items()
+        for name in names
+    },
 }
 """Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
 VALUES = {
@@ -187,6 +197,7 @@ VALUES = {
     "vocab_extra_ids": "90",
     "vocab_size": "120",
     "rotary_original_positions": "4",
+    "window_size": "3",
     "tensorboard_dir": "{folder}/file.json/events",
     "deepspeed_config": "{folder}/deepspeed.json",
     "checkpoint_format": "deepspeed",

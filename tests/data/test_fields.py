@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import gpt2_fields
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.t5.data import T5Tokens, t5_fields
 from tests.helpers.model_samples import VOCAB, filled, small_sizes
 
@@ -55,7 +55,7 @@ def test_segments_keep_documents_apart_whatever_the_tokens_are() -> None:
 
 def test_a_packed_sample_s_losses_are_those_of_each_document_alone() -> None:
     """GPT-2 in fp64, with padding behind the documents; no number is NaN, in no gradient either."""
-    model = filled(GPT2Model(small_sizes()).double())
+    model = filled(DecoderModel(small_sizes()).double())
     lengths, generator = [5, 3, 2], torch.Generator().manual_seed(1)
     text = torch.zeros(1, 13, dtype=torch.long)
     text[0, :10] = torch.randint(0, VOCAB, (10,), generator=generator)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.debug.hooks import FiniteCheck, Watch
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.parameters import named_modules
-from megatron.models.llama.model import LlamaModel
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import batch_of, filled
 
@@ -195,7 +195,7 @@ def test_infinity_counts_and_an_evaluation_does_not() -> None:
 
 
 def test_the_first_product_of_a_gated_feed_forward_half_is_named() -> None:
-    net = filled(LlamaModel(llama_sizes()))
+    net = filled(DecoderModel(llama_sizes()))
     tokens = batch_of().tokens
     assert finding(net, tokens) is None
     net.layers[1].mlp.up.weight.data[0, 0] = NAN

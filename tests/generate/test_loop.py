@@ -10,7 +10,7 @@ import torch
 from megatron.errors import DataError
 from megatron.generate import generate_gpt2, generate_t5
 from megatron.generate.decode import generate
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.generation import ModelStage
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
@@ -78,12 +78,12 @@ def test_it_ends_when_all_rows_have_ended_and_without_an_end_at_the_limits() -> 
 )
 def test_what_a_model_cannot_take_is_refused(prompts: Any, new: int | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        generate_gpt2(filled(GPT2Model(small_sizes())), prompts, max_new_tokens=new)
+        generate_gpt2(filled(DecoderModel(small_sizes())), prompts, max_new_tokens=new)
 
 
 @pytest.mark.parametrize(("new", "lengths"), [(SEQ - 2, [SEQ - 2] * 2), (None, [SEQ - 2, SEQ])])
 def test_the_last_position_can_be_used_and_the_usual_number_ends_there(new: int | None, lengths: list[int]) -> None:
-    model = filled(GPT2Model(small_sizes()))
+    model = filled(DecoderModel(small_sizes()))
     assert [len(row) for row in generate_gpt2(model, [[1, 2, 3], [4]], max_new_tokens=new)] == lengths
 
 
@@ -100,7 +100,7 @@ def test_each_family_has_its_own_function() -> None:
     with pytest.raises(TypeError, match="got an encoder-decoder. Use generate_t5"):
         generate_gpt2(small_t5(), [[1]], max_new_tokens=1)
     with pytest.raises(TypeError, match="generate_t5 needs a T5, .* Use generate_gpt2"):
-        generate_t5(GPT2Model(small_sizes()), [[1]], start_id=0, max_new_tokens=1)
+        generate_t5(DecoderModel(small_sizes()), [[1]], start_id=0, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_gpt2, load
+from megatron.models.common import masks
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.generation import DecoderReader, stage_of
-from megatron.models.mpt import model as mpt_model
-from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tests.generate.models import save_model
@@ -30,7 +30,7 @@ NEW = 8
 @pytest.mark.parametrize("changes", [{}, {"untie_embeddings": True, "num_attention_heads": 6, "clip_qkv": 0.5}])
 @torch.no_grad()
 def test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one(changes: dict) -> None:
-    model = filled(MptModel(mpt_sizes(max_position_embeddings=4, **changes)).double()).eval()
+    model = filled(DecoderModel(mpt_sizes(max_position_embeddings=4, **changes)).double()).eval()
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None])[:, 0] for row in rows]  # each [s, v]
     reader = DecoderReader(stage_of(model), max(LENGTHS) + STEPS)
@@ -38,8 +38,8 @@ def test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one(changes
 
 
 def test_a_pass_makes_its_bias_once_for_all_layers() -> None:
-    model = filled(MptModel(mpt_sizes(num_layers=4)).double()).eval()
-    with patch.object(mpt_model, "alibi_bias", wraps=mpt_model.alibi_bias) as making:
+    model = filled(DecoderModel(mpt_sizes(num_layers=4)).double()).eval()
+    with patch.object(masks, "alibi_bias", wraps=masks.alibi_bias) as making:
         generate_gpt2(model, PROMPTS, max_new_tokens=5)
     assert making.call_count == 5
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.generate import Sampling, generate_gpt2, keys_of
 from megatron.generate.sampling import NONE, drawn, probabilities, uniform
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from tests.helpers.harness import run_ranks
@@ -61,12 +61,12 @@ def test_numbers_are_even_and_differ_by_seed_row_and_step() -> None:
 
 def said(rank: int, size: int) -> list[list[int]]:
     group = build_grid(Topology.of_world(size, tensor=size, pipe=1), rank).tensor
-    model = filled(GPT2Model(small_sizes(max_position_embeddings=32), place_of(group)).double())
+    model = filled(DecoderModel(small_sizes(max_position_embeddings=32), place_of(group)).double())
     return generate_gpt2(model, PROMPTS, max_new_tokens=12, sampling=DRAWING)
 
 
 def alone(**changes: Any) -> list[list[int]]:
-    model = filled(GPT2Model(small_sizes(max_position_embeddings=32)).double())
+    model = filled(DecoderModel(small_sizes(max_position_embeddings=32)).double())
     sampling = Sampling(**{**vars(DRAWING), **changes})
     keys = keys_of(PROMPTS)
     given = {"max_new_tokens": 12, "sampling": sampling}
@@ -82,14 +82,14 @@ def test_each_prompt_draws_the_same_alone_in_a_batch_and_over_a_cut_vocabulary(s
 
 def test_another_seed_draws_others_and_a_k_of_one_takes_the_likeliest() -> None:
     assert alone(seed=4) != alone()
-    model = filled(GPT2Model(small_sizes(max_position_embeddings=32)).double())
+    model = filled(DecoderModel(small_sizes(max_position_embeddings=32)).double())
     assert alone(top_k=1) == generate_gpt2(model, PROMPTS, max_new_tokens=12)
 
 
 def test_rows_that_go_on_draw_as_before_when_another_has_ended() -> None:
     wanted = alone()
     end = wanted[0][2]
-    model = filled(GPT2Model(small_sizes(max_position_embeddings=32)).double())
+    model = filled(DecoderModel(small_sizes(max_position_embeddings=32)).double())
     found = generate_gpt2(model, PROMPTS, max_new_tokens=12, sampling=DRAWING, eos_id=end)
     cut = [row[: row.index(end)] if end in row else row for row in wanted]
     assert len(cut[0]) <= 2 and max(map(len, cut[1:])) == 12, "one row ends early, another one late"

@@ -11,14 +11,14 @@ import torch
 
 from megatron import device
 from megatron.models.bert.model import BertModel, BertModelArgs
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.llama.model import LlamaModel, LlamaModelArgs
-from megatron.models.mpt.model import MptModel, MptModelArgs
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.ops.attention import positions_in_segments
 from tests.gpu.near import moved
+from tests.helpers.llama_samples import LLAMA
+from tests.helpers.mpt_samples import MPT
 
 VOCAB, SEQ, S_D, BATCH = 211, 61, 37, 3
 COMMON = {
@@ -100,9 +100,9 @@ def bert_batch(has_documents: bool) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "gpt2": Family(GPT2Model, ModelArgs(**COMMON), decoder_batch),
+    "gpt2": Family(DecoderModel, ModelArgs(**COMMON), decoder_batch),
     "gpt2 untied": Family(
-        GPT2Model,
+        DecoderModel,
         ModelArgs(
             **COMMON,
             untie_embeddings=True,
@@ -117,9 +117,9 @@ FAMILIES = {
         T5Model, T5ModelArgs(**{**T5, "activation": "gated-gelu", "untie_embeddings": True}), t5_batch, ROUGH
     ),
     "t5 as CPM": Family(T5Model, T5ModelArgs(**{**T5, **AS_CPM}), t5_batch),
-    "llama": Family(LlamaModel, LlamaModelArgs(**COMMON, num_query_groups=2), decoder_batch),
-    "mpt": Family(MptModel, MptModelArgs(**COMMON), mpt_batch),
-    "mpt clipped": Family(MptModel, MptModelArgs(**COMMON, clip_qkv=1.0), mpt_batch, ROUGH),
+    "llama": Family(DecoderModel, ModelArgs(**COMMON, **LLAMA, num_query_groups=2), decoder_batch),
+    "mpt": Family(DecoderModel, ModelArgs(**COMMON, **MPT), mpt_batch),
+    "mpt clipped": Family(DecoderModel, ModelArgs(**COMMON, **MPT, clip_qkv=1.0), mpt_batch, ROUGH),
     "bert": Family(BertModel, BertModelArgs(**{**COMMON, "layernorm_epsilon": 1e-12}), bert_batch),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.models.common.transformer import layer_norm, rms_norm
+from megatron.models.common.norms import layer_norm, rms_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.ops.activations import ACTIVATIONS

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.models.llama.model import LlamaModelArgs
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.llama.config import LlamaConfig
 from tests.helpers.model_samples import SMALL
 
+LLAMA: dict[str, Any] = {"family": "llama", "hidden_bias": False, **LlamaConfig.DEFAULTS}
 
-def llama_sizes(**changes: Any) -> LlamaModelArgs:
+
+def llama_sizes(**changes: Any) -> ModelArgs:
     """Return the sizes of the small model, of 4 query heads on 2 key heads, with ``changes``."""
-    return LlamaModelArgs(**{**SMALL, "num_query_groups": 2, "ff_hidden_size": 24, **changes})
+    return ModelArgs(**{**SMALL, **LLAMA, "num_query_groups": 2, "ff_hidden_size": 24, **changes})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.mpu.groups import Group
 from megatron.mpu.random import DropoutStreams
@@ -39,7 +39,7 @@ def whole_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + (name.endswith("norm.weight"))
 
 
-def filled(model: GPT2Model) -> GPT2Model:
+def filled(model: DecoderModel) -> DecoderModel:
     """Give ``model`` its part of the known weights."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,7 +50,7 @@ def filled(model: GPT2Model) -> GPT2Model:
 
 @dataclass
 class Batch:
-    """What ``GPT2Model.forward`` takes."""
+    """What ``DecoderModel.forward`` takes."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.models.mpt.model import MptModelArgs
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.mpt.config import MptConfig
 from tests.helpers.model_samples import SMALL
 
+MPT: dict[str, Any] = {"family": "mpt", "hidden_bias": False, **MptConfig.DEFAULTS}
 
-def mpt_sizes(**changes: Any) -> MptModelArgs:
+
+def mpt_sizes(**changes: Any) -> ModelArgs:
     """Return the sizes of the small model, with ``changes``."""
-    return MptModelArgs(**{**SMALL, **changes})
+    return ModelArgs(**{**SMALL, **MPT, **changes})

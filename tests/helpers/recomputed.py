@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.models.bert.model import BertModel
-from megatron.models.common.decoder import GPT2Model
-from megatron.models.llama.model import LlamaModel, LlamaModelArgs
-from megatron.models.mpt.model import MptModel
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutKey
 from tests.helpers.bert_samples import bert_batch, bert_sizes
-from tests.helpers.model_samples import SMALL, batch_of, filled, place_of, small_sizes
+from tests.helpers.llama_samples import llama_sizes
+from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
 from tests.helpers.mpt_samples import mpt_sizes
 from tests.helpers.t5_samples import t5_batch, t5_sizes
 
@@ -34,19 +33,13 @@ def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32,
     if family == "t5":
         return filled(T5Model(t5_sizes(**{"enc_layers": LAYERS, "dec_layers": LAYERS, **changes}), place)).to(dtype)
     sizes = {"gpt2": small_sizes, "mpt": mpt_sizes, "bert": bert_sizes, "llama": llama_sizes}[family](**changes)
-    model = {"gpt2": GPT2Model, "mpt": MptModel, "bert": BertModel, "llama": LlamaModel}[family]
+    model = BertModel if family == "bert" else DecoderModel
     return filled(model(sizes, place)).to(dtype)
-
-
-def llama_sizes(**changes: Any) -> LlamaModelArgs:
-    return LlamaModelArgs(**{**SMALL, "num_query_groups": 2, **changes})
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
     """Return the loss of a micro-batch with several documents, before another one's forward."""
     inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
-    if type(model).__name__ == "MptModel":
-        del inputs["position_ids"]
     model.place.streams.position = DropoutKey(2, 1)
     found = model(**inputs)
     model.place.streams.position = DropoutKey(2, 2)

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 HAS = {
     "config": ("{}Config", "FAMILY"),
     "cost": ("costs",),
-    "model": ("{}Model", "model_args", "weight_init", "example_inputs"),
-    "pipeline": ("{}ModelPipe", "layer_specs"),
+    "model": ("model_args", "weight_init", "example_inputs"),
+    "pipeline": ("layer_specs",),
     "huggingface": ("FORMAT",),
     "data": ("special_tokens", "random_dataset"),
 }
@@ -129,9 +129,9 @@ def test_the_stages_of_a_run_are_cut_as_it_says(
 @pytest.mark.parametrize(
     ("name", "words", "beside"),
     [
-        ("gpt2", "", {"has_segments": False}),
-        ("gpt2", "--reset-attention-mask", {"has_segments": True}),
-        ("mpt", "--packing best-fit", {"has_segments": True}),
+        ("gpt2", "", {"has_segments": False, "has_positions": False}),
+        ("gpt2", "--reset-position-ids --reset-attention-mask", {"has_segments": True, "has_positions": False}),
+        ("mpt", "--packing best-fit", {"has_segments": True, "has_positions": False}),
         ("llama", "", {"has_segments": False, "has_positions": False}),
         ("llama", "--reset-position-ids --reset-attention-mask", {"has_segments": True, "has_positions": True}),
         ("bert", "--short-seq-prob 0.1", {"has_segments": True}),
@@ -227,7 +227,6 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
 def test_a_decoder_without_a_file_has_the_plain_decoders_part(toy: None) -> None:
     for part, home in PLAIN.items():
         assert has_part("toy", part) and load("toy", part).__name__ == load("gpt2", part).__name__ == home
-        assert load("llama", part).__name__ == f"megatron.models.llama.{part}"
     assert not has_part("toy", "data")
     with pytest.raises(ModuleNotFoundError):
         load("toy", "data")

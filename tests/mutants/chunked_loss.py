@@ -139,8 +139,8 @@ CHUNKED_LOSS = (
     Mutant(
         "the bias of a head is left out of its chunks",
         "megatron/models/common/language_model.py",
-        "bias=logits.bias,",
-        "bias=None if logits.bias is None else 0 * logits.bias,",
+        '{"bias": logits.bias,',
+        '{"bias": None if logits.bias is None else 0 * logits.bias,',
         (f"{FAMILIES}[bert-False-1]",),
     ),
     Mutant(
@@ -174,8 +174,8 @@ CHUNKED_LOSS = (
     Mutant(
         "whole logits of 16 bits count without their copy in 32",
         "megatron/models/common/decoder_cost.py",
-        "(wide if width < wide else 0) + wide * forwards",
-        "wide * forwards",
+        "(wide if width < wide else 0) + kept * forwards",
+        "kept * forwards",
         ("tests/models/common/test_loss.py::test_the_estimate_is_what_lies_there_at_the_worst_moment",),
     ),
     Mutant(

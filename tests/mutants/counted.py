@@ -84,7 +84,7 @@ COUNTED_MASKS = (
     Mutant(
         "attention that drops by masks sees the future",
         "megatron/ops/attention.py",
-        "        mask = _causal_mask(query, key) if is_causal else mask\n",
+        "        mask = causal_mask(query, key) if is_causal else mask\n",
         "",
         (f"{DROPPED}::test_attention_that_drops_nothing_is_torchs",),
     ),

@@ -74,7 +74,7 @@ FLAGS = (
     ),
     Mutant(
         "the base of rotary positions is not handed to the model",
-        "megatron/models/llama/model.py",
+        "megatron/models/common/model_args.py",
         "            base=self.rotary_base,\n",
         "            base=10000.0,\n",
         (ACTS,),

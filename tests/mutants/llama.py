@@ -16,9 +16,9 @@ _PARITY = "tests/parity/test_llama.py::test_fp64_equals_one_process"
 _ACTS = "tests/parity/test_llama.py::test_each_flag_makes_another_model_or_batch"
 _FORM = "tests/models/llama/test_huggingface.py"
 _MODEL, _ARITHMETIC, _PIPE = (
-    "megatron/models/llama/model.py",
+    "megatron/models/common/attention.py",
     "megatron/ops/positions.py",
-    "megatron/models/llama/pipeline.py",
+    "megatron/models/common/pipeline.py",
 )
 _HF = "megatron/models/llama/huggingface.py"
 
@@ -103,50 +103,48 @@ LLAMA = (
     Mutant(
         "groups that several ranks share are let through",
         _MODEL,
-        'divide("--num-query-groups", sizes.num_groups, place.group)',
-        "max(sizes.num_groups // place.group.size, 1)",
+        'divide("--num-query-groups", groups, place.group)',
+        "max(groups // place.group.size, 1)",
         ("tests/models/llama/test_model.py::test_groups_are_cut_whole_or_not_at_all",),
     ),
     Mutant(
         "the two norms of a layer change places",
-        _MODEL,
-        """(self.input_norm(x), mask, cache, positions), "attention output")
-        return x + self._dropout(self.mlp(self.post_attention_norm(x))""",
-        """(self.post_attention_norm(x), mask, cache, positions), "attention output")
-        return x + self._dropout(self.mlp(self.input_norm(x))""",
+        "megatron/models/common/transformer.py",
+        "normed = x if self.input_norm is None else self.input_norm(x)",
+        "normed = x if self.input_norm is None else self.post_attention_norm(x)",
         (_SAME,),
     ),
     Mutant(
         "norms do not add their epsilon",
-        _MODEL,
-        "RMSNorm(sizes.hidden_size, sizes.layernorm_epsilon)",
-        "RMSNorm(sizes.hidden_size, 0.0)",
+        "megatron/models/common/norms.py",
+        '{"epsilon": sizes.layernorm_epsilon,',
+        '{"epsilon": 0.0,',
         (_SAME,),
     ),
     Mutant(
         "positions that begin anew are lost between stages",
         _PIPE,
-        "positions = beside[-1] if len(beside) > (mask is not None) else None",
+        "positions = beside[-1] if self.has_positions else None",
         "positions = None",
         (f"{_PARITY}[2-2-1-positions]",),
     ),
     Mutant(
         "a stage looks across documents",
         _PIPE,
-        "None if self.mask is None else self.mask.of(beside[0])",
-        "None",
+        "self.masks.of(x, segment_ids, self.has_window)",
+        "self.masks.of(x, None, self.has_window)",
         (f"{_PARITY}[1-2-2-tied]",),
     ),
     Mutant(
         "each layer of a stage makes a mask of its own",
-        "megatron/models/common/attention.py",
-        "return self._last.of(segment_ids, partial(self._make, segment_ids))",
-        "return self._make(segment_ids)",
+        "megatron/models/common/masks.py",
+        "return self._within[has_window].of(segment_ids, partial(_within, causal, segment_ids))",
+        "return _within(causal, segment_ids)",
         ("tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[llama]",),
     ),
     Mutant(
         "a position one too far is taken",
-        _MODEL,
+        "megatron/models/common/decoder.py",
         "highest >= length",
         "highest > length",
         ("tests/models/llama/test_model.py::test_positions_beyond_the_longest_are_refused",),
@@ -154,7 +152,7 @@ LLAMA = (
     Mutant(
         "the script drops positions that begin anew",
         "examples/llama/pretrain_llama.py",
-        "if not args.reset_position_ids:",
+        "if not model.has_learned_positions and not args.reset_position_ids:",
         "if True:",
         (f"{_ACTS}[--reset-position-ids]",),
     ),
@@ -196,8 +194,8 @@ LLAMA = (
     ),
     Mutant(
         "fewer keys cost as many parameters",
-        "megatron/models/llama/cost.py",
-        "return (self.num_groups or self.sizes.num_attention_heads) * self.sizes.kv_hidden_size",
+        "megatron/models/common/decoder_cost.py",
+        "return self.sizes.num_query_groups * self.sizes.kv_hidden_size",
         "return self.sizes.num_attention_heads * self.sizes.kv_hidden_size",
         ("tests/models/llama/test_cost.py::test_published_models_have_their_numbers_of_parameters",),
     ),

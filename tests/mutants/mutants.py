@@ -12,6 +12,7 @@ from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
+from tests.mutants.decoder import DECODER
 from tests.mutants.device import DEVICE
 from tests.mutants.docs import DOCS_MISTAKES
 from tests.mutants.dropout import DROPOUT
@@ -73,7 +74,7 @@ IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFEC
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
-IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS)
+IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,

@@ -10,7 +10,7 @@ PART = "tests/benchmarks/gpu/test_suite.py"
 ON_A_DEVICE = (
     Mutant(
         "root mean squares of a device have twice the epsilon",
-        "megatron/models/common/transformer.py",
+        "megatron/models/common/norms.py",
         "    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)\n",
         "    return F.rms_norm(x, (x.shape[-1],), weight, 2 * epsilon)\n",
         SIMULATED,
@@ -39,8 +39,8 @@ ON_A_DEVICE = (
     Mutant(
         "the table of rotary positions stays on the host",
         "megatron/ops/positions.py",
-        "        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)\n",
-        "        return angles.cos().to(dtype), angles.sin().to(dtype)\n",
+        "        return cosine.to(device, dtype), sine.to(device, dtype)\n",
+        "        return cosine.to(dtype), sine.to(dtype)\n",
         SIMULATED,
     ),
     Mutant(

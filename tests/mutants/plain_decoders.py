@@ -60,8 +60,8 @@ PLAIN_DECODERS = (
     ),
     Mutant(
         "positions that begin anew do not travel through LLaMA's stages",
-        "megatron/models/llama/pipeline.py",
-        '"has_positions": config.data.reset_position_ids',
+        "megatron/models/common/pipeline.py",
+        '"has_positions": travel',
         '"has_positions": False',
         (_BESIDE,),
     ),

@@ -363,8 +363,8 @@ PLANNER = (
     Mutant(
         "attention within documents is blocked",
         "megatron/models/common/decoder_cost.py",
-        " and not config.data.keeps_documents_apart,",
-        ",",
+        " and not model.attention_dropout and not has_segments\n",
+        " and not model.attention_dropout\n",
         (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart",),
     ),
     Mutant(

@@ -43,9 +43,9 @@ SEQUENCE_PARALLEL = (
     ),
     Mutant(
         "the norm at the end is not marked",
-        "megatron/models/common/language_model.py",
-        "self.final_norm = self.place.on_part(norm(sizes))",
-        "self.final_norm = norm(sizes)",
+        "megatron/models/common/decoder.py",
+        "self.final_norm = make_norm(sizes, self.place)",
+        "self.final_norm = make_norm(sizes)",
         (MARKED,),
     ),
     Mutant(
@@ -92,9 +92,9 @@ SEQUENCE_PARALLEL = (
     ),
     Mutant(
         "ALiBi's distances are those of a part",
-        "megatron/models/mpt/model.py",
-        "        causal, length = self._causal, self._place.length(x)\n",
-        "        causal, length = self._causal, len(x)\n",
+        "megatron/models/common/masks.py",
+        "length = self._place.length(x)",
+        "length = len(x)",
         (FAMILIES,),
         refuses=True,
     ),

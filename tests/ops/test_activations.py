@@ -34,5 +34,7 @@ def test_a_gated_name_gives_the_activation_of_its_gate():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="must be one of gated-gelu, gated-silu, gelu, gelu-tanh, relu, got swish"):
+    with pytest.raises(
+        ValueError, match="must be one of gated-gelu, gated-silu, gelu, gelu-tanh, relu, silu, squared-relu, got swish"
+    ):
         activation("swish")

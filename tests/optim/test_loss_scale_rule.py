@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.optim import GradScaler, MixedPrecisionOptimizer
 from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
 from tests.helpers.whole import whole_world
@@ -72,7 +72,7 @@ def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
 
 def test_bf16_gradients_of_256_micro_batches_are_summed_in_fp32():
     """Sums in bf16 stop growing where the next gradient is below half of their last bit."""
-    model = filled(GPT2Model(small_sizes(num_layers=1), place_of(whole_world(0, 1))))
+    model = filled(DecoderModel(small_sizes(num_layers=1), place_of(whole_world(0, 1))))
     exact = {p: torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     narrow = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in model.parameters()}
 

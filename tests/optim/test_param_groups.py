@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.groups import Group
 from megatron.optim import build_optimizer
 from megatron.optim.param_groups import decay_groups
@@ -20,14 +20,14 @@ def decayed_names(model):
 
 
 def test_biases_and_norms_are_left_out_of_weight_decay_on_any_number_of_ranks():
-    whole = decayed_names(GPT2Model(small_sizes(untie_embeddings=True)))
+    whole = decayed_names(DecoderModel(small_sizes(untie_embeddings=True)))
     decayed, rest = whole
     assert all(name.endswith(".weight") and "norm" not in name for name in decayed)
     assert all(name.endswith(".bias") or "norm" in name for name in rest)
     assert len(decayed) == 2 * 4 + 3 and len(rest) == 2 * 8 + 2
     for rank in range(4):
         sizes = small_sizes(untie_embeddings=True)
-        assert decayed_names(GPT2Model(sizes, place_of(Group((0, 1, 2, 3), rank)))) == whole
+        assert decayed_names(DecoderModel(sizes, place_of(Group((0, 1, 2, 3), rank)))) == whole
 
 
 def test_a_shared_parameter_is_there_once_and_a_frozen_one_not_at_all():
@@ -38,7 +38,7 @@ def test_a_shared_parameter_is_there_once_and_a_frozen_one_not_at_all():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
 def test_a_step_without_gradients_decays_weights_only(name):
-    model = filled(GPT2Model(small_sizes())).double()
+    model = filled(DecoderModel(small_sizes())).double()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = build_optimizer(model.parameters(), name=name, lr=0.1, weight_decay=0.5, dtype=torch.float64)
     optimizer.step()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, parse
 from megatron.errors import ConfigError
-from megatron.models.common.transformer import LayerNorm, RMSNorm, rms_norm
+from megatron.models.common.norms import LayerNorm, RMSNorm, rms_norm
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training import device_setup
 from megatron.training.train_state import make_moments, optimizer_steps, set_optimizer_steps

@@ -22,8 +22,9 @@ from megatron.models.common.language_model import (
     model_loss,
 )
 from megatron.models.common.model_args import ModelArgs, ParallelContext, fields_held
+from megatron.models.common.norms import LayerNorm
 from megatron.models.common.parameters import Rule
-from megatron.models.common.transformer import MLP, LayerNorm, Recompute, run_layers
+from megatron.models.common.transformer import MLP, Recompute, run_layers
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard

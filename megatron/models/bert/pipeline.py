@@ -24,7 +24,7 @@ from megatron.models.bert.model import (
     padding_mask,
     whole_outputs,
 )
-from megatron.models.common.attention import SharedMask
+from megatron.models.common.masks import SharedMask
 from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import ModelPipe, Stream, embedding_pipe, layer_pipe
 from megatron.mpu.layers import VocabParallelEmbedding

@@ -1,8 +1,7 @@
-"""Attention, SelfAttention; KV cache; masks made once for all layers of a stage."""
+"""Attention, SelfAttention (grouped queries, rotary positions, norms of queries and keys); KV cache."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config.decoder import has_window
 from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.norms import make_head_norm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
+from megatron.ops.positions import rotated, turns
+from megatron.ops.softcapped_attention import softcapped_attention
 
 # Keys and values that attention has seen, kept from one pass to the next while text is generated.
 
@@ -150,71 +153,97 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Multi-head attention of a sequence to itself.
+    """Multi-head attention of a sequence to itself, with a head of keys and values for each group of queries.
 
-    The query, key and value weights are one matrix whose rows are ordered by head (query, key and value of the first
-    head, then of the second), so that a contiguous cut gives each rank whole heads.
+    The weights of queries, keys and values are one matrix whose rows are ordered by group (the query heads of the first
+    group, its key, its value, then the second group's), so that a contiguous cut gives each rank whole groups. Groups
+    must so be a multiple of the ranks: a key that several ranks share would be computed on each of them, and its
+    gradient would be a sum over them.
 
     Shapes:
-        x      [s, b, h], or this rank's part of it, by ``place``
-        mask   bool [b or 1, 1, s, s] or None for causal
-        output as x
+        x         [s, b, h], or this rank's part of it, by ``place``
+        mask      of ``Masks``: bool [b or 1, 1, s, s] or numbers [b or 1, a/t, s, s], or None for causal
+        positions [b, s] of rotary positions, or None for 0 ... s-1
+        output    as x
 
-    With a ``cache`` the keys and values of earlier passes count too, and the mask is [b or 1, 1, s, s_k].
+    With a ``cache`` the keys and values of earlier passes count too, the mask is [b or 1, 1 or a/t, s, s_k], and the
+    cache tells the positions; it keeps keys as they were turned at theirs.
+
+    Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.2; Su et al. 2021, "RoFormer"; Ainslie et al.
+    2023, "GQA".
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer)
-        self.query_key_value = ColumnParallelLinear(
-            sizes.hidden_size, 3 * sizes.attention_width, bias=sizes.hidden_bias, **place.cut
-        )
+        heads, groups = sizes.num_attention_heads, sizes.num_query_groups
+        if heads % groups:
+            raise ValueError(
+                f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}"
+            )
+        self.num_groups = divide("--num-query-groups", groups, place.group)
+        self.is_plain, self.clip = sizes.has_plain_attention, sizes.clip_qkv
+        self.rotary = sizes.local_rotary if has_window(sizes, layer) else sizes.rotary
+        self.longest = sizes.max_position_embeddings
+        self.function = _function_of(sizes)
+        bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
+        self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
+        self.query_norm = make_head_norm(sizes, place, heads)
+        self.key_norm = make_head_norm(sizes, place, groups)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerKVCache | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        packed = self.query_key_value(x)  # [s, b, 3 a d / t]
-        if mask is None and cache is None:
+        packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
+        if self.is_plain and mask is None and cache is None:
             return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3)))
-        query, key, value = self.split_heads(packed, 3)  # 3 x [b, a/t, s, d]
+        return self.dense(self._by_parts(packed, mask, cache, positions))
+
+    def _by_parts(
+        self,
+        packed: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerKVCache | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the context [s, b, a d / t] where queries, keys and values go ways of their own, or with a mask."""
+        query, key, value = self.split_groups(packed)  # [b, a/t, s, d], 2 x [b, g/t, s, d]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            longest = self.longest
+            if cache is not None:
+                positions, longest = cache.slots.positions, cache.slots.stop
+            cosine, sine = turns(self.rotary, query, positions, longest)
+            query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
         if cache is not None:
-            key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
-        return self.dense(self.attend(attention, query, key, value, mask=mask))
+            key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
+        return self.attend(self.function, query, key, value, mask=mask)
+
+    def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values.
+
+        Shapes:
+            packed [s, b, (a + 2 g) d / t]
+            output [b, a/t, s, d], 2 x [b, g/t, s, d]
+        """
+        if self.clip:
+            packed = packed.clamp(-self.clip, self.clip)
+        s, b, _ = packed.shape
+        each = self.num_heads // self.num_groups
+        groups = packed.view(s, b, self.num_groups, each + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
+        query = groups[:, :, :, :each].flatten(2, 3)  # [s, b, a/t, d]
+        key, value = groups[:, :, :, each], groups[:, :, :, each + 1]  # 2 x [s, b, g/t, d]
+        return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
 
-# What all layers of a stage share of a micro-batch, made once of a tensor that each of them is given.
-
-
-class LastValueCache:
-    """What was made of a tensor last, as long as it is the same tensor and nobody has written to it."""
-
-    def __init__(self) -> None:
-        self._key: tuple[weakref.ref[torch.Tensor], int] | None = None
-        self._made: torch.Tensor | None = None
-
-    def of(self, key: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``make`` returned for ``key`` last, or returns now."""
-        is_known = self._key is not None and self._key[0]() is key and self._key[1] == key._version
-        if self._made is None or not is_known:
-            self._made, self._key = make(), (weakref.ref(key), key._version)
-        return self._made
-
-    def forget(self) -> None:
-        """Make it anew the next time."""
-        self._key = self._made = None
-
-
-class SharedMask:
-    """The mask of the documents of a micro-batch, for the layers of a stage: it is in memory once for their backward.
-
-    Args:
-        make: of segment ids [b, s], the mask [b, 1, s, s].
-    """
-
-    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._make, self._last = make, LastValueCache()
-
-    @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
-    def of(self, segment_ids: torch.Tensor) -> torch.Tensor:
-        """Return the mask of ``segment_ids``."""
-        return self._last.of(segment_ids, partial(self._make, segment_ids))
+def _function_of(sizes: ModelArgs) -> Callable[..., torch.Tensor]:
+    """Return what makes the context of query, key and value; it takes ``mask`` and what drops probabilities."""
+    how = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
+    if sizes.attn_logit_softcapping:
+        return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **how)
+    return partial(attention, **how) if how else attention

@@ -1,47 +1,94 @@
-"""The plain decoder on one pipeline rank: GPT-2, and each family of decoders that has no model of its own."""
+"""DecoderModel on one pipeline rank: GPT-2, LLaMA, MPT and every other decoder, by its settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.generation import Decoder, layer_norm
-from megatron.models.common.language_model import DecoderModel, Embedding
-from megatron.models.common.language_model import example_inputs as example_inputs
+from megatron.models.common.generation import Decoder
+from megatron.models.common.language_model import Embedding, Head, head_output, materialize_logits, model_loss
+from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
+from megatron.models.common.norms import make_norm
 from megatron.models.common.parameters import Rule, gpt2_rule
-from megatron.models.common.transformer import TransformerLayer, run_layers
-from megatron.ops.attention import document_mask
+from megatron.models.common.transformer import Recompute, TransformerLayer, run_layers
 
 
-class GPT2Model(DecoderModel):
-    """A decoder-only language model with learned positions, cut over the tensor-parallel group of ``place``.
+class DecoderModel(nn.Module):
+    """A decoder-only language model, cut over the tensor-parallel group of ``place``.
 
     Shapes:
-        tokens, position_ids [b, s]
+        tokens [b, s]
+        position_ids [b, s], each below ``max_position_embeddings``, of rotary positions or s; None: 0 ... s-1. Looked
+            at by learned and rotary positions alone
         segment_ids [b, s] or None; given, attention stays within documents
         output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
 
-    Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
+    Raises:
+        ValueError: a position is not; of rotary ones on a CPU alone, for another device would have to be waited for.
+
+    Source: Radford et al. 2019, "Language models are unsupervised multitask learners"; Touvron et al. 2023, "LLaMA:
+    open and efficient foundation language models"; MosaicML 2023, "Introducing MPT-7B".
     """
 
+    loss_weighting = "tokens"  # for the start table
+
     def __init__(self, sizes: ModelArgs, place: ParallelContext | None = None) -> None:
-        super().__init__(sizes, place, embedding=Embedding, layer=TransformerLayer, norm=layer_norm)
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or ParallelContext()
+        self.recompute = Recompute(sizes, self.place)
+        self.masks = Masks(sizes, self.place)
+        self.embedding = Embedding(sizes, self.place)
+        self.layers = nn.ModuleList(TransformerLayer(sizes, self.place, i) for i in range(sizes.num_layers))
+        self.final_norm = make_norm(sizes, self.place)
+        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def units(self) -> list[nn.Module]:
+        """Return what is cut into pipeline stages, in order; a tied head is the embedding."""
+        return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(
         self,
         tokens: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
         segment_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        mask = None if segment_ids is None else document_mask(segment_ids)
         x = self.embedding(tokens, position_ids)  # [s, b, h]
-        x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
-        return self.finish(x, labels, loss_mask)
+        is_plain = segment_ids is None and not self.masks.are_needed and self.sizes.rotary is None
+        beside = () if is_plain else self._beside(x, position_ids, segment_ids)
+        x = self.final_norm(run_layers(list(self.layers), x, *beside, recompute=self.recompute))
+        head = self.head
+        logits = head_output(x, self.embedding.word.weight, self.sizes, self.place) if head is None else head(x)
+        if labels is None or loss_mask is None:
+            return materialize_logits(logits)  # [s, b, v/t]
+        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _beside(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return what each layer takes beside ``x``: mask, no cache, rotary positions, mask of a window."""
+        mask = self.masks.of(x, segment_ids)
+        positions = None if self.sizes.rotary is None else position_ids
+        self._check_positions(positions)
+        return mask, None, positions, self.masks.of(x, segment_ids, has_window=True) if self.masks.window else mask
+
+    def _check_positions(self, position_ids: torch.Tensor | None) -> None:
+        if position_ids is None or position_ids.device.type != "cpu":
+            return
+        lowest, highest = (int(each) for each in position_ids.aminmax())
+        length = max(self.sizes.max_position_embeddings, position_ids.shape[-1])
+        if lowest < 0 or highest >= length:
+            raise ValueError(
+                f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Give a model of more "
+                "max_position_embeddings (--max-position-embeddings) or other positions"
+            )
 
 
 def model_args(config: Config, **switches: Any) -> ModelArgs:
@@ -54,4 +101,13 @@ def weight_init(config: Config) -> Rule:
     return gpt2_rule(config.model.init_method_std, config.model.num_layers)
 
 
-GENERATION = Decoder(embedding=Embedding, embed=Embedding.forward, layer=TransformerLayer)
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a decoder takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    tokens = words(config.batch.seq_length)
+    if not config.model.has_position_ids:
+        return {"tokens": tokens}
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}
+
+
+GENERATION = Decoder(embedding=Embedding, layer=TransformerLayer, norm=make_norm)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol
 
+from megatron.config.decoder import ALIBI, ROPE, has_window
 from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common import memory
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.models.common.memory import BYTES
+from megatron.models.common.memory import BYTES, Memory
 from tds.partition import partition_balanced, partition_uniform_chunks
 
 # The parts of which layers of every model are made: their parameters, products and kept activations.
@@ -57,6 +59,39 @@ class ModelDimensions(Protocol):
     def has_relative_positions(self) -> bool: ...
 
 
+class Features(ModelDimensions, Protocol):
+    """What is read of a decoder beside its sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
+
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def position_embedding_type(self) -> str: ...
+    @property
+    def normalization(self) -> str: ...
+    @property
+    def norm_bias(self) -> bool: ...
+    @property
+    def norm_placement(self) -> str: ...
+    @property
+    def embed_layernorm(self) -> bool: ...
+    @property
+    def qk_norm(self) -> str: ...
+    @property
+    def add_qkv_bias(self) -> bool: ...
+    @property
+    def window_size(self) -> int: ...
+    @property
+    def attn_logit_softcapping(self) -> float: ...
+    @property
+    def final_logit_softcapping(self) -> float: ...
+    @property
+    def window_attn_skip_freq(self) -> str: ...
+    @property
+    def has_learned_positions(self) -> bool: ...
+    @property
+    def has_plain_attention(self) -> bool: ...
+
+
 def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = False) -> int:
     """Return the bytes that layers keep between the products, where ``sequence`` ranks share the tokens.
 
@@ -84,15 +119,18 @@ def known_vocab_size(sizes: ModelDimensions) -> int:
     return sizes.vocab_size
 
 
-def attention_parameters(sizes: ModelDimensions, tensor: int = 1, keys: int | None = None) -> int:
+def attention_parameters(
+    sizes: ModelDimensions, tensor: int = 1, keys: int | None = None, has_entering_bias: bool = False
+) -> int:
     """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is whole.
 
     Args:
         keys: size of all keys together, and of all values; None: as that of the queries.
+        has_entering_bias: the products that make queries, keys and values have biases in any case.
     """
     h, width = sizes.hidden_size, attention_width(sizes)
     keys = width if keys is None else keys
-    cut = 2 * h * (width + keys) + (width + 2 * keys if sizes.hidden_bias else 0)
+    cut = 2 * h * (width + keys) + (width + 2 * keys if sizes.hidden_bias or has_entering_bias else 0)
     return cut // tensor + (h if sizes.hidden_bias else 0)
 
 
@@ -153,6 +191,12 @@ def feed_forward_kept(sizes: ModelDimensions) -> int:
     return sizes.ff_hidden_size * (4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2)
 
 
+def seen(length: int, window: int = 0) -> float:
+    """Return how many keys a query sees on average, the causal half of ``length``; ``window``: of so many behind it."""
+    keys = min(window + 1, length) if window else length
+    return keys - keys**2 / (2 * length)
+
+
 def _matrices(sizes: ModelDimensions) -> int:
     return 3 if _is_gated(sizes) else 2
 
@@ -173,7 +217,14 @@ def _is_gated(sizes: ModelDimensions) -> bool:
 
 
 def loss_bytes(
-    sizes: ModelDimensions, tokens: int, tensor: int, width: int, *, forwards: int = 1, is_on_cpu: bool = False
+    sizes: ModelDimensions,
+    tokens: int,
+    tensor: int,
+    width: int,
+    *,
+    forwards: int = 1,
+    is_on_cpu: bool = False,
+    has_cap: bool = False,
 ) -> int:
     """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
 
@@ -181,64 +232,97 @@ def loss_bytes(
         tokens: of a micro-batch.
         width: bytes of a weight.
         forwards: micro-batches that wait for their backward.
+        has_cap: logits are soft-capped; a number more for each is kept, in chunks of the chunk at work.
     """
     words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
     at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
     if at_once == WHOLE:
-        return tokens * words * (width + (wide if width < wide else 0) + wide * forwards)
+        kept = wide + (width if has_cap else 0)
+        return tokens * words * (width + (wide if width < wide else 0) + kept * forwards)
     copies = width if width < wide else 0
-    at_work = words * (at_once * (wide * (2 if tensor > 1 else 1) + copies) + h * copies)
+    pieces = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
+    at_work = words * (at_once * (wide * pieces + copies) + h * copies)
     return at_work + forwards * h * (tokens * width + words * wide)
 
 
-# What a GPT-2 costs. Its units: embedding, L layers, final norm, head.
+# What a decoder costs. Its units: embedding, L layers, final norm, head.
 #
 # | count | formula | |
 # |---|---|---|
 # | N | parameters in matrix products: without input embeddings, with the head | a tied head counts |
 # | FLOPs per token, causal half counted | 6 N + 6 L a d s | the convention of our MFU |
 # | FLOPs per token, full attention matrix | 12 L a d s in place of 6 | the convention of many papers |
+# | ... of a layer with a window of N tokens | w (2 - w / s) in place of s, w = N + 1 | what lies within counts |
+#
+# | feature | parameters of a layer | bytes of a token, or of a stage |
+# |---|---|---|
+# | g groups of a queries | 2 h (a + g) d in attention | (2 a + 2 g) d numbers |
+# | rotary positions, and norms of queries and keys | ; 2 d, over all heads (a + g) d | (a + g) d numbers more each |
+# | norms before, after, both | 2, 2, 4 norms | as many inputs of norms |
+# | ALiBi's biases, within documents | | w a / t s^2 of a stage, w b a / t s^2 of a micro-batch |
+# | a window without ALiBi | | s^2 of a stage |
+#
+# Turning queries and keys by their positions and capping scores are not counted.
 #
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 5.1.
 
 
 @dataclass(frozen=True)
 class DecoderCosts(Costs):
-    """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens.
+    """The costs of a decoder of ``sizes`` on samples of ``seq_length`` tokens.
 
     Args:
-        norm_vectors: of h numbers in a norm: what it scales by and what it shifts by.
-        has_positions: the embedding has a table of positions.
         is_causal: a token sees those before it alone.
         is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
         is_blocked: attention in 32 bits and more goes block by block, as on a CPU where no document is kept apart.
         mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
+        has_segments: documents are kept apart.
     """
 
-    norm_vectors: ClassVar[int] = 2
-    has_positions: ClassVar[bool] = True
     is_causal: ClassVar[bool] = True
-    sizes: ModelDimensions
+    sizes: Features
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
     is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
     is_blocked: bool = field(default=False, kw_only=True)
     mask_bytes: int = field(default=1, kw_only=True)
+    has_segments: bool = field(default=False, kw_only=True)
 
     @property
     def keys(self) -> int:
         """Size of all keys of a layer together, and of all values."""
-        return attention_width(self.sizes)
+        return self.sizes.num_query_groups * self.sizes.kv_hidden_size
 
     @property
     def attention_kept(self) -> int:
-        """Numbers of a token that attention keeps of queries, keys, values and its output."""
-        return 2 * attention_width(self.sizes) + 2 * self.keys
+        """Numbers of a token that attention keeps of queries, keys, values and its output.
+
+        Queries and keys count once more for what they were before they were turned, and before their norms.
+        """
+        both = attention_width(self.sizes) + self.keys
+        return both * (2 + (self.sizes.position_embedding_type == ROPE) + (self.sizes.qk_norm != "none"))
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of a norm: what it scales by and what it shifts by."""
+        return 2 if self.sizes.normalization == "LayerNorm" and self.sizes.norm_bias else 1
 
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm."""
         return self.norm_vectors * self.sizes.hidden_size
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of a layer, those of queries and keys aside."""
+        return 4 if self.sizes.norm_placement == "both" else 2
+
+    @property
+    def seen_by_layer(self) -> list[float]:
+        """Keys that a query sees on average, of each layer, by what lies within its window."""
+        sizes = self.sizes
+        windows = [sizes.window_size if has_window(sizes, layer) else 0 for layer in range(sizes.num_layers)]
+        return [seen(self.seq_length, window) for window in windows]
 
     @property
     def unit_names(self) -> list[str]:
@@ -248,10 +332,11 @@ class DecoderCosts(Costs):
     @property
     def unit_costs(self) -> list[float]:
         sizes, h = self.sizes, self.sizes.hidden_size
-        scores = 2 * self.seq_length * attention_width(sizes)  # the causal half
-        layer = projections_flops(sizes, self.keys) + feed_forward_flops(sizes) + scores
+        products = projections_flops(sizes, self.keys) + feed_forward_flops(sizes)
+        layers = [products + 4 * keys * attention_width(sizes) for keys in self.seen_by_layer]
+        layer = max(layers, default=products)
         norm, head = ELEMENTWISE * h / layer, head_cost(sizes) / layer
-        return [norm, *[1.0] * sizes.num_layers, norm, head]
+        return [norm, *[each / layer for each in layers], norm, head]
 
     @property
     def flops_per_sample(self) -> float:
@@ -262,20 +347,28 @@ class DecoderCosts(Costs):
         sizes = self.sizes
         head = known_vocab_size(sizes) * sizes.hidden_size
         products = sizes.num_layers * self.layer_parameters() + self.norm_parameters + head
-        scores = sizes.num_layers * attention_width(sizes) * self.seq_length
+        scores = attention_width(sizes) * 2 * sum(self.seen_by_layer)
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
     def layer_parameters(self, tensor: int = 1) -> int:
         """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
-        inner = attention_parameters(self.sizes, tensor, self.keys)
-        return inner + feed_forward_parameters(self.sizes, tensor) + 2 * self.norm_parameters
+        inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
+        norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
+        return inner + feed_forward_parameters(self.sizes, tensor) + norms
+
+    def _head_norm_parameters(self, tensor: int) -> int:
+        """Return the parameters of the norms of queries and keys: whole of a head, cut of all heads."""
+        kind, d = self.sizes.qk_norm, self.sizes.kv_hidden_size
+        sizes = {"none": 0, "head": 2 * d, "all": (attention_width(self.sizes) + self.keys) // tensor}
+        return self.norm_vectors * sizes[kind]
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         sizes = self.sizes
         table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
-        positions = sizes.max_position_embeddings * sizes.hidden_size if self.has_positions else 0
+        positions = sizes.max_position_embeddings * sizes.hidden_size if sizes.has_learned_positions else 0
+        norm = self.norm_parameters if sizes.embed_layernorm else 0
         layers = [self.layer_parameters(tensor)] * sizes.num_layers
-        return [table + positions, *layers, self.norm_parameters, table]
+        return [table + positions + norm, *layers, self.norm_parameters, table]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
         if self.sizes.untie_embeddings:
@@ -288,11 +381,12 @@ class DecoderCosts(Costs):
         """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; the head reads all tokens."""
         sizes, h = self.sizes, self.sizes.hidden_size
         whole = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
+        whole += (self.num_norms - 2) * h * width // sequence
         cut = (self.attention_kept + feed_forward_kept(sizes)) * width
         tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
         layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
         hidden = tokens * h * width
-        embedding = Kept(tokens * h * self.mask_bytes // sequence)
+        embedding = Kept(tokens * h * (self.mask_bytes + (width if sizes.embed_layernorm else 0)) // sequence)
         return [embedding, *[layer] * sizes.num_layers, Kept(hidden // sequence), Kept(hidden)]
 
     def attention_work(
@@ -350,14 +444,33 @@ class DecoderCosts(Costs):
         return queries * self.seq_length * (2 * width + 1)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        return []
+        if not self.has_segments or self.sizes.position_embedding_type != ALIBI:
+            return []
+        layers = tuple(range(1, 1 + self.sizes.num_layers))
+        return [Shared(samples * self._mask_bytes(tensor, width), layers)]
+
+    def memory_per_stage(self, bounds: Sequence[int], **how: Any) -> list[Memory]:
+        """As ``Costs`` says, with the masks that a stage keeps for every micro-batch."""
+        mask = self._mask_bytes(how.get("tensor", 1), BYTES[how.get("dtype", "fp32")])
+        found = super().memory_per_stage(bounds, **how)
+        return [replace(memory, activations=memory.activations + mask) for memory in found] if mask else found
+
+    def _mask_bytes(self, tensor: int, width: int) -> int:
+        """Return the bytes of ALiBi's biases, or of a window."""
+        square = self.seq_length**2
+        if self.sizes.position_embedding_type == ALIBI:
+            return width * self.sizes.num_attention_heads // tensor * square
+        return square if 0 < self.sizes.window_size < self.seq_length - 1 else 0
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
         return samples * self.seq_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.seq_length
-        return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
+        has_cap = self.sizes.final_logit_softcapping > 0
+        return loss_bytes(
+            self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
+        )
 
     def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
         """As ``Costs`` says; with several chunks by the rule of ``tds.partition.partition_uniform_chunks``."""
@@ -389,11 +502,14 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
-    """Return the costs of the plain decoder of ``config``, a ``Config``; what it keeps depends on where it trains."""
+    """Return the costs of the decoder of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    model, has_segments = config.model, config.data.keeps_documents_apart
+    is_plain = model.has_plain_attention and not model.attention_dropout and not has_segments
     return DecoderCosts(
-        config.model,
+        model,
         config.batch.seq_length,
         is_on_cpu=is_on_cpu,
-        is_blocked=is_on_cpu and not config.model.attention_dropout and not config.data.keeps_documents_apart,
+        is_blocked=is_on_cpu and is_plain,
+        has_segments=has_segments,
         **dropout_costs(config, is_on_cpu),
     )

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.models.common.attention import KVCacheSlots, LayerKVCache
-from megatron.models.common.language_model import Head, Logits, WordEmbedding, logits_of, materialize_logits
+from megatron.models.common.language_model import Head, Logits, logits_of, materialize_logits
+from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.transformer import LayerNorm
 from megatron.models.registry import load
 from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on
@@ -248,46 +248,21 @@ class CachedModel(ABC):
 
 # The parts of a decoder that goes on from a prompt.
 
-Mask = Callable[[KVCacheSlots, torch.dtype], torch.Tensor | None]
-"""What attention adds or may look at in a pass, as the layers of the family take it."""
-
-
-def slots_mask(sizes: Any, place: ParallelContext) -> Mask:
-    """Return the mask of a decoder whose attention adds nothing to the scores."""
-    return lambda slots, dtype: slots.mask
-
-
-def layer_norm(sizes: ModelArgs) -> nn.Module:
-    """Return the last norm of a decoder with layer norms."""
-    return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
-
-
-def embed_words(unit: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states of an embedding of words alone."""
-    return WordEmbedding.forward(unit, tokens)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """The parts with which a family goes on from a prompt: ``GENERATION`` in the file of its model.
 
     Args:
-        embedding: built from (sizes, place); its table is ``word``.
-        embed: given an embedding, or the first layer of a pipeline that is one, and tokens and positions [b, s], its
-            hidden states [s, b, h].
-        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask and cache, and finds the
-            positions of the pass in ``cache.slots.positions``.
-        norm: the last norm.
-        mask: makes the masks of a model of these sizes.
-        has_end: no token stands beyond ``max_position_embeddings``.
+        embedding: built from (sizes, place); its table is ``word``, its ``forward`` takes tokens and positions [b, s].
+        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask, cache, positions and the
+            mask of a window, and finds the positions of the pass in ``cache.slots.positions``.
+        norm: makes the last norm of the sizes.
     """
 
-    embedding: Callable[[Any, ParallelContext], nn.Module]
-    embed: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+    embedding: type[nn.Module]
     layer: type[nn.Module]
-    norm: Callable[[Any], nn.Module] = layer_norm
-    mask: Callable[[Any, ParallelContext], Mask] = slots_mask
-    has_end: bool = True
+    norm: Callable[[Any], nn.Module]
 
 
 Rows = Sequence[Sequence[int]]
@@ -310,14 +285,17 @@ class DecoderReader(CachedModel):
     def __init__(self, part: ModelStage, capacity: int) -> None:
         super().__init__(part, capacity, range(part.sizes.num_layers + 1))
         self.kind: Decoder = load(part.sizes.family, "model").GENERATION
-        self.mask_of = self.kind.mask(part.sizes, part.place)
+        self.masks = Masks(part.sizes, part.place)
 
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
-        return self.kind.embed(unit, self.tokens, self.positions)
+        """The parts of a pipeline have a ``forward`` of their own, so the family's are called by their classes."""
+        x: torch.Tensor = self.kind.embedding.forward(unit, self.tokens, self.positions)
+        return x
 
     def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The layer of a pipeline has a ``forward`` of its own, so the family's is called by its class."""
-        return self.kind.layer.forward(unit, x, self.mask_of(self.slots, x.dtype), self.caches[number])
+        mask = self.masks.for_slots(self.slots, x.dtype, bool(unit.has_window))
+        x = self.kind.layer.forward(unit, x, mask, self.caches[number], None, mask)
+        return x
 
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return logits_of(x, weight, self.part.place)
+        return logits_of(x, weight, self.part.sizes, self.part.place)

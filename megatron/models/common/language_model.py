@@ -1,24 +1,24 @@
-"""Embeddings, logits over the (tied) table, the loss, and DecoderModel over them."""
+"""Embeddings, logits over the (tied) table, the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.config import Config
 from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.transformer import Recompute
+from megatron.models.common.norms import make_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
+from megatron.ops.attention import softcapped
 
 # From hidden states to logits.
 
@@ -31,6 +31,7 @@ class LazyLogits(NamedTuple):
 
     Args:
         at_once: tokens of a chunk.
+        cap: of ``softcapped``; 0: none.
 
     Shapes:
         x      [s, b, h], the same on every rank; its gradient is summed over the tensor group
@@ -42,6 +43,7 @@ class LazyLogits(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     at_once: int
+    cap: float = 0.0
 
 
 Logits = torch.Tensor | LazyLogits
@@ -62,26 +64,28 @@ def head_output(
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
     at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
-    lazy = LazyLogits(x, weight, bias, at_once)
+    lazy = LazyLogits(x, weight, bias, at_once, sizes.final_logit_softcapping)
     return materialize_logits(lazy) if at_once == WHOLE else lazy
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor, place: ParallelContext) -> torch.Tensor:
-    """Return ``x weight^T``, this rank's columns of the vocabulary.
+def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext) -> torch.Tensor:
+    """Return the logits of a head that is the word table, this rank's columns of the vocabulary.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    return F.linear(enter_tensor_region(x, **place.cut), weight)
+    entered = enter_tensor_region(x, **place.cut)
+    return materialize_logits(LazyLogits(entered, weight, None, WHOLE, sizes.final_logit_softcapping))
 
 
 def materialize_logits(logits: Logits) -> torch.Tensor:
     """Return the logits [s, b, v/t] themselves."""
     if isinstance(logits, torch.Tensor):
         return logits
-    return F.linear(logits.x, logits.weight, logits.bias)
+    made = F.linear(logits.x, logits.weight, logits.bias)
+    return softcapped(made, logits.cap) if logits.cap else made
 
 
 class Head(nn.Module):
@@ -98,7 +102,7 @@ class Head(nn.Module):
         return head_output(x, self.weight, self.sizes, self.place)
 
 
-# Word and position embedding, and words alone.
+# Word and position embedding.
 
 
 class PositionEmbedding(nn.Module):
@@ -119,10 +123,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of word and position embedding, with dropout.
+    """The word embedding, with the table of positions, the norm and the scale that the model has, and dropout.
 
     Shapes:
-        tokens, position_ids [b, s]
+        tokens       [b, s]
+        position_ids [b, s], or None for 0 ... s-1; looked at by a table of positions alone
         output [s, b, h], or this rank's part of it, by ``place``
     """
 
@@ -131,41 +136,36 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
-        self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
+        self.position: nn.Module | None = None
+        if sizes.has_learned_positions:
+            self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
+        self.norm = make_norm(sizes, place) if sizes.embed_layernorm else None
+        self.scale = math.sqrt(sizes.hidden_size) if sizes.scale_embeddings else None
+        self.is_changed = self.norm is not None or self.scale is not None
         self.hidden_dropout = sizes.hidden_dropout
         self.place = place
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        if self.place.sequence_parallel:
-            x = self.word(tokens.t()) + self.position(self.place.part(position_ids.t()))  # [s/t, b, h]
-        else:
-            x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
-            x = x.transpose(0, 1).contiguous()  # [s, b, h]
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        is_part = self.place.sequence_parallel
+        x = self.word(tokens.t() if is_part else tokens)  # [s/t, b, h], else [b, s, h]
+        if self.is_changed:
+            x = self._changed(x)
+        if self.position is not None:
+            ids = position_ids if position_ids is not None else _counted(tokens)
+            x = x + self.position(self.place.part(ids.t()) if is_part else ids)
+        x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
+    def _changed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the words scaled, by a number that is rounded to their type as Gemma's is, and normed."""
+        if self.scale is not None:
+            x = x * float(torch.tensor(self.scale, dtype=x.dtype))
+        return x if self.norm is None else self.norm(x)
 
-class WordEmbedding(nn.Module):
-    """The embedding of words, with dropout, for models whose positions are in their attention.
 
-    Shapes:
-        tokens [b, s]
-        output [s, b, h], or this rank's part of it, by ``place``
-    """
-
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
-        super().__init__()
-        self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
-        )
-        self.hidden_dropout = sizes.hidden_dropout
-        self.place = place
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.place.sequence_parallel:
-            x = self.word(tokens.t())  # [s/t, b, h]
-        else:
-            x = self.word(tokens).transpose(0, 1).contiguous()  # [s, b, h]
-        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+def _counted(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the positions 0 ... s-1 of ``tokens`` [b, s]."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 # The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.
@@ -198,76 +198,12 @@ def model_loss(
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
         given = logits.x, logits.weight, targets, weights
-        return linear_cross_entropy(*given, bias=logits.bias, at_once=logits.at_once, **words), weights.sum()
+        how = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap}
+        return linear_cross_entropy(*given, **how, **words), weights.sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights = known_or_nan(weights.to(wide), targets, sizes.vocab_size)
     losses = vocab_parallel_cross_entropy(logits, targets, **words)  # [s, b]
     return (losses * weights).sum(), loss_mask.to(wide).sum()
-
-
-# What decoders on one pipeline rank have in common: embedding, layers, last norm, head and loss.
-
-
-class DecoderModel(nn.Module):
-    """The parts of a decoder and what is made of its last hidden states; a family's ``forward`` leads there.
-
-    Args:
-        embedding: built from (sizes, place); its table is ``word``.
-        layer: built from (sizes, place, number).
-        norm: makes the last norm.
-    """
-
-    loss_weighting = "tokens"  # for the start table
-
-    def __init__(
-        self,
-        sizes: ModelArgs,
-        place: ParallelContext | None,
-        *,
-        embedding: Callable[[Any, ParallelContext], nn.Module],
-        layer: Callable[[Any, ParallelContext, int], nn.Module],
-        norm: Callable[[Any], nn.Module],
-    ) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.place = place or ParallelContext()
-        self.recompute = Recompute(sizes, self.place)
-        self.embedding: Any = embedding(sizes, self.place)
-        self.layers = nn.ModuleList(layer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.final_norm = self.place.on_part(norm(sizes))
-        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
-
-    def units(self) -> list[nn.Module]:
-        """Return what is cut into pipeline stages, in order; a tied head is the embedding."""
-        return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
-
-    def finish(
-        self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits, or with ``labels`` and ``loss_mask`` the pair (loss sum, token count).
-
-        Shapes:
-            x [s, b, h], of the last layer
-            labels, loss_mask [b, s]
-            output logits [s, b, v/t]
-        """
-        logits = self._logits(self.final_norm(x))  # [s, b, v/t]
-        if labels is None or loss_mask is None:
-            return materialize_logits(logits)
-        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
-
-    def _logits(self, x: torch.Tensor) -> Logits:
-        if self.head is None:
-            return head_output(x, self.embedding.word.weight, self.sizes, self.place)
-        logits: Logits = self.head(x)
-        return logits
-
-
-def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a decoder with positions takes beside its labels; ``words(length)`` makes tokens [b, length]."""
-    tokens = words(config.batch.seq_length)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}
 
 
 # A table whose rows are looked up and that is a factor of a product as well, with one gradient for all.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from megatron.config.decoder import ROPE, DecoderFeatures
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import set_partial
+from megatron.ops.positions import Rotary
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArgs:
+class ModelArgs(DecoderFeatures):
     """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
     family: str = "gpt2"  # whose they are: the name in ``megatron.models.registry``
@@ -48,6 +51,32 @@ class ModelArgs:
     def attention_width(self) -> int:
         """Size of all heads together: ``a d``."""
         return self.num_attention_heads * self.kv_hidden_size
+
+    @functools.cached_property
+    def rotary(self) -> Rotary | None:
+        """How the pairs of a head turn, if they do; one object, so that all layers have one compiled graph."""
+        if self.position_embedding_type != ROPE:
+            return None
+        return Rotary(
+            head_size=self.kv_hidden_size,
+            base=self.rotary_base,
+            percent=self.rotary_percent,
+            scaling=self.rotary_scaling,
+            factor=self.rotary_scaling_factor,
+            low_frequency_factor=self.rotary_low_frequency_factor,
+            high_frequency_factor=self.rotary_high_frequency_factor,
+            original_positions=self.rotary_original_positions,
+            beta_fast=self.rotary_beta_fast,
+            beta_slow=self.rotary_beta_slow,
+            attention_factor=self.rotary_attention_factor,
+        )
+
+    @functools.cached_property
+    def local_rotary(self) -> Rotary | None:
+        """The same of layers with a window."""
+        if self.rotary is None or not self.rotary_local_base:
+            return self.rotary
+        return replace(self.rotary, base=self.rotary_local_base, scaling="none")
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.attention import SharedMask
+from megatron.config.decoder import ROPE
 from megatron.models.common.language_model import Embedding, Head, Logits, head_output, materialize_logits, model_loss
+from megatron.models.common.masks import Masks, SharedMask
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.transformer import LayerNorm, Recompute, TransformerLayer
+from megatron.models.common.norms import norm_class, norm_settings
+from megatron.models.common.transformer import Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
-from megatron.ops.attention import document_mask
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -120,10 +121,10 @@ class ModelPipe(PipelineModule):
         return any(isinstance(func, self.layer_classes) for func in funcs)
 
 
-# A decoder as a list of layers for the pipeline engine: what GPT-2, LLaMA and MPT have in common there.
+# A decoder as a list of layers for the pipeline engine.
 #
-# Between stages travel the hidden states [s, b, h] and, where the model asks for them, segment ids and positions [b,
-# s]; never a mask.
+# Between stages travel the hidden states [s, b, h]; with documents kept apart segment ids [b, s], with rotary positions
+# that begin anew in each document these [b, s], too; never a mask, nor an angle.
 
 Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
 
@@ -220,13 +221,62 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str
     return (tokens, *[known[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
 
 
-class DecoderPipe(ModelPipe):
-    """A decoder over the pipeline stages of ``topology``; a family gives ``layer_classes`` and ``specs``.
+class TransformerLayerPipe(TransformerLayer):
+    """A layer that hands on what travels beside the hidden states, with the masks that all layers of its stage share.
 
-    Its layers are embedding, transformer layers, norm and head.
+    Args:
+        has_positions: positions travel, the last of it; segment ids are the first.
     """
 
-    has_positions = False
+    def __init__(
+        self, sizes: ModelArgs, place: ParallelContext, layer: int, masks: Masks, has_positions: bool = False
+    ) -> None:
+        super().__init__(sizes, place, layer)
+        self.masks, self.has_positions = masks, has_positions
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        x, *beside = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        positions = beside[-1] if self.has_positions else None
+        segment_ids = beside[0] if len(beside) > self.has_positions else None
+        mask = None
+        if segment_ids is not None or self.masks.are_needed:
+            mask = self.masks.of(x, segment_ids, self.has_window)
+        x = super().forward(x, mask, None, positions, mask)
+        return (x, *beside) if beside else x
+
+
+def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = False) -> list[LayerSpec]:
+    """Return embedding, ``num_layers`` transformer layers, final norm and head."""
+    masks = Masks(sizes, place)
+    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, masks, has_positions) for i in range(sizes.num_layers)]
+    norm = LayerSpec(norm_pipe(norm_class(sizes)), place, sizes.hidden_size, **norm_settings(sizes))
+    return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
+
+
+class DecoderPipe(ModelPipe):
+    """A decoder over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
+
+    The other ``Args`` as of ``ModelPipe``.
+
+    Args:
+        has_positions: rotary positions travel with the hidden states; else each stage counts them.
+    """
+
+    layer_classes = (TransformerLayerPipe,)
+
+    def __init__(
+        self, sizes: ModelArgs, place: ParallelContext, topology: Topology, *, has_positions: bool = False, **how: Any
+    ) -> None:
+        self.has_positions = has_positions
+        super().__init__(sizes, place, topology, **how)
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        travel = config.data.reset_position_ids and config.model.position_embedding_type == ROPE
+        return {**super().beside(config), "has_positions": travel}
+
+    def specs(self) -> list[LayerSpec]:
+        return layer_specs(self.sizes, self.place, self.has_positions)
 
     def _declare_boundaries(self) -> None:
         beside = self.has_segments + self.has_positions
@@ -240,7 +290,8 @@ class DecoderPipe(ModelPipe):
     @property
     def entering(self) -> list[str]:
         """What the first stage takes behind the tokens."""
-        return ["segment_ids"] * self.has_segments + ["position_ids"] * self.has_positions
+        has = {"segment_ids": self.has_segments, "position_ids": self.sizes.has_learned_positions or self.has_positions}
+        return [name for name in self.sizes.entering if has[name]]
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
@@ -260,30 +311,3 @@ class DecoderPipe(ModelPipe):
         if index <= self.sizes.num_layers:
             return f"layers.{index - 1}.{rest}"
         return f"{'final_norm' if index == self.sizes.num_layers + 1 else 'head'}.{rest}"
-
-
-# The plain decoder, of GPT-2 and of each family of decoders that has no list of layers of its own.
-
-
-TransformerLayerPipe = layer_pipe(TransformerLayer)
-
-
-def layer_specs(sizes: ModelArgs, place: ParallelContext) -> list[LayerSpec]:
-    """Return embedding, ``num_layers`` transformer layers, final norm and head."""
-    mask = SharedMask(document_mask)
-    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
-    norm = LayerSpec(norm_pipe(LayerNorm), place, sizes.hidden_size, sizes.layernorm_epsilon)
-    return decoder_specs(embedding_pipe(Embedding, 2), layers, norm, sizes, place)
-
-
-class GPT2ModelPipe(DecoderPipe):
-    """The plain decoder, GPT-2, over the stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
-
-    layer_classes = (TransformerLayerPipe,)
-
-    def specs(self) -> list[LayerSpec]:
-        return layer_specs(self.sizes, self.place)
-
-    @property
-    def entering(self) -> list[str]:
-        return ["position_ids", *super().entering]

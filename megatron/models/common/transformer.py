@@ -1,4 +1,4 @@
-"""TransformerLayer, MLP, LayerNorm, RMSNorm, a run of layers with recompute."""
+"""TransformerLayer, MLP, a run of layers with recompute."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from megatron.config.decoder import has_window
 from megatron.models.common.attention import LayerKVCache, SelfAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.norms import make_norm
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.random import checkpoint
@@ -145,118 +146,24 @@ class MLP(nn.Module):
         )
 
 
-# Root-mean-square normalisation.
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; 16-bit numbers are summed in fp32.
-
-    Shapes:
-        x, output [..., h]
-        weight    [h]
-
-    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
-    """
-    if x.device.type == "cpu":
-        return _RMSNorm.apply(x, weight, epsilon)
-    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Forward keeps its input and a number for each row. torch has a fused kernel on GPUs only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(dtype)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        factor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
-        ctx.save_for_backward(x, weight, factor)
-        return (wide * factor).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, weight, factor = ctx.saved_tensors
-        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
-        products = (grad * wide).flatten(0, -2)  # [rows, h]
-        to_weight = products.t() @ factor.flatten()
-        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
-        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
-
-
-# Normalisation of hidden states.
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-
-
-class LayerNorm(nn.Module):
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift. Every rank holds all of it.
-
-    Shapes:
-        input, output [..., h]
-
-    Args:
-        bias: shift; False: scale alone.
-
-    Attributes:
-        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
-
-    Source: Ba et al. 2016, "Layer normalization".
-    """
-
-    kernel: Callable[..., torch.Tensor] = staticmethod(layer_norm)
-
-    def __init__(self, hidden_size: int, epsilon: float, bias: bool = True) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x, self.weight, self.bias, self.epsilon)
-
-
-class RMSNorm(nn.Module):
-    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
-
-    Shapes:
-        input, output [..., h]
-
-    Attributes:
-        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
-
-    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
-    """
-
-    kernel: Callable[..., torch.Tensor] = staticmethod(rms_norm)
-
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x, self.weight, self.epsilon)
-
-
 # One transformer layer: attention and feed-forward, each with norm, dropout and residual.
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm layer: ``x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``.
+    """A layer: ``x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``, with norms where it has them.
 
-    With ``--apply-residual-connection-post-layernorm`` the residual is the normalised input.
+    | norm_placement | a part |
+    |---|---|
+    | before | ``x + dropout(part(norm(x)))``; with ``--apply-residual-connection-post-layernorm`` norm(x) + ... |
+    | after | ``x + dropout(norm(part(x)))``, as in OLMo 2 |
+    | both | ``x + dropout(norm(part(norm(x))))``, as in Gemma 2 |
 
     Shapes:
-        x      [s, b, h], or this rank's part of it, by ``place``
-        mask   bool [b or 1, 1, s, s] or None for causal
-        output as x
+        x           [s, b, h], or this rank's part of it, by ``place``
+        mask        of ``Masks``, or None for causal; ``window_mask`` is that of a layer with a window
+        output      as x
 
-    ``cache`` as in ``SelfAttention``.
+    ``cache`` and ``positions`` as in ``SelfAttention``.
 
     Args:
         layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
@@ -267,19 +174,32 @@ class TransformerLayer(nn.Module):
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
         self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
+        self.has_window = has_window(sizes, layer)
         self.place = place
-        self.input_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        before, after = (sizes.norm_placement in (each, "both") for each in ("before", "after"))
+        self.input_norm = make_norm(sizes, place) if before else None
         self.attention = SelfAttention(sizes, place, layer)
-        self.post_attention_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        self.attention_output_norm = make_norm(sizes, place) if after else None
+        self.post_attention_norm = make_norm(sizes, place) if before else None
         self.mlp = MLP(sizes, place)
+        self.mlp_output_norm = make_norm(sizes, place) if after else None
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerKVCache | None = None,
+        positions: torch.Tensor | None = None,
+        window_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = self.input_norm(x)
-        x = self._residual(x, normed) + self._dropout(self.attention(normed, mask, cache), "attention output")
-        normed = self.post_attention_norm(x)
-        return self._residual(x, normed) + self._dropout(self.mlp(normed), "mlp output")
+        normed = x if self.input_norm is None else self.input_norm(x)
+        part = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
+        part = part if self.attention_output_norm is None else self.attention_output_norm(part)
+        x = self._residual(x, normed) + self._dropout(part, "attention output")
+        normed = x if self.post_attention_norm is None else self.post_attention_norm(x)
+        part = self.mlp(normed)
+        part = part if self.mlp_output_norm is None else self.mlp_output_norm(part)
+        return self._residual(x, normed) + self._dropout(part, "mlp output")
 
     def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed if self.is_residual_normed else x

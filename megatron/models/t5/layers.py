@@ -9,7 +9,8 @@ from torch import nn
 
 from megatron.models.common.attention import Attention, LayerKVCache, SelfAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.transformer import MLP, LayerNorm, RMSNorm
+from megatron.models.common.norms import LayerNorm, RMSNorm
+from megatron.models.common.transformer import MLP
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention, document_mask, lowest, segment_mask

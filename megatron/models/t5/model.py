@@ -20,8 +20,9 @@ from megatron.models.common.language_model import (
     shared_table,
 )
 from megatron.models.common.model_args import ParallelContext, fields_held
+from megatron.models.common.norms import RMSNorm
 from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
-from megatron.models.common.transformer import Recompute, RMSNorm, run_layers
+from megatron.models.common.transformer import Recompute, run_layers
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
 from megatron.mpu.layers import VocabParallelEmbedding

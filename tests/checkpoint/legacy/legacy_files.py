@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.arguments import config_from_values
-from megatron.models import GPT2Model, T5Model, model_args_from, t5_model_args_from
+from megatron.models import DecoderModel, T5Model, model_args_from, t5_model_args_from
 
 Tensors = dict[str, torch.Tensor]
 HEADS, HIDDEN, LAYERS, VOCABULARY = 4, 16, 4, 40
@@ -48,7 +48,7 @@ def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
     t5 = {"position_embedding_type": "learned"} if family == "t5" else {}
     config = config_from_values({**SIZES, **t5, **more}, family=family)
     sizes = t5_model_args_from(config.model, config.own) if family == "t5" else model_args_from(config.model)
-    model = (T5Model if family == "t5" else GPT2Model)(sizes)  # type: ignore[operator]
+    model = (T5Model if family == "t5" else DecoderModel)(sizes)  # type: ignore[operator]
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model

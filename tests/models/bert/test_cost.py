@@ -14,7 +14,9 @@ BASE = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=30522, max_position_embeddings=512,
     hidden_bias=True,
 )  # fmt: skip
-SMALL = replace(BASE, num_layers=3, hidden_size=24, num_attention_heads=4, kv_hidden_size=6, ff_hidden_size=96)
+SMALL = replace(
+    BASE, num_layers=3, hidden_size=24, num_attention_heads=4, num_query_groups=4, kv_hidden_size=6, ff_hidden_size=96
+)
 
 
 def test_bert_base_has_its_published_number_of_parameters() -> None:

@@ -42,7 +42,7 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_and_length():
 
 
 def test_parameters_are_those_of_the_model_that_is_built():
-    from megatron.models.common.decoder import GPT2Model
+    from megatron.models.common.decoder import DecoderModel
     from megatron.models.common.model_args import model_args_from
 
     for untied, bias, activation in (
@@ -63,7 +63,7 @@ def test_parameters_are_those_of_the_model_that_is_built():
             untie_embeddings=untied,
             activation=activation,
         )
-        built = sum(parameter.numel() for parameter in GPT2Model(model_args_from(sizes)).parameters())
+        built = sum(parameter.numel() for parameter in DecoderModel(model_args_from(sizes)).parameters())
         costs = DecoderCosts(sizes, 8)
         assert costs.num_parameters == built
         assert costs.stage_parameters([0, 6]) == [built]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.models.common.attention import SelfAttention
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.random import DropoutKey
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
@@ -16,7 +16,7 @@ RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 def loss_and_gradients(*, documents=False, moves_on=True, **changes):
-    model = filled(GPT2Model(small_sizes(num_layers=3, **changes), place_of(whole_world(0, 1))))
+    model = filled(DecoderModel(small_sizes(num_layers=3, **changes), place_of(whole_world(0, 1))))
     streams = model.place.streams
     streams.position = DropoutKey(2, 1)
     loss, _ = model(**vars(batch_of(with_documents=documents)))
@@ -37,7 +37,7 @@ def test_recompute_gives_the_same_bits(rates, every, documents):
 
 def hidden_states(rank, size):
     """Return what enters and leaves each layer in training, which all tensor ranks hold."""
-    model = filled(GPT2Model(small_sizes(**RATES), place_of(whole_world(rank, size))))
+    model = filled(DecoderModel(small_sizes(**RATES), place_of(whole_world(rank, size))))
     kept = []
     for layer in model.layers:
         layer.register_forward_hook(lambda _, inputs, output: kept.extend([inputs[0].detach(), output.detach()]))
@@ -67,8 +67,8 @@ def test_tensor_ranks_drop_the_same_hidden_states_and_different_attention():
 
 @pytest.mark.parametrize("site", ["attention_dropout", "hidden_dropout"])
 def test_each_rate_acts_in_training_only(site):
-    model = filled(GPT2Model(small_sizes(**{site: 0.1})))
-    plain = filled(GPT2Model(small_sizes()))
+    model = filled(DecoderModel(small_sizes(**{site: 0.1})))
+    plain = filled(DecoderModel(small_sizes()))
     batch = batch_of()
     inputs = (batch.tokens, batch.position_ids)
     assert not torch.equal(model(*inputs), plain(*inputs))
@@ -77,7 +77,7 @@ def test_each_rate_acts_in_training_only(site):
 
 
 def test_layers_and_sites_drop_differently(monkeypatch):
-    model = filled(GPT2Model(small_sizes(**RATES)))
+    model = filled(DecoderModel(small_sizes(**RATES)))
     keys = []
     key = model.place.streams.key
     monkeypatch.setattr(model.place.streams, "key", lambda *place: keys.append(key(*place)) or keys[-1])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.models.common import parameters
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
@@ -65,7 +65,7 @@ def test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks(size)
     sizes = small_sizes(untie_embeddings=True)
 
     def started(group):
-        model = GPT2Model(sizes, place_of(group))
+        model = DecoderModel(sizes, place_of(group))
         initialize(model.named_parameters(), seed=1, rule=gpt2_rule(0.02, sizes.num_layers))
         return dict(model.named_parameters())
 
@@ -81,7 +81,7 @@ def test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks(size)
 def large_model():
     layers = 4
     sizes = small_sizes(num_layers=layers, hidden_size=64, ff_hidden_size=256, kv_hidden_size=16, untie_embeddings=True)
-    model = GPT2Model(sizes)
+    model = DecoderModel(sizes)
     initialize(model.named_parameters(), seed=1, rule=gpt2_rule(0.02, layers))
     return model, layers
 

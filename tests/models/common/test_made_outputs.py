@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.models import BertModelPipe, GPT2ModelPipe
+from megatron.models import BertModelPipe, DecoderPipe
 from megatron.models.bert.pipeline import random_batch as bert_batch
 from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import random_batch
@@ -29,8 +29,8 @@ def pipelines(grid: Grid, chunk: int) -> list[tuple[Any, Any]]:
     place, untied = ParallelContext(grid.tensor), {"untie_embeddings": True}
     gpt2 = random_batch(VOCAB, SHAPE, ["position_ids"])
     models: list[tuple[Any, Any]] = [
-        (GPT2ModelPipe(small_sizes(**off), place, grid.topology), gpt2),
-        (GPT2ModelPipe(small_sizes(**off, **untied), place, grid.topology), gpt2),
+        (DecoderPipe(small_sizes(**off), place, grid.topology), gpt2),
+        (DecoderPipe(small_sizes(**off, **untied), place, grid.topology), gpt2),
         (BertModelPipe(bert_sizes(**off), place, grid.topology), bert_batch(bert_sizes(), SHAPE, False)),
     ]
     for model, _ in models:

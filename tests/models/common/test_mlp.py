@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.nn.functional as F
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.transformer import MLP
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import batch_of, filled, gradients_of, joined, place_of, small_sizes, worst_relative
@@ -42,7 +42,7 @@ def test_a_gated_one_is_the_activation_of_one_product_times_another(name, size):
 
 def test_gpt2_may_be_gated_too():
     sizes = small_sizes(activation="gated-gelu")
-    model = filled(GPT2Model(sizes))
+    model = filled(DecoderModel(sizes))
     assert model.layers[0].mlp.up.weight.shape == (2 * sizes.ff_hidden_size, sizes.hidden_size)
     model(**vars(batch_of()))[0].backward()
     assert all(parameter.grad.norm() > 0 for name, parameter in model.named_parameters() if "mlp" in name)

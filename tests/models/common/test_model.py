@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.groups import Group
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import (
@@ -43,7 +43,7 @@ def run(rank, size):
 
 
 def one(group: Group, name, changes):
-    model = filled(GPT2Model(small_sizes(**changes), place_of(group)).double())
+    model = filled(DecoderModel(small_sizes(**changes), place_of(group)).double())
     batch = vars(batch_of(with_documents=name == "documents"))
     inputs = {key: batch[key] for key in ("tokens", "position_ids", "segment_ids")}
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_padded_rows_of_embedding_and_head_get_no_gradient_at_all(size):
 
 
 def test_a_document_has_the_logits_it_would_have_alone():
-    model = filled(GPT2Model(small_sizes()).double())
+    model = filled(DecoderModel(small_sizes()).double())
     batch = batch_of()
     ids = torch.tensor([0] * 5 + [1] * (SEQ - 5)).expand_as(batch.tokens)
     positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)]).expand_as(batch.tokens)
@@ -94,7 +94,7 @@ def test_a_document_has_the_logits_it_would_have_alone():
 
 
 def test_tokens_outside_the_loss_mask_do_not_count():
-    model = filled(GPT2Model(small_sizes()).double())
+    model = filled(DecoderModel(small_sizes()).double())
     batch = batch_of()
     batch.loss_mask[:, 6:] = 0
     loss, count = model(**vars(batch))
@@ -105,7 +105,7 @@ def test_tokens_outside_the_loss_mask_do_not_count():
 
 
 def test_logical_names_are_those_of_checkpoints():
-    names = [name for name, _ in GPT2Model(small_sizes(num_layers=1, untie_embeddings=True)).named_parameters()]
+    names = [name for name, _ in DecoderModel(small_sizes(num_layers=1, untie_embeddings=True)).named_parameters()]
     parts = ["input_norm", "attention.query_key_value", "attention.dense", "post_attention_norm", "mlp.up", "mlp.down"]
     layer = [f"layers.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
     ends = ["embedding.word.weight", "embedding.position.weight", "final_norm.weight", "final_norm.bias", "head.weight"]
@@ -116,4 +116,4 @@ def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(
         ValueError, match="--num-attention-heads must be a multiple of --model-parallel-size, got 4 and 3"
     ):
-        GPT2Model(small_sizes(), place_of(Group((0, 1, 2), 0)))
+        DecoderModel(small_sizes(), place_of(Group((0, 1, 2), 0)))

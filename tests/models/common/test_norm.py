@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.transformer import rms_norm
+from megatron.models.common.norms import rms_norm
 from tests.helpers.whole import random
 
 H = 12

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from megatron.models.bert.model import BertEmbedding, BertLayer, BertModelArgs, SharedWordEmbedding, padding_mask
-from megatron.models.common.attention import SharedMask
-from megatron.models.common.language_model import Embedding, WordEmbedding
+from megatron.models.common.language_model import Embedding
+from megatron.models.common.masks import Masks, SharedMask
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.common.pipeline import embedding_pipe, layer_pipe, norm_pipe
-from megatron.models.common.transformer import LayerNorm, RMSNorm, TransformerLayer
+from megatron.models.common.norms import LayerNorm, RMSNorm
+from megatron.models.common.pipeline import TransformerLayerPipe, embedding_pipe, layer_pipe, norm_pipe
+from megatron.models.common.transformer import TransformerLayer
 from megatron.ops.attention import document_mask
 
 TOKENS = torch.tensor([[1, 2, 3]])
@@ -21,9 +22,9 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("embedding", "inputs"), [(WordEmbedding, (TOKENS,)), (Embedding, (TOKENS, TOKENS))])
-def test_an_embedding_takes_its_inputs_and_hands_on_the_rest(embedding, inputs):
-    sizes = ModelArgs(**SIZES)
+@pytest.mark.parametrize(("kind", "inputs"), [("rope", (TOKENS,)), ("learned_absolute", (TOKENS, TOKENS))])
+def test_an_embedding_takes_its_inputs_and_hands_on_the_rest(kind, inputs):
+    sizes, embedding = ModelArgs(**SIZES, position_embedding_type=kind), Embedding
     layer = embedding_pipe(embedding, len(inputs))(sizes, ParallelContext()).eval()
     whole = embedding(sizes, ParallelContext()).eval()
     whole.load_state_dict(layer.state_dict())  # the same names
@@ -55,8 +56,11 @@ def test_an_embedding_by_a_shared_table_equals_one_with_its_own():
     ("kind", "args", "mask"), [(TransformerLayer, ModelArgs, document_mask), (BertLayer, BertModelArgs, padding_mask)]
 )
 def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, mask):
-    sizes, segments = args(**SIZES), torch.tensor([[0, 0, 1]], dtype=torch.int32)
-    layer = layer_pipe(kind)(sizes, ParallelContext(), 0, SharedMask(mask)).eval()
+    sizes, segments, place = args(**SIZES), torch.tensor([[0, 0, 1]], dtype=torch.int32), ParallelContext()
+    if kind is BertLayer:
+        layer = layer_pipe(kind)(sizes, place, 0, SharedMask(mask)).eval()
+    else:
+        layer = TransformerLayerPipe(sizes, place, 0, Masks(sizes, place)).eval()
     whole = kind(sizes, ParallelContext(), 0).eval()
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
@@ -66,7 +70,7 @@ def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, mask):
     out, beside = layer((x, segments))
     assert torch.equal(out, whole(x, mask(segments))) and beside is segments
     assert not torch.equal(out, whole(x))
-    assert type(layer).__name__ == f"{kind.__name__}Pipe" and layer_pipe(kind) is type(layer)
+    assert type(layer).__name__ == f"{kind.__name__}Pipe"
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])

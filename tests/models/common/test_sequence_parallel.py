@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from megatron.models.bert.model import BertModel
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.llama.model import LlamaModel
-from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams, PhiloxDropout
@@ -62,16 +60,18 @@ def cases() -> dict[str, Case]:
     groups = {"num_query_groups": 4}  # for 4 ranks
     apart = {"with_documents": True}
     return {
-        "gpt2": Case(GPT2Model, small_sizes(**RATES), vars(batch_of(with_documents=True))),
+        "gpt2": Case(DecoderModel, small_sizes(**RATES), vars(batch_of(with_documents=True))),
         "gpt2, norms in the residual": Case(
-            GPT2Model,
+            DecoderModel,
             small_sizes(**RECOMPUTED, apply_residual_connection_post_layernorm=True, untie_embeddings=True),
             vars(batch_of()),
         ),
         "llama": Case(
-            LlamaModel, llama_sizes(**RATES, **groups), decoder_fields("tokens", "position_ids", "segment_ids", **apart)
+            DecoderModel,
+            llama_sizes(**RATES, **groups),
+            decoder_fields("tokens", "position_ids", "segment_ids", **apart),
         ),
-        "mpt": Case(MptModel, mpt_sizes(**RATES), decoder_fields("tokens", "segment_ids", **apart)),
+        "mpt": Case(DecoderModel, mpt_sizes(**RATES), decoder_fields("tokens", "segment_ids", **apart)),
         "bert": Case(BertModel, bert_sizes(**RATES), bert),
         "t5": Case(T5Model, t5_sizes(**{**KINDS["T5 v1.1"], **RECOMPUTED}), t5_fields(with_documents=True)),
         "t5 as CPM": Case(T5Model, t5_sizes(**{**KINDS["as CPM"], **RATES}), t5_fields(with_documents=True)),
@@ -135,7 +135,7 @@ def kept_numbers(rank: int, size: int, way: str) -> list[int]:
     group, found = whole_world(rank, size), []
     for cuts in (False, True):
         streams = DropoutStreams(5, tensor=group)
-        model = filled(GPT2Model(small_sizes(hidden_dropout=0.2), ParallelContext(group, streams, cuts)))
+        model = filled(DecoderModel(small_sizes(hidden_dropout=0.2), ParallelContext(group, streams, cuts)))
         if way == "compiled":
             compile_layers(model, streams, torch.device("cpu"), backend="aot_eager")
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

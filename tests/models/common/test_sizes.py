@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import ModelConfig, parse
 from megatron.config.decoder import DecoderFeatures
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.language_model import head_output
 from megatron.models.common.model_args import ModelArgs, model_args_from
 from megatron.models.common.transformer import Recompute, recompute_switches
@@ -23,7 +23,7 @@ BASE = (
 def model_of(flags="", group=None):
     config = parse(f"{BASE} {flags}".split(), world_size=group.size if group else 1)
     sizes = model_args_from(config.model, **recompute_switches(config))
-    return filled(GPT2Model(sizes, place_of(group or Group((0,), 0))))
+    return filled(DecoderModel(sizes, place_of(group or Group((0,), 0))))
 
 
 def shape(name):

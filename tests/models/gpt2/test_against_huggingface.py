@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.decoder import GPT2Model
+from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import model_args_from
 from megatron.models.gpt2.huggingface import from_ours, model_fields, to_ours
 from megatron.mpu.shard import shard_of
@@ -101,7 +101,7 @@ def ours_of_parts(rank, size):
 def one(group, kind, cuts=False):
     config, before, *_ = reference(kind)
     sizes = model_args_from(None, **model_fields(config), kv_hidden_size=config.n_embd // config.n_head)
-    model = GPT2Model(sizes, replace(place_of(group), sequence_parallel=cuts)).to(DTYPES[kind[0]])
+    model = DecoderModel(sizes, replace(place_of(group), sequence_parallel=cuts)).to(DTYPES[kind[0]])
     weights = to_ours(before, HEADS)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.models import llama_model_args_from
+from megatron.models.common.decoder import model_args
 from megatron.models.common.model_args import ParallelContext
 from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
@@ -126,7 +126,7 @@ def test_our_model_of_their_configuration_has_their_sizes() -> None:
     model, config = make_reference("fp64 tied, biases, llama3")
     built = build_model(config, ParallelContext())
     assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in model.parameters())
-    sizes = llama_model_args_from(config.model, config.own)
+    sizes = model_args(config)
     assert sizes.rotary == Rotary(
         head_size=4, base=500.0, scaling="llama3", factor=4.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
         original_positions=16,

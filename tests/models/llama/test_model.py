@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.models.llama.model import LlamaModel
+from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.groups import Group
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
@@ -34,7 +34,7 @@ def run(rank: int, size: int) -> dict[str, tuple[Any, ...]]:
 
 
 def one(group: Group, name: str, changes: dict[str, Any]) -> tuple[Any, ...]:
-    model = filled(LlamaModel(llama_sizes(**changes), place_of(group)).double())
+    model = filled(DecoderModel(llama_sizes(**changes), place_of(group)).double())
     batch = vars(batch_of(with_documents=name in ("documents", "recompute")))
     with torch.no_grad():
         logits = model(batch["tokens"], batch["position_ids"], batch["segment_ids"])
@@ -71,23 +71,23 @@ def test_every_variant_is_another_model(name: str) -> None:
 def test_groups_are_cut_whole_or_not_at_all() -> None:
     place = place_of(Group((0, 1, 2, 3), 1))
     with pytest.raises(ValueError, match="--num-query-groups must be a multiple of --model-parallel-size, got 2 and 4"):
-        LlamaModel(llama_sizes(), place)
+        DecoderModel(llama_sizes(), place)
     with pytest.raises(ValueError, match="--num-attention-heads must be a multiple of --num-query-groups, got 4 and 3"):
-        LlamaModel(llama_sizes(num_query_groups=3))
+        DecoderModel(llama_sizes(num_query_groups=3))
 
 
 def test_there_is_no_bias_and_no_table_of_positions() -> None:
-    shapes = {name: tuple(p.shape) for name, p in LlamaModel(llama_sizes()).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in DecoderModel(llama_sizes()).named_parameters()}
     assert len(shapes) == 3 + 6 * 2 and all(name.endswith(".weight") for name in shapes)
     assert shapes["layers.0.attention.query_key_value.weight"] == ((4 + 2 * 2) * 4, 16)
     assert shapes["layers.0.mlp.up.weight"] == (2 * 24, 16) and shapes["head.weight"] == (VOCAB, 16)
-    biased = [name for name, _ in LlamaModel(llama_sizes(hidden_bias=True)).named_parameters()]
+    biased = [name for name, _ in DecoderModel(llama_sizes(hidden_bias=True)).named_parameters()]
     assert sum(name.endswith(".bias") for name in biased) == 4 * 2
 
 
 @torch.no_grad()
 def test_positions_count_from_0_where_none_are_given() -> None:
-    model, batch = filled(LlamaModel(llama_sizes()).double()), batch_of()
+    model, batch = filled(DecoderModel(llama_sizes()).double()), batch_of()
     assert model(batch.tokens).equal(model(batch.tokens, torch.arange(SEQ).expand_as(batch.tokens)))
     scattered = 3 * torch.arange(SEQ).expand_as(batch.tokens) % SEQ
     assert (model(batch.tokens) - model(batch.tokens, scattered)).abs().max() > 1e-3
@@ -97,7 +97,7 @@ def test_positions_count_from_0_where_none_are_given() -> None:
 @torch.no_grad()
 def test_each_document_is_read_as_if_it_stood_alone(is_reset: bool) -> None:
     """Also with positions that go on: they turn queries and keys alike, so that distances stay."""
-    model, batch = filled(LlamaModel(llama_sizes()).double()), batch_of(with_documents=True)
+    model, batch = filled(DecoderModel(llama_sizes()).double()), batch_of(with_documents=True)
     assert batch.segment_ids is not None
     logits, parts = model(batch.tokens, batch.position_ids if is_reset else None, batch.segment_ids), 0
     for row, ids in enumerate(batch.segment_ids):
@@ -110,7 +110,7 @@ def test_each_document_is_read_as_if_it_stood_alone(is_reset: bool) -> None:
 
 
 def test_positions_beyond_the_longest_are_refused():
-    model, batch = filled(LlamaModel(llama_sizes())), batch_of()
+    model, batch = filled(DecoderModel(llama_sizes())), batch_of()
     for wrong in (batch.position_ids + 1, batch.position_ids - 1):
         with pytest.raises(ValueError, match=r"position_ids must be from 0 to 11, got -?1 to 1[02]"):
             model(batch.tokens, wrong)

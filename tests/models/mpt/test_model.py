@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.models.common import masks
+from megatron.models.common.decoder import DecoderModel
+from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.mpt import model as mpt_model
-from megatron.models.mpt.model import AlibiBias, MptModel
 from megatron.mpu.groups import Group
 from megatron.ops.positions import alibi_slopes
 from tests.helpers.harness import run_ranks
@@ -35,11 +37,11 @@ def run(rank: int, size: int) -> dict[str, tuple]:
 
 
 def one(group: Group, name: str, changes: dict) -> tuple:
-    model = filled(MptModel(mpt_sizes(**changes), place_of(group)).double())
+    model = filled(DecoderModel(mpt_sizes(**changes), place_of(group)).double())
     batch = vars(batch_of(with_documents=name in ("documents", "recompute")))
     del batch["position_ids"]
     with torch.no_grad():
-        logits = model(batch["tokens"], batch["segment_ids"])
+        logits = model(batch["tokens"], None, batch["segment_ids"])
     loss, count = model(**batch)
     (loss / count).backward()
     return logits, loss.item(), count.item(), gradients_of(model)
@@ -70,14 +72,14 @@ def test_every_variant_is_another_model(name: str) -> None:
 
 
 def test_there_is_no_bias_and_no_table_of_positions() -> None:
-    names = [name for name, _ in MptModel(mpt_sizes()).named_parameters()]
+    names = [name for name, _ in DecoderModel(mpt_sizes()).named_parameters()]
     assert len(names) == 2 + 6 * 2
     assert not [name for name in names if not name.endswith(".weight") or "position" in name]
 
 
 @torch.no_grad()
 def test_a_text_may_be_longer_than_the_model_was_made_for() -> None:
-    model = filled(MptModel(mpt_sizes(max_position_embeddings=4)).double())
+    model = filled(DecoderModel(mpt_sizes(max_position_embeddings=4)).double())
     tokens = batch_of().tokens
     assert model(tokens).shape == (SEQ, len(tokens), VOCAB)
     torch.testing.assert_close(model(tokens)[:4], model(tokens[:, :4]), rtol=1e-12, atol=1e-12)
@@ -85,10 +87,10 @@ def test_a_text_may_be_longer_than_the_model_was_made_for() -> None:
 
 @torch.no_grad()
 def test_each_document_is_read_as_if_it_stood_alone() -> None:
-    model = filled(MptModel(mpt_sizes(num_attention_heads=6)).double())
+    model = filled(DecoderModel(mpt_sizes(num_attention_heads=6)).double())
     batch = batch_of(with_documents=True)
     assert batch.segment_ids is not None
-    logits, parts = model(batch.tokens, batch.segment_ids), 0
+    logits, parts = model(batch.tokens, None, batch.segment_ids), 0
     for row, ids in enumerate(batch.segment_ids):
         for document in ids.unique():
             at = ids == document
@@ -100,27 +102,27 @@ def test_each_document_is_read_as_if_it_stood_alone() -> None:
 
 def test_heads_of_a_tensor_rank_have_the_slopes_of_their_place() -> None:
     sizes = mpt_sizes(num_attention_heads=12)
-    ranks = [AlibiBias(sizes, ParallelContext(Group((0, 1, 2, 3), rank))).slopes for rank in range(4)]
+    ranks = [Masks(sizes, ParallelContext(Group((0, 1, 2, 3), rank))).slopes or [] for rank in range(4)]
     assert sum(ranks, []) == alibi_slopes(12)
 
 
 def test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own() -> None:
-    made = AlibiBias(mpt_sizes(), ParallelContext())
+    made: Any = Masks(mpt_sizes(), ParallelContext())
     x, segments = torch.zeros(SEQ, 3, 16), batch_of(with_documents=True).segment_ids
     assert segments is not None
-    with patch.object(mpt_model, "alibi_bias", wraps=mpt_model.alibi_bias) as making:
-        first = made.for_hidden(x, segments)
-        assert made.for_hidden(x, segments) is first
-        assert made.for_hidden(x) is made.for_hidden(x)
+    with patch.object(masks, "alibi_bias", wraps=masks.alibi_bias) as making:
+        first = made.of(x, segments)
+        assert made.of(x, segments) is first
+        assert made.of(x) is made.of(x)
         assert making.call_count == 1
-        other = made.for_hidden(x, segments.flip(0))
+        other = made.of(x, segments.flip(0))
         assert not other.equal(first) and other.equal(first.flip(0))
-        assert made.for_hidden(x, segments).equal(first)
+        assert made.of(x, segments).equal(first)
         segments.zero_()
-        assert made.for_hidden(x, segments).equal(made.for_hidden(x).expand_as(first)), "the ids were overwritten"
-        assert made.for_hidden(x[:5], segments[:, :5]).shape == (3, 4, 5, 5)
-        assert made.for_hidden(x[:5].double(), segments[:, :5]).dtype == torch.float64
+        assert made.of(x, segments).equal(made.of(x).expand_as(first)), "the ids were overwritten"
+        assert made.of(x[:5], segments[:, :5]).shape == (3, 4, 5, 5)
+        assert made.of(x[:5].double(), segments[:, :5]).dtype == torch.float64
         assert making.call_count == 3
         segments = segments[:, :5]
-        assert made.for_hidden(x[:5].double(), segments).dtype == torch.float64
-        assert made.for_hidden(x[:5], segments).dtype == torch.float32, "the ids are the same, the numbers are not"
+        assert made.of(x[:5].double(), segments).dtype == torch.float64
+        assert made.of(x[:5], segments).dtype == torch.float32, "the ids are the same, the numbers are not"

@@ -1,0 +1,144 @@
+"""What attention may look at, and what is added to its scores: documents, windows, ALiBi; once for all layers of a
+stage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megatron.config.decoder import ALIBI
+from megatron.models.common.attention import KVCacheSlots
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.mpu.layers import divide
+from megatron.ops.attention import document_mask, lowest
+from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
+
+# What all layers of a stage share of a micro-batch, made once of a tensor that each of them is given.
+
+
+class LastValueCache:
+    """What was made of a tensor last, as long as it is the same tensor and nobody has written to it."""
+
+    def __init__(self) -> None:
+        self._key: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._made: torch.Tensor | None = None
+
+    def of(self, key: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``make`` returned for ``key`` last, or returns now."""
+        is_known = self._key is not None and self._key[0]() is key and self._key[1] == key._version
+        if self._made is None or not is_known:
+            self._made, self._key = make(), (weakref.ref(key), key._version)
+        return self._made
+
+    def forget(self) -> None:
+        """Make it anew the next time."""
+        self._key = self._made = None
+
+
+class SharedMask:
+    """The mask of the documents of a micro-batch, for the layers of a stage: it is in memory once for their backward.
+
+    Args:
+        make: of segment ids [b, s], the mask [b, 1, s, s].
+    """
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._make, self._last = make, LastValueCache()
+
+    @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
+    def of(self, segment_ids: torch.Tensor) -> torch.Tensor:
+        """Return the mask of ``segment_ids``."""
+        return self._last.of(segment_ids, partial(self._make, segment_ids))
+
+
+# The masks of a decoder, of layers with a window and of those without.
+#
+# | | is |
+# |---|---|
+# | nothing of the following | None: attention is causal |
+# | documents, windows | bool [b or 1, 1, s, s], True where a query may look |
+# | ALiBi, and with it documents and windows | numbers [b or 1, a/t, s, s] that are added to the scores |
+#
+# A stage keeps the mask of one sequence length and those within the documents of one micro-batch, with a window and
+# without: all layers of a forward add the same tensor, which is in memory once for their backward. No rank sends any.
+
+
+class Masks:
+    """The masks of the layers of one stage, of this rank's heads: those of tensor rank r begin at r a / t.
+
+    Source: a window as of Beltagy et al. 2020, "Longformer", to the left alone; Mistral 7B, 2023.
+    """
+
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+        self._place = place
+        self.window = sizes.window_size
+        self.slopes: list[float] | None = None
+        if sizes.position_embedding_type == ALIBI:
+            heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
+            first = place.group.rank * heads
+            self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
+        self.are_needed = self.slopes is not None or bool(self.window)  # also where no documents are kept apart
+        self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
+        self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
+
+    @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
+    def of(
+        self, x: torch.Tensor, segment_ids: torch.Tensor | None = None, has_window: bool = False
+    ) -> torch.Tensor | None:
+        """Return the mask of the layers that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
+        length = self._place.length(x)
+        has_window = self._has_window(has_window, length)
+        if segment_ids is None and self.slopes is None and not has_window:
+            return None
+        causal = self._causal_of(length, x, has_window)
+        if segment_ids is None:
+            return causal
+        return self._within[has_window].of(segment_ids, partial(_within, causal, segment_ids))
+
+    def for_slots(self, slots: KVCacheSlots, dtype: torch.dtype, has_window: bool = False) -> torch.Tensor | None:
+        """Return the mask of a pass that reads from the caches, whose queries stand at ``slots.positions``."""
+        has_window = self._has_window(has_window, slots.stop)
+        if self.slopes is None and not has_window:
+            return slots.mask
+        assert slots.positions is not None
+        positions = slots.positions if slots.mask is not None else slots.positions[:1]  # in a first pass rows are alike
+        keys = torch.arange(slots.stop, device=positions.device)
+        return self._pass[has_window].of(slots.positions, partial(self._make, positions, keys, dtype, has_window))
+
+    def _has_window(self, has_window: bool, length: int) -> bool:
+        """Return whether a window of the layer, if it has one, leaves a key of so many out."""
+        return has_window and 0 < self.window < length - 1
+
+    def _causal_of(self, length: int, x: torch.Tensor, has_window: bool) -> torch.Tensor | None:
+        """Return the mask without documents, that of the last call where it is the same."""
+        if self.slopes is None and not has_window:
+            return None
+        kept = self._causal[has_window]
+        dtype = torch.bool if self.slopes is None else x.dtype
+        if kept is None or (kept.shape[-1], kept.dtype, kept.device) != (length, dtype, x.device):
+            positions = torch.arange(length, device=x.device)
+            kept = self._causal[has_window] = self._make(positions.unsqueeze(0), positions, x.dtype, has_window)
+            self._within[has_window].forget()
+        return kept
+
+    def _make(self, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype, has_window: bool) -> torch.Tensor:
+        """Return the mask of queries at positions [b or 1, s] and keys at [s_k]."""
+        behind = (queries.unsqueeze(-1) - keys).unsqueeze(1)  # [b, 1, s, s_k]
+        if self.slopes is None:
+            return (behind >= 0) & (behind <= self.window)
+        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=keys.device)
+        bias = alibi_bias(slopes, queries, keys, dtype)
+        return bias.masked_fill_(behind > self.window, lowest(dtype)) if has_window else bias
+
+
+def _within(causal: torch.Tensor | None, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return the mask ``causal`` within documents."""
+    if causal is None:
+        return document_mask(segment_ids)
+    if causal.dtype == torch.bool:
+        return causal & document_mask(segment_ids)
+    return within_documents(causal, segment_ids)

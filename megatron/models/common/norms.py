@@ -1,0 +1,214 @@
+"""Norms: LayerNorm, RMSNorm, that over the heads of all tensor ranks; which of them a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.mpu.groups import Group
+from megatron.mpu.layers import divide
+from megatron.mpu.mappings import copy_to_tensor_region, reduce_from_tensor_region
+from megatron.mpu.shard import Shard, set_partial, set_shard
+
+# Root-mean-square normalisation.
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; 16-bit numbers are summed in fp32.
+
+    Shapes:
+        x, output [..., h]
+        weight    [h]
+
+    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+    if x.device.type == "cpu":
+        return _RMSNorm.apply(x, weight, epsilon)
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Forward keeps its input and a number for each row. torch has a fused kernel on GPUs only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, factor)
+        return (wide * factor).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, factor = ctx.saved_tensors
+        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
+        products = (grad * wide).flatten(0, -2)  # [rows, h]
+        to_weight = products.t() @ factor.flatten()
+        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
+        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+
+
+# Normalisation of hidden states.
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+class LayerNorm(nn.Module):
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift. Every rank holds all of it.
+
+    Shapes:
+        input, output [..., h]
+
+    Args:
+        bias: shift; False: scale alone.
+        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+
+    Attributes:
+        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
+
+    Source: Ba et al. 2016, "Layer normalization".
+    """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(layer_norm)
+
+    def __init__(self, hidden_size: int, epsilon: float, bias: bool = True, is_offset: bool = False) -> None:
+        super().__init__()
+        self.epsilon, self.is_offset = epsilon, is_offset
+        self.weight = nn.Parameter(torch.zeros(hidden_size) if is_offset else torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_offset:
+            wide, weight = widened(x, self.weight)
+            bias = None if self.bias is None else self.bias.to(wide.dtype)
+            return self.kernel(wide, weight, bias, self.epsilon).to(x.dtype)
+        return self.kernel(x, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
+
+    Shapes:
+        input, output [..., h]
+
+    Args:
+        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+
+    Attributes:
+        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
+
+    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(rms_norm)
+
+    def __init__(self, hidden_size: int, epsilon: float, is_offset: bool = False) -> None:
+        super().__init__()
+        self.epsilon, self.is_offset = epsilon, is_offset
+        self.weight = nn.Parameter(torch.zeros(hidden_size) if is_offset else torch.ones(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_offset:
+            return self.kernel(*widened(x, self.weight), self.epsilon).to(x.dtype)
+        return self.kernel(x, self.weight, self.epsilon)
+
+
+def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x`` and ``1 + weight`` in fp32, or the type of ``x`` where that is wider: 16 bits would round the sum.
+
+    Source: Gemma Team 2024, "Gemma", and its code.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide), 1.0 + weight.to(wide)
+
+
+# The norms of one model, by its settings.
+
+
+def norm_class(sizes: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
+    """Return the kind of all norms of a model."""
+    return RMSNorm if sizes.normalization == "RMSNorm" else LayerNorm
+
+
+def norm_settings(sizes: ModelArgs) -> dict[str, Any]:
+    """Return with what they are built, beside their size."""
+    found: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
+    return found if sizes.normalization == "RMSNorm" else {**found, "bias": sizes.norm_bias}
+
+
+def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNorm | RMSNorm:
+    """Return a norm of hidden states; with ``place`` of those that a rank there has."""
+    norm = norm_class(sizes)(sizes.hidden_size, **norm_settings(sizes))
+    return norm if place is None else place.on_part(norm)
+
+
+# Norms of queries and keys, ahead of their positions.
+#
+# | ``qk_norm`` | over | weight | its gradient on a tensor rank |
+# |---|---|---|---|
+# | head | the d numbers of a head | [d], whole on every rank | a summand, of its heads (``set_partial``) |
+# | all | all heads together, over the tensor ranks | [a d] or [g d], cut by heads | its own |
+#
+# Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; of all heads OLMo 2, 2024.
+
+
+def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> nn.Module | None:
+    """Return the norm of queries or keys with ``num_heads`` heads over all ranks, or None where there is none."""
+    if sizes.qk_norm == "none":
+        return None
+    if sizes.qk_norm == "all":
+        return AllHeadsNorm(sizes, place.group, num_heads)
+    norm = norm_class(sizes)(sizes.kv_hidden_size, **norm_settings(sizes))
+    if place.group.size > 1:
+        for parameter in norm.parameters():
+            set_partial(parameter)
+    return norm
+
+
+class AllHeadsNorm(nn.Module):
+    """Normalise all heads of a token together, over the tensor ranks; each has weights for its own heads. Collective.
+
+    Shapes:
+        input, output [b, n/t, s, d]
+        weight, bias  [n d / t]
+    """
+
+    def __init__(self, sizes: ModelArgs, group: Group, num_heads: int) -> None:
+        super().__init__()
+        self.epsilon, self.is_offset, self.group = sizes.layernorm_epsilon, sizes.layernorm_1p, group
+        self.is_centred = sizes.normalization == "LayerNorm"
+        self.size = num_heads * sizes.kv_hidden_size
+        local = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
+        shard = Shard((self.size,), 0, group.rank * local, local)
+        start = torch.zeros(local) if self.is_offset else torch.ones(local)
+        self.weight = set_shard(nn.Parameter(start), shard)
+        has_bias = self.is_centred and sizes.norm_bias
+        self.bias = set_shard(nn.Parameter(torch.zeros(local)), shard) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.is_centred:
+            wide = wide - self._mean(wide)
+        factor = (self._mean(wide.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
+        weight = self._by_head(self.weight, x)
+        scaled = wide * factor * (1.0 + weight if self.is_offset else weight)
+        return (scaled if self.bias is None else scaled + self._by_head(self.bias, x)).to(x.dtype)
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all heads of all ranks: forward and backward are a sum over the ranks each."""
+        own = x.sum(dim=(1, 3), keepdim=True)
+        return copy_to_tensor_region(reduce_from_tensor_region(own, self.group), self.group) / self.size
+
+    def _by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wide = vector.to(torch.promote_types(x.dtype, torch.float32))
+        return wide.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]

@@ -1,0 +1,186 @@
+"""Attention whose scores are soft-capped, some heads at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron.ops.attention import Drop, additive, causal_mask, dropped_attention, for_each_query, lowest
+
+# Scores and probabilities of some heads are in memory at a time, and made once more in backward: nothing of [s, s_k] is
+# kept. It is an operator (``torch.library``), one node to ``--compile``. torch's fused kernels have no cap, and its
+# flex_attention no backward on a CPU.
+
+ON_CPU, ELSEWHERE = 2**20, 2**26
+"""Scores that are worked on at a time: on a CPU few enough to stay in its caches."""
+
+
+def softcapped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cap: float,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    drop: Drop | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return ``softmax(cap tanh(q k^T * scale / cap)) v``, where what may not be seen is taken out behind the cap.
+
+    Shapes:
+        query  [b, a/t, s, d]
+        key, value [b, g/t, s_k, d], each for a/g neighbouring queries
+        mask   bool [b or 1, 1, s, s_k], True where a query may look, or numbers that are added to the capped scores,
+               [b or 1, a/t or 1, s, s_k], to which no gradient flows; None: causal
+        output [b, a/t, s, d]
+
+    Args:
+        drop: drops probabilities in place of ``dropout``; all of them are in memory then, as with ``dropout``.
+        scale: default ``d ** -0.5``.
+
+    Source: Gemma Team 2024, "Gemma 2: improving open language models at a practical size", section 2.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if dropout or drop is not None:
+        key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+        mask = causal_mask(query, key) if mask is None else mask
+        added = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
+        return dropped_attention(
+            query, key, value, added, drop=drop or partial(F.dropout, p=dropout), scale=scale, cap=cap
+        )
+    context: torch.Tensor = _forward(query, key, value, mask, cap, scale)
+    return context
+
+
+class _Part(NamedTuple):
+    """Some groups of one sample."""
+
+    sample: int
+    groups: slice
+    heads: slice
+
+
+def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Part]:
+    (b, a, s, _), (_, g, s_k, _) = query.shape, key.shape
+    each = a // g
+    most = max(1, (ON_CPU if query.device.type == "cpu" else ELSEWHERE) // max(each * s * s_k, 1))
+    for sample in range(b):
+        for first in range(0, g, most):
+            stop = min(first + most, g)
+            yield _Part(sample, slice(first, stop), slice(first * each, stop * each))
+
+
+def _by_group(x: torch.Tensor, part: _Part, num_groups: int) -> torch.Tensor:
+    """Return the heads [n, s, d] of a part as those of its groups, one after another: [groups, n/groups s, d]."""
+    return x[part.sample, part.heads].reshape(num_groups, -1, x.shape[-1])
+
+
+def _probabilities(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, part: _Part, cap: float, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities of a part, and the hyperbolic tangents that its scores are made of.
+
+    Shapes:
+        query  [groups, n/groups s, d], key [groups, s_k, d]
+        output 2 x [groups, n/groups s, s_k]; the first in fp32 for 16 bits
+    """
+    size = query.shape[1] // ((part.heads.stop - part.heads.start) // len(query))
+    tangents = torch.bmm(query, key.transpose(1, 2))
+    tangents = tangents.to(torch.promote_types(query.dtype, torch.float32)).mul_(scale / cap).tanh_()
+    scores = (tangents * cap).view(-1, size, key.shape[1])  # [n, s, s_k]
+    if mask is None:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(future, lowest(scores.dtype))
+    else:
+        own = mask[part.sample if len(mask) > 1 else 0]  # [a or 1, s, s_k]
+        own = own[part.heads] if len(own) > 1 else own
+        if own.dtype == torch.bool:
+            scores.masked_fill_(~own, lowest(scores.dtype))
+        else:
+            scores.add_(own)
+    return torch.softmax(scores, dim=-1).view_as(tangents), tangents
+
+
+@torch.library.custom_op("megatron_tds::softcapped_attention", mutates_args=())
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cap: float, scale: float
+) -> torch.Tensor:
+    context = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for part in _parts(query, key):
+        k, v = key[part.sample, part.groups], value[part.sample, part.groups]  # 2 x [groups, s_k, d]
+        probabilities, _ = _probabilities(_by_group(query, part, len(k)), k, mask, part, cap, scale)
+        context[part.sample, part.heads] = torch.bmm(probabilities.to(v.dtype), v).view(-1, *query.shape[2:])
+    return context
+
+
+@torch.library.custom_op("megatron_tds::softcapped_attention_backward", mutates_args=())
+def _backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    cap: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    for part in _parts(query, key):
+        k, v = key[part.sample, part.groups], value[part.sample, part.groups]
+        q, grad = (_by_group(x, part, len(k)) for x in (query, gradient))
+        probabilities, tangents = _probabilities(q, k, mask, part, cap, scale)
+        found[2][part.sample, part.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
+        of_scores = torch.bmm(grad, v.transpose(1, 2)).to(probabilities.dtype)  # first of the probabilities
+        of_scores = torch.ops.aten._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype)
+        of_products = of_scores.mul_(1.0 - tangents.square_()).mul_(scale).to(q.dtype)
+        found[0][part.sample, part.heads] = torch.bmm(of_products, k).view(-1, *query.shape[2:])
+        found[1][part.sample, part.groups] = torch.bmm(of_products.transpose(1, 2), q)
+    to_query, to_key, to_value = found
+    return to_query, to_key, to_value
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float, scale: float) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return first, second, third
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.cap, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, ctx.cap, ctx.scale), None, None, None)
+
+
+_forward.register_autograd(_gradient, setup_context=_remember)
+
+
+def _products(query: torch.Size, key: torch.Size) -> int:
+    """Return the FLOPs of a product of every query with every key."""
+    b, a, s, d = query
+    return 2 * b * a * s * key[2] * d
+
+
+@register_flop_formula(torch.ops.megatron_tds.softcapped_attention)
+def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * _products(query, key)
+
+
+@register_flop_formula(torch.ops.megatron_tds.softcapped_attention_backward)
+def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any, **___: Any) -> int:
+    return 5 * _products(query, key)

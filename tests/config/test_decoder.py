@@ -1,0 +1,129 @@
+"""The features of a decoder as flags: what they mean, what cannot go together, windows by layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import Config, parse
+from megatron.config.decoder import has_window, window_pattern
+from megatron.errors import ConfigError
+
+WORDS = "--data-path none --seq-length 64 --vocab-size 101 --device cpu"
+
+
+def parsed(words: str, family: str = "gpt2", world_size: int = 1) -> Config:
+    return parse(f"{WORDS} {words}".split(), world_size=world_size, env={}, family=family)
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--window-size 128", "window_size", 128),
+        ("--window-size 128,0", "window_size", 128),
+        ("--window-size (128,0)", "window_size", 128),
+        ("--window-size -1,0", "window_size", 0),
+        ("--qk-layernorm", "qk_norm", "head"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--position-embedding-type learned", "position_embedding_type", "learned_absolute"),
+        ("--apply-layernorm-1p", "layernorm_1p", True),
+        ("--no-norm-bias", "norm_bias", False),
+        ("--squared-relu", "activation", "squared-relu"),
+        ("--kv-channels 24 --use-rotary-position-embeddings --rotary-percent 0.5", "rotary_percent", 0.5),
+    ],
+)
+def test_a_flag_means_what_it_means_to_megatron(words: str, field: str, value: object) -> None:
+    for family in ("gpt2", "llama", "mpt"):
+        if family == "gpt2" or "norm" not in words:
+            assert getattr(parsed(words, family).model, field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "pattern"),
+    [
+        ("", 3, "111"),
+        ("2", 5, "10101"),
+        ("6", 7, "1111101"),
+        ("1", 3, "000"),
+        ("[1,1,0]", 3, "110"),
+        ("([1]*5+[0])*2", 12, "111110111110"),
+        ("2*[1] + [0]*2", 4, "1100"),
+    ],
+)
+def test_a_pattern_of_windows_is_megatrons(text: str, layers: int, pattern: str) -> None:
+    assert window_pattern(text, layers) == tuple(each == "1" for each in pattern)
+    words = ["--window-size", "8", "--num-layers", str(layers), *(["--window-attn-skip-freq", text] if text else [])]
+    config = parse([*WORDS.split(), *words], world_size=1, env={})
+    assert [has_window(config.model, layer) for layer in range(layers)] == [each == "1" for each in pattern]
+    assert not has_window(parsed("").model, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1,0]",
+        "[1,2,0,0]",
+        "0",
+        "1.5",
+        "[1]*4.0",
+        "__import__('os')",
+        "[1]*1000000000",
+        "[[1]]*4",
+        "[1,0,1,0",
+        "x",
+        "[1]**4",
+    ],
+)
+def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
+    words = [*WORDS.split(), "--window-size", "8", "--window-attn-skip-freq", text]
+    with pytest.raises(ConfigError, match="--window-attn-skip-freq must be a number of at least 1, or a list"):
+        parse(words, world_size=1, env={})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--window-size 8,8", "--window-size must be an integer of at least 0, got '8,8'"),
+        ("--window-size 1.5", "--window-size must be"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq acts on layers with a window, got no --window-size"),
+        ("--rotary-base 500", "--rotary-base acts with --position-embedding-type rope only, got learned_absolute"),
+        ("--rotary-percent 0.5 --rotary-scaling yarn", "--rotary-scaling, --rotary-percent acts with"),
+        ("--alibi-bias-max 4", "--alibi-bias-max acts with --position-embedding-type alibi only"),
+        (
+            "--use-rotary-position-embeddings --rotary-beta-fast 16",
+            "--rotary-beta-fast acts with --rotary-scaling yarn only, got none",
+        ),
+        (
+            "--use-rotary-position-embeddings --rotary-scaling yarn --rotary-beta-fast 1",
+            "--rotary-beta-fast must exceed --rotary-beta-slow, got 1 and 1. Raise the first",
+        ),
+        (
+            "--use-rotary-position-embeddings --kv-hidden-size 10 --rotary-percent 0.5",
+            "--kv-hidden-size times --rotary-percent must be an even number of at least 2",
+        ),
+        (
+            "--use-rotary-position-embeddings --rotary-local-base 100",
+            "--rotary-local-base acts on layers with a window",
+        ),
+        ("--hidden-bias --add-qkv-bias", "--hidden-bias gives all products biases, those of --add-qkv-bias too"),
+        ("--no-norm-bias --normalization RMSNorm", "--no-norm-bias acts on layer norms only"),
+        (
+            "--norm-placement after --apply-residual-connection-post-layernorm",
+            "--apply-residual-connection-post-layernorm adds to what the norm ahead of a part makes",
+        ),
+        ("--position-embedding-type none --reset-position-ids", "--reset-position-ids acts on positions, got"),
+        ("--num-query-groups 3", "--num-attention-heads must be a multiple of --num-query-groups, got 4 and 3"),
+        ("--softmax-scale 0", "--softmax-scale must be a finite number of more than 0"),
+        ("--attn-logit-softcapping -1", "--attn-logit-softcapping must be a finite number of at least 0"),
+    ],
+)
+def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parsed(words)
+    assert message in str(error.value)
+
+
+def test_what_comes_with_a_family_is_no_mistake_beside_a_flag() -> None:
+    """MPT's norms do not shift, and RMS norms have nothing to shift: no flag said so."""
+    model = parsed("--normalization RMSNorm --position-embedding-type rope", family="mpt").model
+    assert (model.normalization, model.norm_bias, model.position_embedding_type) == ("RMSNorm", False, "rope")
+    assert parsed("--seq-length 64 --max-position-embeddings 32 --position-embedding-type none").batch.seq_length == 64

@@ -1,0 +1,184 @@
+"""A decoder by plain formulas, a head and a query at a time: what every feature is compared with, in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Weights = dict[str, torch.Tensor]
+
+
+def logits_of(
+    sizes: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits [s, b, v] of a decoder of ``sizes`` with the weights ``w``, by their names in the model.
+
+    Shapes:
+        tokens, positions, segments [b, s]; those of positions begin anew in each document or do not
+    """
+    rows = [_row(sizes, w, *each) for each in zip(tokens, positions, segments, strict=True)]
+    return torch.stack(rows, dim=1)
+
+
+def _row(sizes: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    x = w["embedding.word.weight"][tokens]  # [s, h]
+    if sizes.scale_embeddings:
+        x = x * math.sqrt(sizes.hidden_size)
+    if sizes.embed_layernorm:
+        x = _norm(sizes, w, "embedding.norm", x)
+    if sizes.position_embedding_type == "learned_absolute":
+        x = x + w["embedding.position.weight"][positions]
+    for layer in range(sizes.num_layers):
+        x = _layer(sizes, w, layer, x, positions, ids)
+    table = w["head.weight" if sizes.untie_embeddings else "embedding.word.weight"]
+    return _capped(_norm(sizes, w, "final_norm", x) @ table.T, sizes.final_logit_softcapping)
+
+
+def _layer(
+    sizes: Any, w: Weights, layer: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    at = f"layers.{layer}"
+
+    def part(x: torch.Tensor, function: Any, before: str, after: str) -> torch.Tensor:
+        normed = _norm(sizes, w, f"{at}.{before}", x) if sizes.norm_placement in ("before", "both") else x
+        made = function(normed)
+        if sizes.norm_placement in ("after", "both"):
+            made = _norm(sizes, w, f"{at}.{after}", made)
+        return (normed if sizes.apply_residual_connection_post_layernorm else x) + made
+
+    def attend(y: torch.Tensor) -> torch.Tensor:
+        return _attention(sizes, w, layer, y, positions, ids)
+
+    x = part(x, attend, "input_norm", "attention_output_norm")
+    return part(x, lambda y: _mlp(sizes, w, f"{at}.mlp", y), "post_attention_norm", "mlp_output_norm")
+
+
+def _norm(sizes: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension."""
+    scale = w[f"{name}.weight"] + (1 if sizes.layernorm_1p else 0)
+    if sizes.normalization == "RMSNorm":
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + sizes.layernorm_epsilon) * scale
+    away = x - x.mean(-1, keepdim=True)
+    normed = away / torch.sqrt((away * away).mean(-1, keepdim=True) + sizes.layernorm_epsilon) * scale
+    return normed + w[f"{name}.bias"] if sizes.norm_bias else normed
+
+
+def _linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    made = x @ w[f"{name}.weight"].T
+    return made + w[f"{name}.bias"] if f"{name}.bias" in w else made
+
+
+def _attention(
+    sizes: Any, w: Weights, layer: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    a, g, d, s = (
+        sizes.num_attention_heads,
+        sizes.num_query_groups or sizes.num_attention_heads,
+        sizes.kv_hidden_size,
+        len(x),
+    )
+    at = f"layers.{layer}.attention"
+    packed = _linear(w, f"{at}.query_key_value", x)
+    if sizes.clip_qkv:
+        packed = packed.clamp(-sizes.clip_qkv, sizes.clip_qkv)
+    each = a // g
+    heads = packed.view(s, g, each + 2, d)
+    query, key, value = heads[:, :, :each].reshape(s, a, d), heads[:, :, each], heads[:, :, each + 1]
+    if sizes.qk_norm == "head":
+        query, key = _norm(sizes, w, f"{at}.query_norm", query), _norm(sizes, w, f"{at}.key_norm", key)
+    elif sizes.qk_norm == "all":
+        query = _norm(sizes, w, f"{at}.query_norm", query.reshape(s, a * d)).view(s, a, d)
+        key = _norm(sizes, w, f"{at}.key_norm", key.reshape(s, g * d)).view(s, g, d)
+    window = sizes.window_size if sizes.window_size and is_windowed(sizes, layer) else 10**9
+    if sizes.position_embedding_type == "rope":
+        query, key = (_turned(sizes, y, positions, is_local=window < 10**9) for y in (query, key))
+    scale = sizes.softmax_scale or d**-0.5
+    places = torch.arange(s)
+    behind = places[:, None] - places[None, :]
+    sees = (behind >= 0) & (behind <= window) & (ids[:, None] == ids[None, :])
+    made = []
+    for head in range(a):
+        scores = _capped(query[:, head] @ key[:, head // each].T * scale, sizes.attn_logit_softcapping)
+        if sizes.position_embedding_type == "alibi":
+            scores = scores - _slope(head, a, sizes.alibi_bias_max) * behind.double()
+        scores = scores.masked_fill(~sees, float("-inf"))
+        made.append(torch.softmax(scores, dim=-1) @ value[:, head // each])
+    return _linear(w, f"{at}.dense", torch.stack(made, dim=1).reshape(s, a * d))
+
+
+def is_windowed(sizes: Any, layer: int) -> bool:
+    """Say it for the three ways in which the tests write a pattern."""
+    text = sizes.window_attn_skip_freq
+    if not text:
+        return True
+    if text.isdecimal():
+        return (layer + 1) % int(text) != 0
+    return bool([int(each) for each in text.strip("[]").split(",")][layer])
+
+
+def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def _slope(head: int, heads: int, largest: float) -> float:
+    """Of a number of heads that is a power of two."""
+    return 2.0 ** (-largest * (head + 1) / heads)
+
+
+def _turned(sizes: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bool) -> torch.Tensor:
+    """Turn the pairs (i, i + r/2) of the first r numbers of each head [s, n, d]."""
+    size = int(sizes.kv_hidden_size * sizes.rotary_percent)
+    local = is_local and sizes.rotary_local_base
+    base = sizes.rotary_local_base if local else sizes.rotary_base
+    kind = "none" if local else sizes.rotary_scaling
+    turned = x.clone()
+    for pair in range(size // 2):
+        speed, times = _speed(sizes, base ** (-2.0 * pair / size), kind, pair, size, base)
+        angle = positions.double() * speed
+        cosine, sine = (times * angle.cos())[:, None], (times * angle.sin())[:, None]
+        one, two = x[:, :, pair], x[:, :, pair + size // 2]
+        turned[:, :, pair] = one * cosine - two * sine
+        turned[:, :, pair + size // 2] = two * cosine + one * sine
+    return turned
+
+
+def _speed(sizes: Any, plain: float, kind: str, pair: int, size: int, base: float) -> tuple[float, float]:
+    """Return how far a pair turns from one position to the next, and what it is multiplied with."""
+    factor, length = sizes.rotary_scaling_factor, sizes.rotary_original_positions
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "llama3":
+        wave = 2 * math.pi / plain
+        low, high = sizes.rotary_low_frequency_factor, sizes.rotary_high_frequency_factor
+        smooth = min(max((length / wave - low) / (high - low), 0.0), 1.0)
+        return (1 - smooth) * plain / factor + smooth * plain, 1.0
+    if kind == "yarn":
+        of = [
+            size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (sizes.rotary_beta_fast, sizes.rotary_beta_slow)
+        ]
+        low, high = max(math.floor(of[0]), 0), min(math.ceil(of[1]), size - 1)
+        ramp = min(max((pair - low) / ((high - low) or 0.001), 0.0), 1.0)
+        times = sizes.rotary_attention_factor or 0.1 * math.log(factor) + 1
+        return plain / factor * ramp + plain * (1 - ramp), times
+    return plain, 1.0
+
+
+def _mlp(sizes: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    made = _linear(w, f"{name}.up", x)
+    kind = sizes.activation
+    if kind.startswith("gated-"):
+        gate, value = made[:, ::2], made[:, 1::2]
+        act = F.silu(gate) if kind == "gated-silu" else F.gelu(gate, approximate="tanh")
+        return _linear(w, f"{name}.down", act * value)
+    act = {
+        "gelu": F.gelu,
+        "gelu-tanh": lambda y: F.gelu(y, approximate="tanh"),
+        "relu": torch.relu,
+        "squared-relu": lambda y: torch.relu(y) ** 2,
+        "silu": lambda y: y * torch.sigmoid(y),
+    }[kind](made)
+    return _linear(w, f"{name}.down", act)

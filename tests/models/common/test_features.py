@@ -1,0 +1,183 @@
+"""Every feature of a decoder, and every pair of them, against plain formulas in fp64: logits and all gradients."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.models.common.decoder import DecoderModel
+from megatron.models.common.model_args import ModelArgs
+from megatron.ops.attention import positions_in_segments
+from tests.helpers.model_samples import filled
+from tests.helpers.plain_decoder import logits_of
+
+VOCAB, SEQ, BATCH = 23, 7, 2
+SIZES: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 16,
+    "kv_hidden_size": 6, "ff_hidden_size": 10, "hidden_bias": False, "layernorm_epsilon": 1e-3,
+}  # fmt: skip
+ROPE: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": 50.0}
+YARN: dict[str, Any] = {
+    "rotary_scaling": "yarn", "rotary_scaling_factor": 3.0, "rotary_original_positions": 40, "rotary_beta_fast": 3.0,
+    "rotary_beta_slow": 0.25,
+}  # fmt: skip
+LLAMA3: dict[str, Any] = {
+    "rotary_scaling": "llama3", "rotary_scaling_factor": 4.0, "rotary_original_positions": 40,
+    "rotary_high_frequency_factor": 6.0,
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    "groups": {"num_query_groups": 2},
+    "one group": {"num_query_groups": 1},
+    "rope": ROPE,
+    "rope, linear": {**ROPE, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0},
+    "rope, llama3": {**ROPE, **LLAMA3},
+    "rope, yarn": {**ROPE, **YARN},
+    "rope, yarn by a factor": {**ROPE, **YARN, "rotary_attention_factor": 1.5},
+    "rope of a part": {**ROPE, "rotary_percent": 0.67},
+    "rope, local base": {**ROPE, "rotary_local_base": 20.0, "window_size": 2, "rotary_scaling": "linear"},
+    "alibi": {"position_embedding_type": "alibi", "alibi_bias_max": 5},
+    "no positions": {"position_embedding_type": "none"},
+    "rms": {"normalization": "RMSNorm"},
+    "norms without bias": {"norm_bias": False},
+    "1 + weight": {"layernorm_1p": True},
+    "norms after": {"norm_placement": "after"},
+    "norms on both sides": {"norm_placement": "both"},
+    "residual behind norms": {"apply_residual_connection_post_layernorm": True},
+    "norm of the embedding": {"embed_layernorm": True},
+    "q, k norms": {"qk_norm": "head"},
+    "q, k norms of all heads": {"qk_norm": "all"},
+    "biases": {"hidden_bias": True},
+    "biases of q, k, v": {"add_qkv_bias": True},
+    "window": {"window_size": 3},
+    "window by number": {"window_size": 2, "window_attn_skip_freq": "2"},
+    "window by list": {"window_size": 1, "window_attn_skip_freq": "[0,1]"},
+    "softmax scale": {"softmax_scale": 0.9},
+    "capped scores": {"attn_logit_softcapping": 0.7},
+    "capped logits": {"final_logit_softcapping": 1.5},
+    "scaled embedding": {"scale_embeddings": True},
+    "clipped": {"clip_qkv": 0.6},
+    "squared relu": {"activation": "squared-relu"},
+    "silu": {"activation": "silu"},
+    "gated": {"activation": "gated-silu"},
+    "untied": {"untie_embeddings": True},
+}
+"""Name -> what it sets; two that set one field differently are no pair."""
+
+
+def is_pair(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    """Return whether both can be."""
+    differ = any(one[name] != two[name] for name in one.keys() & two.keys())
+    both = {**one, **two}
+    is_after = both.get("norm_placement") == "after" and both.get("apply_residual_connection_post_layernorm")
+    return not differ and not is_after
+
+
+PAIRS = [(one, two) for one, two in combinations(FEATURES, 2) if is_pair(FEATURES[one], FEATURES[two])]
+FULL: dict[str, dict[str, Any]] = {
+    "Qwen 3": {**FEATURES["groups"], **ROPE, **FEATURES["rms"], **FEATURES["q, k norms"], "activation": "gated-silu"},
+    "Gemma 3": {
+        **FEATURES["groups"], **ROPE, "rotary_local_base": 20.0, "rotary_scaling": "linear", "normalization": "RMSNorm",
+        "layernorm_1p": True, "norm_placement": "both", "qk_norm": "head", "window_size": 2,
+        "window_attn_skip_freq": "[1,0]", "softmax_scale": 0.5, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5, "scale_embeddings": True, "activation": "gated-gelu",
+    },
+    "OLMo 2": {**ROPE, **FEATURES["rms"], "norm_placement": "after", "qk_norm": "all", "activation": "gated-silu",
+               "untie_embeddings": True},
+    "BLOOM": {"position_embedding_type": "alibi", "embed_layernorm": True, "hidden_bias": True},
+}  # fmt: skip
+
+
+def batch(has_documents: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, positions, documents and labels [b, s]."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    if has_documents:
+        ids[0, 4:], ids[1, 2:], ids[1, 6:] = 1, 1, 2
+    return text[:, :-1], positions_in_segments(ids), ids, text[:, 1:]
+
+
+def check(changes: dict[str, Any], *, has_documents: bool, **switches: Any) -> None:
+    """Compare a model with the formulas: logits, and the gradients of a random weighing of their losses."""
+    sizes = ModelArgs(**{**SIZES, **changes, **switches})
+    model = filled(DecoderModel(sizes).double())
+    tokens, positions, ids, labels = batch(has_documents)
+    inputs = {"position_ids": positions, "segment_ids": ids} if has_documents else {}
+    mask = torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    wanted = logits_of(sizes, weights, tokens, positions, ids)
+    with torch.no_grad():
+        found = model(tokens, **inputs)
+    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    losses = torch.nn.functional.cross_entropy(wanted.permute(1, 2, 0), labels, reduction="none")  # [b, s]
+    (losses * mask).sum().backward()
+    loss, _ = model(tokens, **inputs, labels=labels, loss_mask=mask)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        gradient = weights[name].grad
+        assert gradient is not None and parameter.grad is not None, name
+        assert (parameter.grad - gradient).abs().max() <= 1e-12 * max(gradient.abs().max(), 1.0), name
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_its_formula(name: str) -> None:
+    for has_documents in (False, True):
+        check(FEATURES[name], has_documents=has_documents)
+
+
+def test_every_feature_is_another_model() -> None:
+    tokens, _, _, _ = batch(False)
+    found = {}
+    for name, changes in {"plain": {}, **FEATURES}.items():
+        with torch.no_grad():
+            found[name] = filled(DecoderModel(ModelArgs(**{**SIZES, **changes})).double())(tokens)
+    for one, two in combinations(found, 2):
+        assert (found[one] - found[two]).abs().max() > 1e-4 or {one, two} == {"untied", "plain"}, (one, two)
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("switches", [{}, {"loss_chunk_tokens": 3}, {"checkpoint_activations": True}], ids=str)
+def test_models_of_many_features_are_their_formulas(name: str, switches: dict[str, Any]) -> None:
+    check(FULL[name], has_documents=True, **switches)
+
+
+def check_pairs(pairs: list[tuple[str, str]]) -> None:
+    for number, (one, two) in enumerate(pairs):
+        changes = {**FEATURES[one], **FEATURES[two]}
+        changes = {"num_layers": 2 if changes.get("window_attn_skip_freq") else 1, **changes}
+        try:
+            check(changes, has_documents=number % 2 == 0)
+        except AssertionError as error:
+            raise AssertionError(f"{one} with {two}: {error}") from error
+
+
+def test_some_pairs_of_features_are_their_formulas() -> None:
+    """Each feature is in one of them."""
+    some = PAIRS[::13]
+    assert {name for pair in some for name in pair} == set(FEATURES)
+    check_pairs(some)
+
+
+@pytest.mark.slow
+def test_every_pair_of_features_is_its_formula() -> None:
+    assert len(PAIRS) > 450
+    check_pairs(PAIRS)
+
+
+def test_a_scaled_embedding_is_scaled_ahead_of_its_norm() -> None:
+    """So the norm takes nearly all of it away, and all of it where its epsilon is 0."""
+    sizes = {**SIZES, "embed_layernorm": True, "layernorm_epsilon": 1e-12}
+    found = [filled(DecoderModel(ModelArgs(**sizes, scale_embeddings=has)).double()) for has in (False, True)]
+    tokens = batch(False)[0]
+    with torch.no_grad():
+        plain, scaled = (model(tokens) for model in found)
+    torch.testing.assert_close(plain, scaled, rtol=1e-9, atol=1e-9)
+    for dtype, scale in ((torch.bfloat16, 3.46875), (torch.float64, 12**0.5)):  # the root of 12, rounded
+        model = filled(DecoderModel(ModelArgs(**SIZES, scale_embeddings=True, position_embedding_type="none"))).to(
+            dtype
+        )
+        words = model.embedding.word.weight[tokens].transpose(0, 1)
+        assert model.embedding(tokens).equal(words * scale)
