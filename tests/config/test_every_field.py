@@ -178,7 +178,8 @@ BESIDE = {
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions 1000 --rotary-scaling {kind}"
         for kind, names in {
             "llama3": ("low_frequency_factor", "high_frequency_factor"),
-            "yarn --rotary-base 10": ("beta_fast", "beta_slow", "attention_factor"),
+            "yarn": ("beta_slow", "attention_factor"),
+            "yarn --rotary-base 10": ("beta_fast",),
         }.items()
         for name in names
     },
