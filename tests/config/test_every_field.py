@@ -175,12 +175,11 @@ BESIDE = {
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
     **{
-        f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions 1000 --rotary-scaling {kind}"
-        for kind, names in {
-            "llama3": ("low_frequency_factor", "high_frequency_factor"),
-            "yarn": ("beta_slow", "attention_factor"),
-            "yarn --rotary-base 10": ("beta_fast",),
-        }.items()
+        f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"
+        for kind, length, names in (
+            ("llama3", 1000, ("low_frequency_factor", "high_frequency_factor")),
+            ("yarn", 10000, ("beta_fast", "beta_slow", "attention_factor")),
+        )
         for name in names
     },
 }
@@ -198,7 +197,8 @@ VALUES = {
     "vocab_extra_ids": "90",
     "vocab_size": "120",
     "rotary_original_positions": "4",
-    "rotary_beta_fast": "200",
+    "rotary_beta_fast": "10",
+    "rotary_beta_slow": "20",
     "window_size": "3",
     "tensorboard_dir": "{folder}/file.json/events",
     "config": "{folder}/flags.json",
