@@ -31,7 +31,7 @@ def runs_of(variant: str) -> Runs:
         sizes=tuple(f"{SIZES} {VARIANTS[variant]}".split()),
         vocab=layouts.VOCAB,
         gas=2,
-        of_4="--num-attention-heads 8 --num-query-groups 4",
+        of_4="--num-attention-heads 8 --num-query-groups 4 --hidden-size 36",
         documents="--reset-attention-mask --reset-position-ids",
     )
 
