@@ -29,7 +29,7 @@ from megatron.checkpoint.huggingface.config import (
 )
 from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
 from megatron.config import Config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, marked
 from megatron.models.common.huggingface import NOTHING
 from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 
@@ -37,7 +37,7 @@ from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 #
 # | setting | nobody gave it | given and another |
 # |---|---|---|
-# | what weights must share (``Config.identity``) | the source's, ahead of the run script's recipe | an error |
+# | what weights must share (``Config.identity``) | the source's, ahead of the run script's recipe | an error, code 3 |
 # | of these, what fits other weights as well (``REFITTED``) | the same | with --finetune the given one |
 # | the vocabulary | the same, but with --resize-vocab | with --resize-vocab the given one |
 # | ``OF_WEIGHTS`` | the same | the given one |
@@ -67,10 +67,11 @@ class Source:
         return {name: flat[name] for name in names if name in flat and name in self.stated}
 
 
+@marked(is_of_this_rank=False)
 def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     """Return the sizes of the source that the flags name, as far as nobody gave them; none where there is no source.
 
-    A given one that differs goes to ``found.problems``, what was brought to ``found.notes``.
+    What was brought goes to ``found.notes``.
 
     Args:
         found: what the command line and --config say.
@@ -78,7 +79,8 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         name: of the run, for --resume.
 
     Raises:
-        CheckpointError: the source is of another family or of an unknown model, or contradicts itself.
+        CheckpointError: the source is of another family or of an unknown model, or contradicts itself; or a given size
+            differs.
     """
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
@@ -90,7 +92,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     sizes = source.sizes()
     if flags.get("resize_vocab"):
         del sizes["vocab_size"]
-    found.problems += _contradictions(found, source, sizes, is_anew=bool(flags.get("finetune")))
+    _require_agreement(found, source, sizes, is_anew=bool(flags.get("finetune")))
     brought = {field: value for field, value in sizes.items() if field not in found.values}
     found.notes.append(f"sizes of {source.place}: {shlex.join(words_of(brought, source.config))}")
     return brought
@@ -167,36 +169,44 @@ def _require_family(family: str, wanted: str, said: str) -> None:
         )
 
 
-def _contradictions(found: Scan, source: Source, sizes: Mapping[str, Any], *, is_anew: bool) -> Iterator[str]:
-    """Yield what was given and is not what the source says."""
-    own = source.config.own
-    refitted = source.config.refitted
+def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *, is_anew: bool) -> None:
+    """Check that what was given is what the source says.
+
+    Raises:
+        CheckpointError: listing every size that differs, with both values and both places.
+    """
+    refitted, sides = source.config.refitted, source.config.own.SIDES
     free = {*OF_WEIGHTS} - {*source.config.identity()} | ({*refitted} if is_anew else set())
-    for name, value in sizes.items():
-        if name in found.values and name not in free and not _is_same(source.config, name, found.values[name], value):
-            more = ""
-            if name in refitted:
-                more = ", or add --finetune, which starts anew from the weights with another one"
-            elif name == "vocab_size" and is_anew:
-                more = ", or add --resize-vocab, which takes tables of another size"
-            yield _contradiction(found, source, name, value, more)
-    for side in own.SIDES:  # layers of a side that nobody gave are --num-layers
-        if "num_layers" in found.values and side not in found.values and found.values["num_layers"] != sizes.get(side):
-            yield _contradiction(found, source, "num_layers", f"{sizes.get(side)} of {side}", "")
+    differing = {
+        name: value
+        for name, value in sizes.items()
+        if name in found.values and name not in free and not _is_same(source.config, name, found.values[name], value)
+    }
+    given = found.values.get("num_layers")  # stands for the layers of a side that nobody gave
+    other = [f"{sizes.get(side)} of {side}" for side in sides if side not in found.values and sizes.get(side) != given]
+    if sides and given is not None and other:
+        differing["num_layers"] = ", ".join(other)
+    if not differing:
+        return
+    cures = ["Leave them out: what nobody gives comes from the checkpoint"]
+    if not is_anew and any(name in refitted for name in differing):
+        cures.append("add --finetune, which starts anew from the weights with others of --rotary-base and its like")
+    if is_anew and "vocab_size" in differing:
+        cures.append("add --resize-vocab, which takes tables of another size")
+    table = "\n".join(
+        f"  {name}: saved {value}, now {found.values[name]} ({found.spelling.get(name, 'given')})"
+        for name, value in differing.items()
+    )
+    raise CheckpointError(
+        f"sizes must be those of the checkpoint, {len(differing)} differ from {source.place}:\n{table}\n"
+        f"{', or '.join(cures)}"
+    )
 
 
 def _is_same(config: Config, name: str, given: Any, value: Any) -> bool:
     """Tell whether ``given`` means ``value``: a setting may have two words."""
     section = config.model if hasattr(config.model, name) else config.own
     return bool(getattr(replace(section, **{name: given}), name) == value)
-
-
-def _contradiction(found: Scan, source: Source, name: str, value: Any, more: str) -> str:
-    given = found.spelling.get(name, f"{name} {found.values[name]}")
-    return (
-        f"sizes must be those of the checkpoint, got {given} and {name} {value} in {source.place}. Leave "
-        f"{given.split(' ')[0] if given.startswith('--') else 'it'} out: what nobody gives comes from there{more}"
-    )
 
 
 # Hugging Face folders: config.json, and the headers of the safetensors files, which must say the same.

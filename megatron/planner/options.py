@@ -14,7 +14,6 @@ from typing import Any
 from megatron.arguments import parse
 from megatron.arguments.flag_values import scan
 from megatron.arguments.parser import OneLineParser
-from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -179,8 +178,8 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
     """Return field -> value of the sizes that nobody gave and --load has, and the file that says them.
 
     Raises:
-        ConfigError: given ones that differ.
-        CheckpointError: the folder is of another family or of an unknown model, or contradicts itself.
+        ConfigError: there is no model.
+        CheckpointError: as ``checkpoint_args.bring``.
     """
     found = scan(rest, (), family)
     path = found.values.get("load")
@@ -191,10 +190,7 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
     source = checkpoint_args.read_source(Path(path), family)
     if source is None:
         raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
-    found.problems.clear()  # which are told with all others
-    brought = checkpoint_args.bring(found, {})
-    raise_all(found.problems)
-    return brought, source.place
+    return checkpoint_args.bring(found, {}), source.place
 
 
 def with_defaults(

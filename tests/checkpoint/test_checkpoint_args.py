@@ -147,24 +147,33 @@ def test_of_several_checkpoints_the_last_saved_one_counts_and_a_broken_one_does_
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--num-layers 4", "got --num-layers 4 and num_layers 3 in"),
-        ("--hidden-size 32 --num-attention-heads 4", "got --hidden-size 32 and hidden_size 24 in"),
-        ("--ffn-hidden-size 32", "got --ffn-hidden-size 32 and ff_hidden_size 40 in"),
-        ("--vocab-size 38", "got --vocab-size 38 and vocab_size 37 in"),
-        ("--activation relu", "got --activation relu and activation gelu-tanh in"),
-        ("--untie-embeddings-and-output-weights", "got --untie-embeddings-and-output-weights and untie_embeddings"),
-        ("--max-position-embeddings 128", "got --max-position-embeddings 128 and max_position_embeddings 300 in"),
+        ("--num-layers 4", "num_layers: saved 3, now 4 (--num-layers 4)"),
+        ("--hidden-size 32 --num-attention-heads 4", "hidden_size: saved 24, now 32 (--hidden-size 32)"),
+        ("--ffn-hidden-size 32", "ff_hidden_size: saved 40, now 32 (--ffn-hidden-size 32)"),
+        ("--vocab-size 38", "vocab_size: saved 37, now 38 (--vocab-size 38)"),
+        ("--activation relu", "activation: saved gelu-tanh, now relu (--activation relu)"),
+        ("--untie-embeddings-and-output-weights", "untie_embeddings: saved False, now True (--untie-embeddings-and-ou"),
+        (
+            "--max-position-embeddings 128",
+            "max_position_embeddings: saved 300, now 128 (--max-position-emb",
+        ),
     ],
 )
 def test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places(
     line: str, said: str, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "hf", model("gpt2"))
-    message = error_of(source, f"--finetune {line}")
-    assert message.startswith(f"sizes must be those of the checkpoint, {said}"), message
-    assert str(source / "config.json") in message and f"Leave {line.split()[0]} out" in message
+    message = error_of(source, f"--finetune {line}", kind=CheckpointError)
+    assert message.startswith(f"sizes must be those of the checkpoint, 1 differ from {source / 'config.json'}:")
+    assert said in message and "Leave them out" in message
     run = save_model(tmp_path / "run", model("gpt2"))
-    assert said in (message := error_of(run, line)) and "manifest.json" in message
+    assert said in (message := error_of(run, line, kind=CheckpointError)) and "manifest.json" in message
+
+
+def test_every_size_that_differs_is_listed(tmp_path: Path) -> None:
+    run = save_model(tmp_path / "run", model("gpt2"))
+    message = error_of(run, "--num-layers 4 --hidden-size 32", kind=CheckpointError)
+    assert "2 differ" in message and "num_layers: saved 3" in message and "hidden_size: saved 24" in message
 
 
 def test_given_sizes_that_agree_and_what_is_no_size_are_taken(tmp_path: Path) -> None:
@@ -176,13 +185,14 @@ def test_given_sizes_that_agree_and_what_is_no_size_are_taken(tmp_path: Path) ->
 def test_a_size_of_a_config_file_is_given_and_told_with_its_line(tmp_path: Path) -> None:
     source = write(tmp_path / "hf", model("gpt2"))
     (tmp_path / "a.yaml").write_text("\nnum-layers: 4\n")
-    message = error_of(source, f"--finetune --config {tmp_path / 'a.yaml'}")
-    assert f"got {tmp_path / 'a.yaml'}:2: num-layers 4 and num_layers 3 in {source / 'config.json'}" in message
+    message = error_of(source, f"--finetune --config {tmp_path / 'a.yaml'}", kind=CheckpointError)
+    assert f"num_layers: saved 3, now 4 ({tmp_path / 'a.yaml'}:2: num-layers 4)" in message
 
 
 def test_layers_of_both_sides_are_those_of_the_folder(tmp_path: Path) -> None:
     source = write(tmp_path / "hf", model("t5"))
-    assert "num_layers 2 of dec_layers" in error_of(source, "--finetune --num-layers 3", "t5")
+    message = error_of(source, "--finetune --num-layers 3", "t5", kind=CheckpointError)
+    assert "num_layers: saved 2 of dec_layers, now 3 (--num-layers 3)" in message
     assert read(source, "--finetune --num-layers 3 --dec-layers 2", "t5").own.dec_layers == 2
 
 
@@ -194,12 +204,12 @@ def test_a_fresh_start_may_change_what_fits_the_weights(tmp_path: Path) -> None:
             read(place, "--finetune --max-position-embeddings 64 --seq-length 8", "llama").model.max_position_embeddings
             == 64
         )
-    assert "or add --finetune" in error_of(run, "--rotary-base 1e6", "llama")
+    assert "or add --finetune" in error_of(run, "--rotary-base 1e6", "llama", kind=CheckpointError)
 
 
 def test_another_vocabulary_is_taken_with_resize_vocab(tmp_path: Path) -> None:
     source = write(tmp_path / "hf", model("gpt2"))
-    assert "or add --resize-vocab" in error_of(source, "--finetune --vocab-size 50")
+    assert "or add --resize-vocab" in error_of(source, "--finetune --vocab-size 50", kind=CheckpointError)
     assert read(source, "--finetune --resize-vocab --vocab-size 50").model.vocab_size == 50
     assert read(source, "--finetune --resize-vocab").model.vocab_size is None
     brought = read(source, "--finetune")
@@ -334,10 +344,10 @@ def test_a_dry_run_and_the_planner_see_the_folder(tmp_path: Path) -> None:
     assert f"the sizes of {source / 'config.json'}" in planned.stdout
     assert "NLAYERS=3 NHIDDEN=24 NHEADS=4" in planned.stdout and f"--load {source} --finetune" in planned.stdout
     other = start(str(ROOT / "tools" / "plan.py"), "--load", str(source), "--num-layers", "5", cwd=tmp_path)
-    assert other.returncode == 2 and "got --num-layers 5 and num_layers 3" in other.stderr
+    assert other.returncode == 2 and "num_layers: saved 3, now 5 (--num-layers 5)" in other.stderr
 
 
-@pytest.mark.parametrize(("change", "code"), [({"model_type": "qwen9"}, 3), ({"num_hidden_layers": 2}, 3), ({}, 2)])
+@pytest.mark.parametrize(("change", "code"), [({"model_type": "qwen9"}, 3), ({"num_hidden_layers": 2}, 3), ({}, 3)])
 def test_bad_input_ends_a_run_before_anything_is_written(change: dict[str, Any], code: int, tmp_path: Path) -> None:
     source = write(tmp_path / "hf", model("llama"), **change)
     more = ["--num-layers", "9"] if not change else []

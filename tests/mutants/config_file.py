@@ -77,15 +77,15 @@ CONFIG_FILE = (
     Mutant(
         "a given size that differs is silently taken",
         BRING,
-        "and not _is_same(source.config, name, found.values[name], value):\n",
-        "and not _is_same(source.config, name, value, value):\n",
+        "and not _is_same(source.config, name, found.values[name], value)\n",
+        "and not _is_same(source.config, name, value, value)\n",
         (f"{ARGS}::test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places",),
     ),
     Mutant(
         "layers that do not act are silently taken",
         BRING,
-        "    for side in own.SIDES:",
-        "    for side in ():",
+        "    if sides and given is not None and other:\n",
+        "    if sides and given is None and other:\n",
         (f"{ARGS}::test_layers_of_both_sides_are_those_of_the_folder",),
     ),
     Mutant(
