@@ -251,7 +251,7 @@ LIES = {
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in LIES.items() for key in keys])
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("factor", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_size_that_contradicts_the_tensors_is_named_with_its_file_and_key(
     name: str, key: str, factor: int, tmp_path: Path
 ) -> None:
