@@ -321,6 +321,11 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
         if getattr(flags, name):
             parser.error(f"--{name} acts with --calibrate only. Leave it out")
     if flags.model is None:
+        if path := scan(rest).values.get("load"):
+            parser.error(
+                f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no model "
+                "of ours. Correct the path, or give --model and the sizes"
+            )
         parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
     if flags.gpu and flags.machine:
         parser.error("--gpu names a known device and --machine a file: give one of them")

@@ -345,6 +345,8 @@ def test_a_dry_run_and_the_planner_see_the_folder(tmp_path: Path) -> None:
     assert "NLAYERS=3 NHIDDEN=24 NHEADS=4" in planned.stdout and f"--load {source} --finetune" in planned.stdout
     other = start(str(ROOT / "tools" / "plan.py"), "--load", str(source), "--num-layers", "5", cwd=tmp_path)
     assert other.returncode == 2 and "num_layers: saved 3, now 5 (--num-layers 5)" in other.stderr
+    missing = start(str(ROOT / "tools" / "plan.py"), "--load", "nowhere", "--gpus", "2", cwd=tmp_path)
+    assert missing.returncode == 2 and "got nowhere, which holds no model of ours" in missing.stderr
 
 
 @pytest.mark.parametrize(("change", "code"), [({"model_type": "qwen9"}, 3), ({"num_hidden_layers": 2}, 3), ({}, 3)])

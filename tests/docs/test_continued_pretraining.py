@@ -1,0 +1,67 @@
+"""docs/continued_pretraining.md runs as it stands: its commands, with a tiny Qwen3 of random weights in the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_tutorial import ROOT, Folder
+
+PAGES = [ROOT / "docs" / "continued_pretraining.md", ROOT / "docs" / "zh" / "continued_pretraining.md"]
+SMALLER = "SEQLEN=64 GAS=4 TRAIN_ITERS=4 "
+"""For a corpus of 36 texts, in front of the page's own variables."""
+
+
+def commands(page: Path) -> list[str]:
+    return [line for line in re.findall(r"^    (\S.*)$", page.read_text(encoding="utf-8"), re.M) if ".venv" not in line]
+
+
+def test_both_pages_have_the_same_commands() -> None:
+    english, chinese = (commands(page) for page in PAGES)
+    assert english == chinese and len(english) == 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return a folder like a clone's, with a corpus and a tiny models/Qwen3-0.6B in it."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+    import tokenizers
+    import torch
+
+    made = Folder(tmp_path_factory.mktemp("continued"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples" / "corpus" / "zh").glob("*.txt"))]
+    (made.place / "mycorpus").mkdir()
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (made.place / "mycorpus" / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    place = made.place / "models" / "Qwen3-0.6B"
+    made.run(f"python tools/train_tokenizer.py --input mycorpus --vocab-size 1000 --output {place}/tokenizer.json")
+    size = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=size + 24,  # the published tables have more rows than tokens, too
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+    return made
+
+
+@pytest.mark.slow
+def test_the_page_goes_from_the_folder_to_one_of_ones_own(folder: Folder) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+    printed = [folder.run(f"{SMALLER}{line}" if "run_qwen3.sh" in line else line) for line in commands(PAGES[0])]
+    planned, *_, trained, evaluated, text, _ = printed
+    assert planned.startswith("llama of") and "the sizes of models/Qwen3-0.6B/config.json" in planned
+    losses = [re.findall(r"test loss ([\d.]+)", each)[0] for each in (trained, evaluated)]
+    assert losses[0] == losses[1]
+    assert "从前" in text
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder.place / "my-qwen")
+    assert back.config.model_type == "qwen3" and back.config.head_dim == 32
