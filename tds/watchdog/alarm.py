@@ -24,10 +24,14 @@ from tds.watchdog import diagnosis
 from tds.watchdog.diagnosis import Report, verdict
 
 POLL_S = 0.2
-GATHER_S = 0.7
-LINGER_S = 0.4
-PATIENCE_S = 1.6
-"""After the alarm: for the answers; for the others to read the verdict; for the verdict itself."""
+GATHER_S = 2.0
+LINGER_S = 0.8
+PATIENCE_S = 3.2
+"""After the alarm: for the answers; for the others to read the verdict; for the verdict itself.
+
+All end as soon as they have what they wait for. They are this long because a rank of a machine that has more to do than
+it can looks late, and one that lives is not to be called dead.
+"""
 
 
 class Alarms:

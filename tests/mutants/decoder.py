@@ -138,18 +138,14 @@ DECODER = (
         "megatron/models/common/norms.py",
         "            set_partial(parameter)\n",
         "            pass\n",
-        (
-            "tests/models/common/test_head_norms.py::test_norms_of_queries_and_keys_on_tensor_ranks_are_those_of_one_process",
-        ),
+        ("tests/models/common/test_tensor_ranks.py::test_tensor_ranks_together_equal_one_process[2-q/k norm, head]",),
     ),
     Mutant(
         "the squares of all heads are those of a rank's own",
         "megatron/models/common/norms.py",
         "reduce_from_tensor_region(own, self.group)",
         "own",
-        (
-            "tests/models/common/test_head_norms.py::test_norms_of_queries_and_keys_on_tensor_ranks_are_those_of_one_process",
-        ),
+        ("tests/models/common/test_tensor_ranks.py::test_tensor_ranks_together_equal_one_process[2-q/k norm, all]",),
     ),
     Mutant(
         "the plan counts no norms behind the parts",

@@ -55,7 +55,7 @@ TENSOR = (
         "megatron/models/common/attention.py",
         ".view(*packed.shape[:2], self.num_heads, parts, self.head_size)",
         ".view(*packed.shape[:2], parts, self.num_heads, self.head_size).transpose(2, 3)",
-        ("tests/models/common/test_model.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
+        ("tests/models/common/test_tensor_ranks.py::test_tensor_ranks_together_equal_one_process[2-GPT-2]",),
     ),
     Mutant(
         "each tensor rank starts from numbers of its own",

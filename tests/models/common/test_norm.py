@@ -1,4 +1,4 @@
-"""The root-mean-square norm against its formula."""
+"""The root-mean-square norm against its formula, and which norms of queries and keys are cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.models.common.decoder import DecoderModel
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.norms import rms_norm
+from megatron.mpu.groups import Group
+from megatron.mpu.shard import is_partial, shard_of
+from tests.helpers.model_samples import small_sizes
 from tests.helpers.whole import random
 
 H = 12
@@ -46,3 +51,20 @@ def test_a_row_of_zeros_is_zero_and_gives_finite_gradients():
     y = rms_norm(x, torch.ones(H), 1e-6)
     y.sum().backward()
     assert y.count_nonzero() == 0 and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["head", "all"])
+def test_a_heads_norm_is_whole_and_its_gradient_a_summand_that_of_all_heads_is_cut(kind: str) -> None:
+    sizes = small_sizes(qk_norm=kind, num_query_groups=2)
+    for place, is_cut in ((ParallelContext(Group((0, 1), 1)), True), (ParallelContext(), False)):
+        held = dict(DecoderModel(sizes, place).layers[0].attention.named_parameters())
+        norms = {name: held[name] for name in held if "_norm." in name}
+        assert sorted(norms) == ["key_norm.bias", "key_norm.weight", "query_norm.bias", "query_norm.weight"]
+        assert all(is_partial(each) == (is_cut and kind == "head") for each in norms.values())
+        shards = {name: shard_of(each) for name, each in norms.items()}
+        assert all(shard.is_partitioned == (kind == "all") for shard in shards.values())
+        if kind == "all":
+            assert (shards["query_norm.weight"].start, shards["key_norm.weight"].start) == (
+                (8, 4) if is_cut else (0, 0)
+            )
+            assert shards["key_norm.weight"].global_shape == (8,)
