@@ -83,6 +83,7 @@ def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
     """Return the global tensors that the parts of all ranks make up; parts that all ranks hold must be equal."""
     whole = {}
     for name, (shard, first) in ranks[0].items():
+        assert all(parts[name][1] is not None for parts in ranks), f"{name} has no gradient"
         if not shard.is_partitioned:
             assert all((parts[name][1] - first).abs().max() <= 1e-12 * first.abs().max() for parts in ranks), name
             whole[name] = first

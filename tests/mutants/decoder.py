@@ -21,11 +21,11 @@ DECODER = (
         (f"{_ONE}[window]",),
     ),
     Mutant(
-        "the window of a cached pass has one token too few",
+        "a window with ALiBi has one token too few",
         "megatron/models/common/masks.py",
         "behind > self.window, lowest",
         "behind >= self.window, lowest",
-        (f"{_FEATURES}::test_some_pairs_of_features_are_their_formulas",),
+        (f"{_ONE}[alibi and a window]",),
     ),
     Mutant(
         "each second layer has the window in place of the others",

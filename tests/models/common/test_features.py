@@ -39,6 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "rope of a part": {**ROPE, "rotary_percent": 0.67},
     "rope, local base": {**ROPE, "rotary_local_base": 20.0, "window_size": 2, "rotary_scaling": "linear"},
     "alibi": {"position_embedding_type": "alibi", "alibi_bias_max": 5},
+    "alibi and a window": {"position_embedding_type": "alibi", "window_size": 3},
     "no positions": {"position_embedding_type": "none"},
     "rms": {"normalization": "RMSNorm"},
     "norms without bias": {"norm_bias": False},
