@@ -20,6 +20,7 @@ from megatron.training import global_vars, initialize, setup
 from megatron.training.compile import compile_layers
 from megatron.training.parity import Difference, Trace, compare, mock_tokenizer
 from megatron.training.setup import build_engine
+from tests.helpers import harness
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import VOCAB, batches
 from tests.parity.modern_runs import EXTRA, RUNS, VARIANTS
@@ -96,7 +97,11 @@ def compiled_rank(rank: int, cache: str, variant: str, argv: list[str], size: in
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tensor", "pipe"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_layers_give_what_plain_ones_give(variant: str, tensor: int, pipe: int, tmp_path: Path) -> None:
+def test_compiled_layers_give_what_plain_ones_give(
+    variant: str, tensor: int, pipe: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage waits for the other while that compiles."""
+    monkeypatch.setattr(harness, "GROUP_TIMEOUT_S", 600)
     runs = RUNS[variant]
     micro, gas = batches(1, 2)
     argv = runs.flags(tensor, pipe, micro=micro, gas=gas, extra=f"{EXTRA} --compile")
