@@ -22,7 +22,8 @@ from tds.gradients import GradientSource
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
-from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
+from tds.p2p.communicator import P2PCommunicator, StageLinks
+from tds.p2p.packed_layout import Slice
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog

@@ -299,7 +299,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             forget(self, self._gradients)
         with self.report.step(), self._seeing.step():
             call = self._training_call()
-            self._stage.exchange.window = self._plan.window(self.micro_batches)
+            self._stage.exchange.set_limits(*self._plan.limits(self.micro_batches))
             with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             if self._stage.splits and not self._has_logged_split:
@@ -335,7 +335,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         watching = self._seeing.watching("in eval_batch")
         with watching, evaluate.preserve_training_state(self.module, self.device), torch.no_grad():
             self.module.eval()
-            self._stage.exchange.window = self._plan.window(number, is_training=False)
+            self._stage.exchange.set_limits(*self._plan.limits(number, is_training=False))
             self._stage.run(self._plan.evaluation(number), call)
             call.source.end(number)
             result = evaluate.evaluation_result(self, call, compute_loss, reduce_output, bcast_loss)

@@ -36,7 +36,7 @@ from tds.schedule import (
     validate,
 )
 from tds.schedule.schedules import Order
-from tds.schedule.simulate import send_window
+from tds.schedule.simulate import late_receives, send_window
 
 if TYPE_CHECKING:
     from tds.timers import Recorder
@@ -67,7 +67,7 @@ class SchedulePlan:
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
-        self._windows: dict[tuple[int, bool], int] = {}
+        self._limits: dict[tuple[int, bool], tuple[int, frozenset[Action]]] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
@@ -84,15 +84,18 @@ class SchedulePlan:
         """Return the actions of an eval_batch."""
         return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
 
-    def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
-        """Return how many messages of a kind may wait for a neighbour to take them."""
+    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, frozenset[Action]]:
+        """Return what ``P2PCommunicator.set_limits`` takes: how many messages of a kind may wait for a neighbour, and
+        the actions whose receive is not posted ahead."""
         key = num_micro_batches, is_training
-        if key not in self._windows:
+        if key not in self._limits:
             if is_training:
                 self._prove(num_micro_batches)
             order = self.order if is_training else _forwards(self.num_chunks)
-            self._windows[key] = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
-        return self._windows[key]
+            window = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
+            late = late_receives(order, self.num_stages, num_micro_batches, self.num_chunks, window)
+            self._limits[key] = window, late[self.stage]
+        return self._limits[key]
 
 
 @functools.lru_cache
@@ -251,7 +254,7 @@ class Stage:
     def _do(self, actions: Sequence[Action], call: Call) -> None:
         recorder = self.recorder if call.is_training else None
         for action in actions:
-            self.exchange.action = action
+            self.exchange.begin_action(action)
             if call.on_action is not None:
                 call.on_action(action)
             if recorder is None:

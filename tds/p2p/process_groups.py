@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -43,13 +42,10 @@ def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
 # Headers go over the CPU.
 #
 # A communicator of NCCL that is opened by its first message holds the host until the other side comes with its own
-# first one. A stage would then wait for gradients while the next one waits for activations, so ``open_channels`` opens
-# all of them in one order.
+# first one: in the middle of a step, for what is posted ahead. So ``open_channels`` opens all of them in one order.
 
 MATCHES_TAGS = ("gloo", "mpi")
 """Backends that tell messages apart by their tags; all others are taken to be as NCCL is."""
-_log = logging.getLogger("tds")
-_has_warned = False
 
 Groups = dict[Route, Any]
 
@@ -72,7 +68,7 @@ def message_groups(
     stage = grid.get_stage_id()
     if backend in MATCHES_TAGS:
         return {route: own for route in routes(grid.pipe_parallel_size, num_chunks) if stage in route[1:]}, False
-    warn_of_one_queue(grid.pipe_parallel_size)
+    refuse_blocking_launches(grid.pipe_parallel_size)
     groups: Groups = {}
     for ranks in grid.pipe_groups:
         groups |= _route_groups(ranks, grid.get_global_rank(), backend, num_chunks, limit)
@@ -136,12 +132,12 @@ def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> 
         )
 
 
-def warn_of_one_queue(num_stages: int) -> None:
-    """Warn, once in a process, of the variable that lets a receive posted ahead hold up everything after it."""
-    global _has_warned
-    if num_stages > 1 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not _has_warned:
-        _has_warned = True
-        _log.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all work of a GPU into one queue; this pipeline posts receives ahead, "
-            "which then hold up what comes after them, or stop the pipeline. Unset the variable."
+def refuse_blocking_launches(num_stages: int) -> None:
+    """Raise if the host is to wait for each kernel, so for a receive that is posted ahead too."""
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "")
+    if num_stages > 1 and blocking not in ("", "0"):
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING must not be set for a pipeline, whose stages would wait for each other at their "
+            f"first messages, got {blocking!r} with {num_stages} stages. Unset it. To find the kernel of an error, run "
+            "one stage, or call torch.cuda.synchronize() in the layers: a pipeline goes on with that"
         )

@@ -7,7 +7,6 @@ and a group runs what is started on it in order, one message after another.
 from __future__ import annotations
 
 import functools
-import logging
 import queue
 import threading
 from dataclasses import dataclass
@@ -44,26 +43,22 @@ def _meet_first(operation: Any, met: set[Any]) -> Any:
     return started
 
 
-def _like_nccl(rank: int, toy: Toy, num_stages: int, opens: bool) -> Any:
+def _like_nccl(rank: int, toy: Toy, num_stages: int) -> Any:
     process_groups.MATCHES_TAGS = ()
-    if not opens:
-        process_groups.open_channels = lambda *_: None
     met: set[Any] = set()
     for name in ("isend", "irecv", "send", "recv"):
         setattr(dist, name, _meet_first(getattr(dist, name), met))
-    return train(make_engine(toy, num_stages), toy)
+    engine = make_engine(toy, num_stages)
+    opened = len(met)
+    result = train(engine, toy)
+    assert len(met) == opened, "a message opened its channel, for which a host waits in the middle of a step"
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "num_stages"), [(2, 2), (4, 4), (4, 2)])
 def test_channels_that_block_at_first_use_are_opened_before(ranks: int, num_stages: int) -> None:
     toy = Toy("many")
-    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages, True), toy, ranks // num_stages, tolerance=1e-12)
-
-
-def test_without_opening_them_the_first_step_would_stand_still() -> None:
-    codes, _, reports = fork_ranks(3, _like_nccl, Toy("chain"), 3, False)
-    assert codes == [1, 1, 1]
-    assert "stage 0 lost stage 1 (rank 1) while receiving the gradient of micro-batch 0 during Forward" in reports[0]
+    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages), toy, ranks // num_stages, tolerance=1e-12)
 
 
 class _InOrder:
@@ -180,16 +175,11 @@ def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
     process_groups.refuse_host_backend("nccl", 2, torch.device("cuda", 0))
 
 
-def test_one_queue_for_the_gpu_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(process_groups, "_has_warned", False)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    process_groups.warn_of_one_queue(2)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    process_groups.warn_of_one_queue(1)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING, "tds"):
-        process_groups.warn_of_one_queue(2)
-        process_groups.warn_of_one_queue(2)
-    assert [r.message.split("=")[0] for r in caplog.records] == ["CUDA_DEVICE_MAX_CONNECTIONS"]
+def test_launches_that_block_are_refused_for_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    process_groups.refuse_blocking_launches(1)
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING must not be set for a pipeline.*got '1' with 2 stages"):
+        process_groups.refuse_blocking_launches(2)
+    for harmless in ("0", ""):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", harmless)
+        process_groups.refuse_blocking_launches(2)
