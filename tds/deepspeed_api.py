@@ -8,7 +8,7 @@ it. torch's private names are in ``tds.torch_api``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -244,6 +244,29 @@ def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any]
     if limit is None:
         return
     limit_groups({*groups_of(module), *more}, limit)
+
+
+@contextmanager
+def sharing_groups(known: Mapping[tuple[int, ...], Any] | None = None) -> Iterator[None]:
+    """Let DeepSpeed make one process group, not several, of one set of ranks.
+
+    Args:
+        known: groups that are there, by their ranks, with those that this rank is not in: the same ranks on every rank.
+    """
+    comm = deepspeed.comm
+    make, made = comm.new_group, dict(known or {})
+
+    def new_group(ranks: Iterable[int]) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(list(key))
+        return made[key]
+
+    comm.new_group = new_group
+    try:
+        yield
+    finally:
+        comm.new_group = make
 
 
 def groups_of(module: Any) -> Iterator[Any]:

@@ -33,9 +33,10 @@ from tds.watchdog import watchdog
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
     "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
-    "overlap_reduction",
+    "overlap_reduction", "p2p_max_ctas",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction,
+p2p_max_ctas."""
 
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -141,6 +142,20 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
     return _switch(section, "overlap_reduction", True)
 
 
+def max_ctas(section: Mapping[str, Any]) -> int:
+    """Return how many processors of a GPU a message between stages may hold.
+
+    Raises:
+        ValueError: "p2p_max_ctas" is no whole number of 0 or more.
+    """
+    asked = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        raise ValueError(
+            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
+        )
+    return asked
+
+
 def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
     asked = section.get(key, default)
     if not isinstance(asked, bool):
@@ -237,7 +252,8 @@ def make_stage(engine: EngineParts) -> Stage:
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     chunks = num_chunks(engine.module)
     limit = wait_limit(engine.pipeline_section, default_timeout())
-    groups, must_open = process_groups.message_groups(grid, device, chunks, limit)
+    ctas = max_ctas(engine.pipeline_section)
+    groups, must_open = process_groups.message_groups(grid, device, chunks, limit, ctas)
     if must_open:
         process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
     links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit)

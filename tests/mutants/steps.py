@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import EXCHANGE, FP16, LOOP, PIPELINE, RECEIVES, Mutant
 
+SPLITS = "tests/tds/p2p/test_channels.py::test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines"
+
 STEPS = (
     Mutant(
         "the learning rate advances on a skipped step",
@@ -61,6 +63,34 @@ STEPS = (
         "            self._post_for(place + 1)\n",
         "            pass\n",
         (RECEIVES,),
+    ),
+    Mutant(
+        "each pair of ranks is a split of its own",
+        "tds/p2p/process_groups.py",
+        "        if turn is None:\n",
+        "        if True:\n",
+        (SPLITS,),
+    ),
+    Mutant(
+        "pairs that share a stage are made by one split",
+        "tds/p2p/process_groups.py",
+        " & set(route[1:]))\n",
+        " & set(route[2:]))\n",
+        (SPLITS,),
+    ),
+    Mutant(
+        "groups of messages take NCCL's own number of processors",
+        "tds/p2p/process_groups.py",
+        "torch_api.nccl_options(max_ctas, timeout)",
+        "torch_api.nccl_options(0, timeout)",
+        (SPLITS,),
+    ),
+    Mutant(
+        "DeepSpeed's grid has groups of its own",
+        "megatron/training/setup.py",
+        "    shared = groups_by_ranks(world.grid)\n",
+        "    shared: dict = {}\n",
+        ("tests/training/test_world.py::test_a_set_of_ranks_has_one_group_for_our_grid_and_deepspeeds",),
     ),
     Mutant(
         "a pipeline starts where each launch blocks",

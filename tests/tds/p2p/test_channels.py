@@ -11,6 +11,7 @@ import queue
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,7 +136,8 @@ def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
     limit = None if limit_s is None else timedelta(seconds=limit_s)
     groups, _ = process_groups.message_groups(grid, torch.device("cpu"), 1, limit)
     device = torch.device("cpu")
-    return {group._get_backend(device).options._timeout for group in groups.values()}
+    between_devices = [group for route, group in groups.items() if route[0] is not Kind.HEADER]
+    return {group._get_backend(device).options._timeout for group in between_devices}
 
 
 @pytest.mark.parametrize("limit_s", [None, 7.0])
@@ -166,6 +168,74 @@ def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receiv
     pairs = num_stages if num_chunks > 1 else num_stages - 1
     assert len(set(between_devices)) == len(between_devices) == 2 * pairs
     assert set(names) == set(process_groups.routes(num_stages, num_chunks))
+
+
+@dataclass
+class _Recorded:
+    """Stands in for torch: notes each call in which every rank of the world takes part."""
+
+    splits: list[list[list[int]]]
+    new_groups: int = 0
+    opened: int = 0
+    options: Any = None
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, num_chunks: int) -> tuple[_Recorded, dict[Any, Any]]:
+    """Return what ``rank`` of a world of NCCL calls to make the groups of its messages, and the groups."""
+    recorded = _Recorded([])
+
+    def split(ranks: list[list[int]], device: Any, backend: str, options: Any, timeout: Any) -> Any:
+        recorded.splits.append(ranks)
+        recorded.options = options
+        return next((tuple(pair) for pair in ranks if rank in pair), None)
+
+    def new_group(*_: Any, **options: Any) -> str:
+        recorded.new_groups += 1
+        return "headers"
+
+    api = process_groups.torch_api
+    monkeypatch.setattr(api, "split_world", split)
+    monkeypatch.setattr(api, "open_world", lambda device: setattr(recorded, "opened", recorded.opened + 1))
+    monkeypatch.setattr(api, "nccl_options", lambda max_ctas, timeout: (max_ctas, timeout))
+    monkeypatch.setattr(api, "sends_from_host", lambda group: False)
+    monkeypatch.setattr(api, "backend", lambda group, device: SimpleNamespace(name=lambda: "nccl"))
+    monkeypatch.setattr(process_groups.dist, "new_group", new_group)
+    grid.get_global_rank = lambda: rank
+    grid.get_stage_id = lambda: next(ranks.index(rank) for ranks in grid.pipe_groups if rank in ranks)
+    limit = timedelta(seconds=5)
+    groups, must_open = process_groups.message_groups(grid, torch.device("cpu"), num_chunks, limit, 6)
+    assert must_open
+    return recorded, groups
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_stages", "splits"), [(1, 8, 4), (2, 8, 4), (2, 7, 6), (2, 2, 4), (1, 2, 2)]
+)
+def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
+    num_chunks: int, num_stages: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_ranks, replicas = 8, 8
+    width = tensor_ranks * replicas
+    pipelines = [[stage * width + column for stage in range(num_stages)] for column in range(width)]
+    grid = SimpleNamespace(
+        pipe_parallel_size=num_stages, pipe_groups=pipelines, get_pipe_parallel_group=lambda: "pipe group"
+    )
+    first: _Recorded | None = None
+    for rank in (0, 100, num_stages * width - 1):
+        recorded, groups = _record(monkeypatch, rank, grid, num_chunks)
+        assert (len(recorded.splits), recorded.new_groups, recorded.opened) == (splits, 1, 1)
+        assert recorded.options == (6, timedelta(seconds=5) + process_groups.NCCL_GRACE)
+        first = first or recorded
+        assert recorded.splits == first.splits, "all ranks split alike"
+        pipeline = next(ranks for ranks in pipelines if rank in ranks)
+        for (kind, source, destination), group in groups.items():
+            ends = tuple(sorted((pipeline[source], pipeline[destination])))
+            assert group == ("headers" if kind is Kind.HEADER else ends) and (kind is Kind.HEADER or rank in ends)
+        own = [route for route in process_groups.routes(num_stages, num_chunks) if grid.get_stage_id() in route[1:]]
+        assert set(groups) == set(own)
+    for pairs in recorded.splits:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(set(ranks)) == len(ranks), "the pairs of one split are disjoint"
 
 
 def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
