@@ -77,13 +77,18 @@ class BaseEngine(DeepSpeedEngine):
         return self._config.checkpoint_parallel_write_pipeline
 
     @property
-    def grad_norm(self) -> float:
-        """The norm of the last step's gradients, as the engine tells it."""
+    def grad_norm(self) -> float | torch.Tensor:
+        """The norm of the last step's gradients; on a device, where the host has not waited for it."""
         return self._global_grad_norm
 
     @grad_norm.setter
-    def grad_norm(self, norm: float) -> None:
+    def grad_norm(self, norm: float | torch.Tensor) -> None:
         self._global_grad_norm = norm
+
+    def get_global_grad_norm(self) -> float:
+        """Return the norm of the last step's gradients; waits for it."""
+        norm = super().get_global_grad_norm()
+        return float(norm) if isinstance(norm, torch.Tensor) else norm
 
     @property
     def checkpoint_folder(self) -> str | None:

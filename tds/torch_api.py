@@ -35,9 +35,19 @@ def backward_executes(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by ``factor``, in place, by one kernel."""
     torch._foreach_mul_(tensors, factor)
+
+
+def norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor, taken in ``dtype``, by few kernels."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """End what ``group`` has on its way on ``device``; it is of no use afterwards."""
+    group._get_backend(device).abort()
 
 
 def backend(group: Any, device: torch.device) -> Any:

@@ -203,6 +203,7 @@ class Stage:
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._program = program_of((), self.index, self.num_stages, self.num_chunks)
         self._broken_by: str | None = None
+        self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -241,14 +242,15 @@ class Stage:
         except BaseException as error:
             if self.num_stages > 1:
                 self._broken_by = f"{type(error).__name__}: {error}"
+                self._is_aborted = self.exchange.abort()
             raise
 
     def _refuse_if_broken(self) -> None:
         if self._broken_by is not None:
             raise RuntimeError(
                 f"stage {self.index} cannot go on: an earlier train_batch or eval_batch ended in the middle, with "
-                f"messages between stages on their way ({self._broken_by}). End the program and resume, or build the "
-                "engine anew on all ranks"
+                f"messages between stages on their way ({self._broken_by}). End the program and resume"
+                + ("" if self._is_aborted else ", or build the engine anew on all ranks")
             )
 
     def _do(self, actions: Sequence[Action], call: Call) -> None:
@@ -272,6 +274,7 @@ class Stage:
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
             inputs, labels = call.source.next()
+            labels = to_device(labels, self.device) if outgoing is None else None  # ahead of the forward
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
@@ -284,7 +287,7 @@ class Stage:
         if not call.is_training:
             checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
         if outgoing is None:
-            self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
+            self._finish_forward(action, call, output, labels, leaves)
             return
         with_grad = self.exchange.send_forward(outgoing, output)
         if call.is_training:

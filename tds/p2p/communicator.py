@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds import torch_api
 from tds.device import is_host
 from tds.p2p.boundary import (
     HEADER_SIZE,
@@ -122,7 +123,8 @@ class StageLinks:
     """How this stage reaches the others.
 
     ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each route from and to
-    this stage. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog.
+    this stage. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog. ``are_own``:
+    the groups of messages between devices are for them alone, and may be aborted.
     """
 
     stage: int
@@ -131,6 +133,7 @@ class StageLinks:
     cut: Slice
     device: torch.device
     timeout: timedelta | None = None
+    are_own: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -211,6 +214,16 @@ class Transport:
         for sends in self._sending.values():
             sends.clear()
         self.waits.clear()
+
+    def abort(self) -> bool:
+        """End the messages that wait on a device, behind an error: nobody will send them, and the device would wait for
+        ever. Their groups are of no use afterwards. Return whether there is such a device."""
+        if is_host(self.links.device) or not self.links.are_own:
+            return False
+        groups = {id(group): group for (kind, *_), group in self.links.groups.items() if kind is not Kind.HEADER}
+        for group in groups.values():
+            torch_api.abort(group, self.links.device)
+        return True
 
     def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
         own, peer = self.links.stage, message.peer
@@ -320,6 +333,7 @@ class P2PCommunicator(Transport):
         self.num_chunks = num_chunks
         self.is_dynamic = is_dynamic
         self.late_receives: frozenset[Action] = frozenset()
+        self._marks: list[tuple[Action, Any]] = []  # of the clock, ahead of each action of this call, on a device
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
@@ -334,6 +348,8 @@ class P2PCommunicator(Transport):
             BoundaryError: the module's declaration is wrong in itself.
         """
         self.forget()
+        marks, self._marks = self._marks, []
+        self.clock.free(mark for _, mark in marks)
         self.action, self.is_training, self.marks_all = None, is_training, marks_all
         if self._declaration != (now := declaration(self.module)):
             self.declared, self._declaration = declared_boundary(self.module), now
@@ -349,9 +365,17 @@ class P2PCommunicator(Transport):
         ``late_receives``."""
         self.window, self.late_receives = window, late_receives
 
+    def action_of_device(self) -> Action | None:
+        """Return the last action that the device has reached, which the host may be far ahead of; None if unknown. Asks
+        events and waits for nothing, so any thread may call it."""
+        reached = [action for action, mark in list(self._marks) if self.clock.is_reached(mark)]
+        return reached[-1] if reached else None
+
     def begin_action(self, action: Action) -> None:
         """Note that the stage begins the next of its actions; post what it receives, and what the one after it does."""
         self.action = action
+        if not is_host(self.links.device):
+            self._marks.append((action, self.clock.mark()))
         place, self._num_begun = self._num_begun, self._num_begun + 1
         self._post_for(place)
         if place + 1 < len(self._actions) and self._actions[place + 1] not in self.late_receives:

@@ -90,5 +90,5 @@ class PackedLayout:
     def _gather(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
         whole = piece.new_empty(piece.numel() * self.cut.size)
         if whole.numel():
-            dist.all_gather(list(whole.chunk(self.cut.size)), piece.contiguous(), group=self.cut.group)
+            dist.all_gather_into_tensor(whole, piece.contiguous(), group=self.cut.group)
         return whole[:num_bytes]
