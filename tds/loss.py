@@ -293,6 +293,12 @@ class LossReduction:
         return 1.0 / weight if weight > 0 else 0.0
 
     @property
+    def factor_on_device(self) -> torch.Tensor:
+        """``factor`` as a scalar in fp64 where the losses lie; nobody waits for it."""
+        weight = self.sent[_HEAD + 1]
+        return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+
+    @property
     def _numbers(self) -> list[float]:
         if not self._read:
             self.read()

@@ -38,7 +38,7 @@ class EngineParts(Protocol):
     on_loss: Callable[[torch.Tensor], None] | None
     agg_train_loss: torch.Tensor | None
     agg_additional_losses: dict[str, torch.Tensor] | None
-    grad_norm: float
+    grad_norm: float | torch.Tensor
     _force_grad_boundary: bool
     _has_untaken_gradients: bool
 
