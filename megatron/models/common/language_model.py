@@ -16,7 +16,7 @@ from megatron.models.common.transformer import Recompute
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy, whole_logits
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
 
@@ -81,7 +81,7 @@ def materialize_logits(logits: Logits) -> torch.Tensor:
     """Return the logits [s, b, v/t] themselves."""
     if isinstance(logits, torch.Tensor):
         return logits
-    return F.linear(logits.x, logits.weight, logits.bias)
+    return whole_logits(logits.x, logits.weight, logits.bias)
 
 
 class Head(nn.Module):
