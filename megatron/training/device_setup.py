@@ -14,6 +14,7 @@ from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.mpu import fused_dropout
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -130,6 +131,39 @@ def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
         yield "fused kernels", "torch's (apex is here too: --fused-kernels apex takes its norms and AdamW)"
     else:
         yield "fused kernels", "torch's"
+
+
+# Dropout by a kernel in Triton, on CUDA (``megatron.mpu.fused_dropout``).
+
+
+def drops_by_kernel(config: Config, kind: str) -> bool:
+    """Return whether the masks of dropout are made by Triton's kernel."""
+    model, is_wide = config.model, config.precision.dtype == "fp64"
+    is_asked = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
+    return is_asked and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
+
+
+def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says by what elements are dropped on CUDA."""
+    if drops_by_kernel(config, kind):
+        yield "dropout", "by a kernel in Triton, which no GPU has run yet (--fused-kernels torch takes torch's)"
+
+
+def dropout_warning(config: Config, kind: str) -> str | None:
+    """Return what to say of ``--layout-independent-dropout`` on CUDA, None where there is nothing to say."""
+    model = config.model
+    if kind != "cuda" or not model.layout_independent_dropout:
+        return None
+    attention = "; dropout of attention keeps all probabilities in memory" if model.attention_dropout else ""
+    if drops_by_kernel(config, kind):
+        return (
+            "--layout-independent-dropout makes its masks by a kernel in Triton that has been held against torch's "
+            f"operators on a CPU and not been run on a GPU{attention}"
+        )
+    return (
+        "--layout-independent-dropout makes each mask by some 100 operators of torch's, by which a step is estimated "
+        f"to take 6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
+    )
 
 
 # ``--deterministic``: the same sums in the same order every time, on devices that need to be told.

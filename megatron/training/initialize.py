@@ -35,7 +35,7 @@ from megatron.training.rendezvous import format_ranks, rendezvous
 # What differs goes wrong much later otherwise, or not at all: two versions of a layer train without a word.
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = ("torch", "deepspeed", "numpy", "tokenizers", "sentencepiece")
+VERSIONS = ("torch", "triton", "deepspeed", "numpy", "tokenizers", "sentencepiece")
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADAPTOR", "DS_ACCELERATOR", "ENABLE_DEEPSPEED_ADAPTOR",
     "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",

@@ -19,6 +19,7 @@ from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
+from tests.mutants.fused_dropout import FUSED_DROPOUT
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
@@ -84,6 +85,7 @@ IN_SPEED = (
     *OVERLAPPED_GRADIENTS,
     *HOST_READS,
     *UPLOADS,
+    *FUSED_DROPOUT,
 )
 IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *MIGRATION, *GPU_RUNS, *GPU_SPEED)
 PARTS = {
