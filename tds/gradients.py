@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from tds import torch_api
+from tds.device import is_host
 
 # Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
@@ -219,6 +220,21 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
     return norms.double().square().sum() + rest.double().square()
 
 
+def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``square_of_norm`` of all: one scalar for each, or on a device one for all of a type.
+
+    There sums are trees, whose error does not grow with a tensor, and a kernel for each would take longer to start than
+    to run: 3 to 9 of them for each weight.
+    """
+    if any(is_host(gradient.device) for gradient in gradients):
+        return [square_of_norm(gradient) for gradient in gradients]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [torch_api.norms_of_all(same, accurate_dtype(dtype)) for dtype, same in by_dtype.items()]
+    return [torch.stack(same).double().square().sum() for same in norms]
+
+
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return fp64 for fp64, else fp32: the type in which sums are taken."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -252,7 +268,7 @@ def global_norm(
         gradients: those that are counted on this rank.
         groups: process groups over which squares are added up, one behind the other; None: no others.
     """
-    squares = [square_of_norm(gradient) for gradient in gradients]
+    squares = squares_of_norms(list(gradients))
     squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:
         if group is not None and dist.get_world_size(group) > 1:

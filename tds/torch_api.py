@@ -39,6 +39,11 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def norms_of_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor, summed in ``dtype``, by one kernel."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
 def backend(group: Any, device: torch.device) -> Any:
     """Return what ``group`` sends tensors of ``device`` by."""
     return group._get_backend(device)
