@@ -222,16 +222,18 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what adds up to the ``square_of_norm`` of each; on CUDA, whose sums are trees, by a few kernels."""
-    if not all(gradient.device.type == "cuda" for gradient in gradients):
+    """Return ``square_of_norm`` of all: one scalar for each, or on a device one for all of a type.
+
+    There sums are trees, whose error does not grow with a tensor, and a kernel for each would take longer to start than
+    to run: 3 to 9 of them for each weight.
+    """
+    if any(is_host(gradient.device) for gradient in gradients):
         return [square_of_norm(gradient) for gradient in gradients]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    return [
-        torch.stack(torch_api.norms(same, accurate_dtype(same[0].dtype))).double().square().sum()
-        for same in by_dtype.values()
-    ]
+    norms = [torch_api.norms_of_all(same, accurate_dtype(dtype)) for dtype, same in by_dtype.items()]
+    return [torch.stack(same).double().square().sum() for same in norms]
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -40,14 +40,14 @@ def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> N
     torch._foreach_mul_(tensors, factor)
 
 
-def norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the 2-norm of each tensor, taken in ``dtype``, by few kernels."""
-    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
-
-
 def abort(group: Any, device: torch.device) -> None:
     """End what ``group`` has on its way on ``device``; it is of no use afterwards."""
     group._get_backend(device).abort()
+
+
+def norms_of_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor, summed in ``dtype``, by one kernel."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def backend(group: Any, device: torch.device) -> Any:

@@ -91,8 +91,8 @@ _in_every_row.register_autograd(_gradient)
 # With the sequence cut the graph keeps this rank's part of the input, not the whole that the products have read.
 #
 # What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of
-# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. With one
-# receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
+# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: it is set without a pipeline. With
+# one receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
 # queues. The sums are the same then and may start later.
 #
 # A schedule that puts the gradients of weights off (``tds.engine.weight_grad_store``) does so by swapping

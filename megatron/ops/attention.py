@@ -56,7 +56,7 @@ def attention(
         mask = causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
-    with _kernels(mask):
+    with attention_kernels(mask):
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -69,7 +69,7 @@ def attention(
         )
 
 
-def _kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
+def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
     """Return within what torch chooses its kernel.
 
     Source: https://github.com/pytorch/pytorch/issues/196678 has the case of FOR_MASKS.

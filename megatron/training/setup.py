@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import tds
-from megatron import device
+from megatron import device, log
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
@@ -24,7 +24,7 @@ from megatron.mpu.shard import init_empty_weights, is_uninitialized
 from megatron.optim import GradScaler, LRScheduler, MixedPrecisionOptimizer, OffloadConfig, ParamInit, build_optimizer
 from megatron.training import device_setup
 from megatron.training.compile import compile_layers
-from megatron.training.device_setup import check_agreement
+from megatron.training.device_setup import check_agreement, dropout_warning
 from megatron.training.initialize import World
 from megatron.training.train_step import ForwardStep, PipelineStepEngine, SingleStageEngine, StepEngine
 from tds.deepspeed_api import sharing_groups
@@ -212,8 +212,13 @@ def make_streams(config: Config, world: World) -> DropoutStreams:
     """Return this rank's source of dropout masks."""
     seed, data, tensor = config.run.seed, world.grid.data, world.grid.tensor
     if config.model.layout_independent_dropout:
-        return PhiloxDropout(config.batch.batch_size, seed, data, tensor)
-    return DropoutStreams(seed, data, tensor)
+        streams: DropoutStreams = PhiloxDropout(config.batch.batch_size, seed, data, tensor)
+    else:
+        streams = DropoutStreams(seed, data, tensor)
+    streams.has_kernels = config.parallel.fused_kernels != "torch"
+    if world.rank == 0 and (text := dropout_warning(config, world.kind)):
+        log.warning(text)
+    return streams
 
 
 def build_engine(

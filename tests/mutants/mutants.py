@@ -21,6 +21,7 @@ from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
+from tests.mutants.fused_dropout import FUSED_DROPOUT
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
@@ -87,6 +88,7 @@ IN_SPEED = (
     *OVERLAPPED_GRADIENTS,
     *HOST_READS,
     *UPLOADS,
+    *FUSED_DROPOUT,
 )
 IN_SIGHT = (
     *PLANNER,

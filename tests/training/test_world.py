@@ -95,14 +95,20 @@ class Settling(Exception):
 
 @pytest.mark.parametrize(
     ("extra", "said", "found"),
-    [("--pipe-parallel-size 2", None, "32"), ("--pipe-parallel-size 2", "8", "8"), ("", None, None)],
-    ids=["a pipeline", "the user says", "no pipeline"],
+    [
+        ("--pipe-parallel-size 2", None, "32"),
+        ("--pipe-parallel-size 2", "8", "8"),
+        ("", None, None),
+        ("--model-parallel-size 2", None, "1"),
+    ],
+    ids=["a pipeline", "the user says", "no pipeline", "tensor ranks alone"],
 )
-def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
+def test_a_pipeline_asks_for_many_queues_ahead_of_its_device_and_tensor_ranks_for_one(
     extra: str, said: str | None, found: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def configure_device(config: Config) -> str:
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
+        assert os.environ["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True,pinned_max_round")
         raise Settling
 
     monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})

@@ -15,7 +15,7 @@ from megatron.models.common.norms import make_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy, aligned_logits
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import softcapped
@@ -84,7 +84,7 @@ def materialize_logits(logits: Logits) -> torch.Tensor:
     """Return the logits [s, b, v/t] themselves."""
     if isinstance(logits, torch.Tensor):
         return logits
-    made = F.linear(logits.x, logits.weight, logits.bias)
+    made = aligned_logits(logits.x, logits.weight, logits.bias)
     return softcapped(made, logits.cap) if logits.cap else made
 
 
