@@ -105,6 +105,10 @@ class Seen:
     masks: Counter[str] = field(default_factory=Counter)
 
 
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for a process and all that are forked from it, which know the shapes that it has seen."""
+
+
 class Device(TorchDispatchMode):
     """The device, within a ``with`` block.
 
@@ -117,7 +121,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.library = library
         self.small = SMALL
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = FAKE
         self.seen = Seen()
         self.operators: list[Operator] = []
         self.checks: list[Any] = []

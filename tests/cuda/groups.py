@@ -40,6 +40,10 @@ SOURCES = {
 """Which arguments a collective reads; all tensors of the first argument are written but for a send."""
 
 
+PLAIN = {name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group")}
+"""torch's own functions."""
+
+
 class Line:
     """Messages to and from the process of another rank, each under a key."""
 
@@ -103,7 +107,7 @@ class Groups:
 
     def install(self) -> None:
         """Let ``torch.distributed`` be this from now on."""
-        init, new_group = dist.init_process_group, dist.new_group
+        init, new_group = PLAIN["init_process_group"], PLAIN["new_group"]
 
         def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
             init("fake", store=dist.HashStore(), rank=self.rank, world_size=self.size)
@@ -152,7 +156,7 @@ class Groups:
     # Tensors.
 
     def _collective(self, name: str) -> Callable[..., Any]:
-        names = list(inspect.signature(getattr(dist, name)).parameters)
+        names = list(inspect.signature(PLAIN[name]).parameters)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(names, args, strict=False))

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,12 @@ class Outcome:
     started: Counter[str] = field(default_factory=Counter)
     faults: dict[str, int] = field(default_factory=dict)
     loss: float = 0.0
+    cpu_s: float = 0.0
+
+
+PLAIN = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+READS = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
+BROADCAST = data._broadcast
 
 
 def program_of(family: str) -> Any:
@@ -55,14 +62,35 @@ def program_of(family: str) -> Any:
 
 def import_all() -> None:
     """Import what runs import by themselves, once for all that are forked."""
-    import deepspeed.pipe  # noqa: F401
+    import deepspeed.pipe
     import torch._dynamo  # noqa: F401
 
+    deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # of a compiler that costs 3 s to import
     for family in FAMILIES:
         program_of(family)
         for part in ("model", "pipeline", "cost", "data"):
             if has_part(family, part):
                 load(family, part)
+
+
+def warm(library: FakeCuda, case: Any) -> None:
+    """Take ``case`` of one rank in this process, so that those that are forked from it find what torch keeps of it.
+
+    It takes no step: the threads of autograd do not live on in a child. What it leaves in modules is taken back.
+    """
+    import deepspeed.comm.comm
+    import deepspeed.utils.groups
+
+    kept = [(vars(module), dict(vars(module))) for module in (deepspeed.comm.comm, deepspeed.utils.groups)]
+    Run(library, case, 0, {}).take()
+    torch.distributed.distributed_c10d._update_default_pg(None)
+    for names, before in kept:
+        names.clear()
+        names.update(before)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("megatron", "tds"):
+            for value in list(vars(module).values()):
+                getattr(value, "cache_clear", lambda: None)()
 
 
 def become(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
@@ -92,6 +120,14 @@ def move(module: torch.nn.Module, place: torch.device) -> None:
                 each._buffers[name] = buffer.to(place)
 
 
+def move_as_asked(module: torch.nn.Module, *asked: Any, **named: Any) -> torch.nn.Module:
+    """Take the place of ``Module.to``, which would put other objects in the place of the parameters."""
+    place = next((torch.device(each) for each in asked if isinstance(each, (str, torch.device))), None)
+    if place is not None and place.type == "cuda":
+        move(module, place)
+    return module
+
+
 class Run:
     """One rank of a run."""
 
@@ -119,6 +155,7 @@ class Run:
         with self.device:
             self._start_and_step()
         self.outcome.wrong, self.outcome.started = self.groups.wrong, self.groups.started
+        self.outcome.cpu_s = time.process_time()
         order = Order()
         order.follow(self.device.library.take_log(), self.device.operators)
         self.outcome.faults = order.faults
@@ -145,7 +182,7 @@ class Run:
         self.shapes = {name: tensor.shape for name, tensor in next(iter(samples)).items()}
         for step in range(self.case.steps):
             self.phase(f"step {step + 1}")
-            self.outcome.loss = engine.train_step(batches, step).loss
+            self.outcome.loss = engine.train_step(batches, step, num_micro_batches=min(step + 1, self.case.gas)).loss
         if not self.case.is_whole:
             return
         self.phase("evaluation")
@@ -214,20 +251,19 @@ def _patch(run: Run) -> None:
     """Put aside what fake tensors cannot do: a parameter's ``data`` cannot be a fake tensor where it was none."""
     setup.move = move
     device.give = give
-    for name in ("tensor", "as_tensor"):
-        setattr(torch, name, made_on_the_host(getattr(torch, name)))
-    plain = data._broadcast
+    for name in PLAIN:
+        setattr(torch, name, made_on_the_host(PLAIN[name]))
 
     def broadcast(names: list[str], *args: Any) -> Any:
         run.names = names
-        return plain(names, *args)
+        return BROADCAST(names, *args)
 
     data._broadcast = broadcast
     run.groups.on_missing = run.tell_shapes
     initialize.rendezvous = lambda *_: None
-    torch.nn.Module.to = lambda module, *_, **__: module
-    for name in ("tolist", "numpy"):  # which no operator stands for
-        setattr(torch.Tensor, name, looking(run.device, getattr(torch.Tensor, name)))
+    torch.nn.Module.to = move_as_asked
+    for name, read in READS.items():  # which no operator stands for
+        setattr(torch.Tensor, name, looking(run.device, read))
     FakeTensor.tolist = lambda tensor: run.device.tolist(tensor)
     FakeTensor.data_ptr = lambda tensor: run.device.storage(tensor) * 2**40 + tensor.storage_offset()
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)

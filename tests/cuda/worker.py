@@ -21,14 +21,22 @@ DEADLINE_S = 120
 
 
 class Case(NamedTuple):
-    """One run: ``ranks`` are those that are processes, of ``size``."""
+    """One run: ``ranks`` are those that are processes, of ``size``; an evaluation and a save where it ``is_whole``."""
 
     family: str
     argv: tuple[str, ...]
     size: int
     ranks: tuple[int, ...]
     steps: int = 2
+    gas: int = 2
     is_whole: bool = True
+
+
+def warming() -> list[Case]:
+    """Return runs after which the shapes of most others are known."""
+    from tests.cuda.cases import flags
+
+    return [Case(family, flags(family, "--bf16"), 1, (0,), steps=0) for family in ("gpt2", "t5")]
 
 
 class Failed(AssertionError):
@@ -81,6 +89,9 @@ def serve() -> None:
     from tests.cuda import runs
 
     runs.import_all()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for case in warming():
+        runs.warm(library, case)
     gc.freeze()
     while True:
         try:
