@@ -31,6 +31,9 @@ OURS = ("megatron", "tds", "deepspeed")
 ROOMS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias")
 """Operators that write nothing."""
 SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ALIGNMENT = 16
+"""Bytes that the fast kernels of cuBLAS load at once."""
 HOST = -1
 """The host, as a stream."""
 
@@ -76,6 +79,14 @@ def written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return places, tuple(arguments[i].name for i in places)
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether rows of a matrix begin at multiples of 16 bytes; other formats than those of 16 bits always do."""
+    if tensor.dim() < 2 or tensor.element_size() != 2:
+        return True
+    starts = [stride for stride in tensor.stride() if stride > 1] + [tensor.storage_offset()]
+    return all(start * 2 % ALIGNMENT == 0 for start in starts)
+
+
 @dataclass
 class Operator:
     """What one operator on the device has read and written, storages by number."""
@@ -95,6 +106,8 @@ class Seen:
         blocking: copies between host and device that hold the host.
         mixed: operators on the device that were given a tensor of the host with dimensions.
         launches: operators by name.
+        unaligned: products of 16-bit matrices of which one begins, or has rows, off the multiples of 16 bytes.
+        masks: calls of attention with a mask.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -124,7 +137,6 @@ class Device(TorchDispatchMode):
         self.fake = FAKE
         self.seen = Seen()
         self.operators: list[Operator] = []
-        self.checks: list[Any] = []
         self._numbers: dict[int, torch.Tensor] = {}
         self._shared: set[int] = set()  # page-locked memory that the device has read or written beside the host
 
@@ -295,8 +307,8 @@ class Device(TorchDispatchMode):
         reads = known - ({numbers[id(t)] for t in written if id(t) in numbers} if name.endswith("zero_") else set())
         self._add(name, tuple(reads), tuple(writes))
         self.seen.launches[name] += 1
-        for check in self.checks:
-            check(self, func, name, args, kwargs, out)
+        if name in PRODUCTS and not all(map(is_aligned, tensors_in((args, kwargs, out)))):
+            self.seen.unaligned[f"{name} in {self.place()}"] += 1
         if all(t.untyped_storage().nbytes() <= SMALL for t in (*fakes, *made)):
             self._compute(func, args, kwargs, written, made)
 

@@ -275,5 +275,11 @@ def _patch(run: Run) -> None:
         def name(self) -> str:
             return self._name
 
-    torch.nn.functional.scaled_dot_product_attention = as_on_a_gpu
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("attn_mask") is not None:
+            run.device.seen.masks[run.device.place()] += 1
+        return as_on_a_gpu(*args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
     torch_api.backend = lambda group, device: Named(run.groups.backend(group))
