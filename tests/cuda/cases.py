@@ -29,7 +29,11 @@ def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
     Args:
         layers: of an encoder and of a decoder each.
     """
-    own = f"{T5} --enc-layers {layers} --dec-layers {layers}" if family == "t5" else f"--seq-length 64 --num-layers {layers}"
+    own = (
+        f"{T5} --enc-layers {layers} --dec-layers {layers}"
+        if family == "t5"
+        else f"--seq-length 64 --num-layers {layers}"
+    )
     return tuple(f"{SIZES} {own} {extra}".split())
 
 

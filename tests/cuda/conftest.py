@@ -13,7 +13,7 @@ from tests.cuda.worker import Worker
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Worker]:
     if fake_cuda.compiler() is None:
-        pytest.skip("no C++ compiler: the device without CUDA cannot be built, and nothing of CUDA's way is tested here")
+        pytest.skip("no C++ compiler: the device without CUDA cannot be built")
     fake_cuda.build()
     with Worker() as made:
         yield made

@@ -318,13 +318,18 @@ class Device(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Any], made: list[Any]) -> None:
         """Do the same with the known numbers."""
+
         def known(tensor: torch.Tensor) -> torch.Tensor:
             return self._shadow(tensor) if isinstance(tensor, FakeTensor) else tensor
 
         named = {key: torch.device("cpu") if key == "device" else replaced(v, known) for key, v in kwargs.items()}
         try:
             result = func(*replaced(args, known), **named)
-        except (RuntimeError, NotImplementedError, IndexError):  # a kernel that is CUDA's alone, or ids that are unknown
+        except (
+            RuntimeError,
+            NotImplementedError,
+            IndexError,
+        ):  # CUDA's own kernel, or unknown ids
             return
         if not written:
             for tensor, values in zip(made, tensors_in(result), strict=False):

@@ -33,9 +33,9 @@ from tests.cuda.fake_cuda import Kind
 FIRST_STREAM, FIRST_EVENT = 1000, 2**40
 """Numbers of NCCL's own streams and events, behind all others."""
 SOURCES = {
-    "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,), "all_gather_single": (1,),
-    "reduce_scatter_tensor": (1,), "reduce_scatter_single": (1,), "reduce": (0,), "isend": (0,), "send": (0,),
-    "irecv": (), "recv": (), "all_to_all_single": (1,),
+    "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
+    "all_gather_single": (1,), "all_to_all_single": (1,), "reduce_scatter_tensor": (1,),
+    "reduce_scatter_single": (1,), "reduce": (0,), "isend": (0,), "send": (0,), "irecv": (), "recv": (),
 }  # fmt: skip
 """Which arguments a collective reads; all tensors of the first argument are written but for a send."""
 

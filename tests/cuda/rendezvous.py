@@ -246,8 +246,11 @@ def stuck(steps: Sequence[Sequence[Step]], num_queues: int = 32, stalls: Any = N
     gpus = [_Gpu(each, num_queues, (stalls or {}).get(stage, ())) for stage, each in enumerate(steps)]
     told: set[Any] = set()
     halves: dict[Any, _Entry] = {}
-    while any([gpu.host(told) | gpu.device(halves) for gpu in gpus]):
-        pass
+    moved = True
+    while moved:
+        moved = False
+        for gpu in gpus:
+            moved |= gpu.host(told) | gpu.device(halves)
     left = [
         f"stage {stage} at {gpu.steps[gpu.at] if gpu.at < len(gpu.steps) else 'its end'}, {len(gpu.given)} not done"
         for stage, gpu in enumerate(gpus)

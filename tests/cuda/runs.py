@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from megatron.arguments import resolve_dtype
 from megatron.checkpoint import shard_file
 from megatron.checkpoint.saving import StagingBuffer
 from megatron.config import parse
-from megatron.mpu import data
 from megatron.models.registry import FAMILIES, has_part, load
+from megatron.mpu import data
 from megatron.training import global_vars, initialize, setup, train_state
 from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
@@ -274,7 +273,6 @@ def _patch(run: Run) -> None:
 
         def name(self) -> str:
             return self._name
-
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("attn_mask") is not None:

@@ -16,7 +16,8 @@ MASKED = {"t5", "mpt", "bert"}
 CEILING = {"gpt2": 60, "llama": 75}
 """Launches of one more layer in a step of one micro-batch, those of its norm and update included."""
 BY_CHANCE = {
-    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward",
+    "avg_pool3d_backward",
     "max_pool3d_with_indices_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
     "max_unpool2d", "max_unpool3d", "upsample_linear1d_backward", "upsample_bilinear2d_backward",
     "upsample_bicubic2d_backward", "upsample_trilinear3d_backward", "reflection_pad1d_backward",
