@@ -69,6 +69,7 @@ from tests.mutants.train import TRAIN
 from tests.mutants.uploads import UPLOADS
 from tests.mutants.watch import WATCHED
 from tests.mutants.wheels import GATHERED
+from tests.mutants.without_a_gpu import WITHOUT_A_GPU
 from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
 
@@ -78,7 +79,17 @@ IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
 IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
-IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
+IN_SYSTEMS = (
+    *ZERO_PARTS,
+    *RECOMPUTE,
+    *DEVICE,
+    *ON_A_DEVICE,
+    *HOST_COPIES,
+    *DUMPS,
+    *CONTRACT,
+    *GATHERED,
+    *WITHOUT_A_GPU,
+)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
