@@ -500,7 +500,7 @@ def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seco
 
 
 BENCHMARKS = {
-    "step_time": (in_turns, ("gpt2", "t5")),
+    "step_time": (in_turns, ("gpt2", "t5", "llama")),
     "pipeline": (in_turns, ("gpt2",)),
     "start_up": (start_up, ("",)),
 }

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("family", choices=("gpt2", "t5"), help="of step_time; a pipeline's is gpt2")
+    parser.add_argument("family", choices=("gpt2", "t5", "llama"), help="of step_time; a pipeline's is gpt2")
     args = parser.parse_args(argv)
     if args.benchmark == "pipeline" and args.family != "gpt2":
         parser.error(f"a pipeline is timed with gpt2, got {args.family}")
