@@ -231,7 +231,8 @@ def configure_determinism(config: Config, kind: str) -> None:
         _configure_workspace()
         for name, value in NCCL_SUMS.items():
             os.environ.setdefault(name, value)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over each new tensor, against reading it
+        # A pass over each new tensor, against reading it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
 
 

@@ -300,7 +300,7 @@ def let_memory_grow() -> None:
     their bytes. What the user says, by the newer or the older name of the variable, holds.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        is_known = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+        is_known = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATOR if is_known else ALLOCATOR.partition(",")[0]
 
 

@@ -21,7 +21,7 @@ from tds.p2p.packed_layout import Slice
 from tds.schedule import Action, Backward, Forward, Kind, Message, gpipe, received, sent
 from tds.schedule.simulate import late_receives
 from tds.schedule.validate import run
-from tests.tds.schedule.orders import MANY_CHUNKS, ONE_CHUNK
+from tests.helpers.orders import MANY_CHUNKS, ONE_CHUNK
 
 CPU = torch.device("cpu")
 OUTPUT = torch.ones(1, requires_grad=True)
