@@ -43,8 +43,8 @@ CHUNKED_LOSS = (
     Mutant(
         "the table's gradient is added up in 16 bits",
         LOSS,
-        "torch.empty_like(table, dtype=self.wide)",
-        "torch.empty_like(table)",
+        "table.new_empty((rows, table.shape[1]), dtype=self.wide)",
+        "table.new_empty((rows, table.shape[1]))",
         (SIXTEEN,),
     ),
     Mutant(
