@@ -222,11 +222,8 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``square_of_norm`` of all: one scalar for each, or on a device one for all of a type.
-
-    There sums are trees, whose error does not grow with a tensor, and a kernel for each would take longer to start than
-    to run: 3 to 9 of them for each weight.
-    """
+    """Return ``square_of_norm`` of all: one scalar for each, or on a device, whose sums are trees, one for all of a
+    type: kernels for each weight would take longer to start than to run."""
     if any(is_host(gradient.device) for gradient in gradients):
         return [square_of_norm(gradient) for gradient in gradients]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -119,7 +119,7 @@ FORMER = (
     ("LastMade", "LastValueCache", "megatron/models/common/"),
     ("LayerCache", "LayerKVCache", "megatron/models/common/"),
     ("Slots", "KVCacheSlots", "megatron/models/common/"),
-    ("aligned_logits", "materialize_logits", "megatron/models/common/"),
+    ("whole_logits", "materialize_logits", "megatron/models/common/"),
     ("stage_recompute", "recompute_of_stage", "megatron/models/common/"),
     ("Part", "ModelStage", "megatron/models/common/"),
     ("part_of", "stage_of", "megatron/models/common/"),
@@ -309,7 +309,7 @@ UNIQUE = {
     "told_together",
     "told_too_large",
     "waiting_together",
-    "aligned_logits",
+    "whole_logits",
     "with_forms",
     "without_memory",
 }

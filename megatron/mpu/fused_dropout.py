@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +17,10 @@ MOST_GROUPS = 256
 WORDS = 2**32
 
 
-def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
-    """Return the key that belongs to ``place``: of a generator, or of Philox."""
-    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=num_bytes).digest(), "little")
-
-
 @functools.cache
 def is_there() -> bool:
     """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def fits(x: torch.Tensor) -> bool:
-    """Return whether the kernel takes ``x``: of fp64 it would lose bits."""
-    return x.device.type == "cuda" and x.dtype != torch.float64 and is_there()
 
 
 @dataclass(frozen=True)
@@ -112,8 +101,10 @@ def keyed_dropout(
         position: step and micro-batch, on the CPU.
         layer: its number, likewise.
         ranks: the seed, and the ranks of ``DropoutStreams.key``.
-        by_kernel: ``fits`` of ``x``; else masks are those of torch's generator.
+        by_kernel: ``DropoutStreams.by_kernel``; else masks are those of torch's generator.
     """
+    from megatron.mpu.random import hashed  # not at the top: that file imports this one
+
     key = hashed((ranks[0], *position.tolist(), *ranks[1:], int(layer), site), 7)
     x = x.contiguous()
     if by_kernel:

@@ -32,48 +32,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron.mpu.cross_entropy import known_or_nan
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.layers import vocab_range
+from megatron.mpu.layers import aligned, vocab_range, with_rows
 from megatron.torch_compat import all_gather_single
 
 FP16_SCALE = 8.0
 """Gradients of logits are multiplied by it in fp16, where a probability of 1e-5 has few bits, and divided in fp32."""
 FP16_LARGEST = 2.0**15
 """What a chunk's summand of the table's gradient may reach in fp16, half of what fp16 holds."""
-BESIDE, WHOLE_TILES = 8, 64
-"""Off the CPU logits have a multiple of the first in columns, which are 16 bytes or more, or are given the second."""
-
-
-def aligned(columns: int, place: torch.device) -> int:
-    """Return the columns that logits on ``place`` are made with, of which ``columns`` count."""
-    if place.type == "cpu" or columns % BESIDE == 0:
-        return columns
-    return -(-columns // WHOLE_TILES) * WHOLE_TILES
-
-
-def aligned_logits(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x table^T + bias`` by products that are aligned, those of the backward too.
-
-    Shapes:
-        x      [..., h]
-        table  [v/t, h], bias [v/t]
-        output [..., v/t]
-    """
-    rows = len(table)
-    width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
-    if width == rows:
-        return F.linear(x, table, bias)
-    return F.linear(x, _with_rows(table, width), None if bias is None else _with_rows(bias, width))[..., :rows]
-
-
-def _with_rows(table: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the first ``number`` rows of ``table``, or all of them and zeros."""
-    if len(table) >= number:
-        return table[:number]
-    return torch.cat([table, table.new_zeros(number - len(table), *table.shape[1:])])
 
 
 def linear_cross_entropy(
@@ -203,8 +171,8 @@ class _Work:
     ) -> None:
         self.x, self.given = x, given
         self.width = aligned(given.num_real, x.device)
-        self.table = _with_rows(table, self.width)
-        self.bias = None if bias is None else _with_rows(bias, self.width)
+        self.table = with_rows(table, self.width)
+        self.bias = None if bias is None else with_rows(bias, self.width)
         self.wide = given.weights.dtype
         self.total = given.weights.new_zeros(())
         self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from megatron.device import default_generator
 from megatron.mpu import fused_dropout
 from megatron.mpu.activation_storage import ActivationStorage
-from megatron.mpu.fused_dropout import Mask, hashed
+from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
 
 # Dropout from keyed generators: nothing to save, nothing to restore, the same in the recomputed forward.
@@ -25,6 +26,11 @@ from megatron.mpu.groups import SINGLE, Group
 # everywhere else, and a resumed or recomputed step draws the very same masks. ``PhiloxDropout`` has masks that
 # do not depend on the layout either. On CUDA a kernel takes the same key in place of a generator: no mask is in memory,
 # and it depends on no number of multiprocessors.
+
+
+def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
+    """Return the key that belongs to ``place``: of a generator, or of Philox."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=num_bytes).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,11 @@ class DropoutStreams:
         at = self.position
         return hashed((self.seed, at.step, at.micro_batch, self.data_rank, tensor_rank, int(layer), site), 7)
 
+    def by_kernel(self, x: torch.Tensor) -> bool:
+        """Return whether the kernel drops elements of ``x``: of fp64 it would lose bits."""
+        is_on_cuda = self.has_kernels and x.device.type == "cuda"
+        return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_there()
+
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
         """Seed torch's default generator of ``device`` inside the ``with`` block and put its state back after."""
@@ -101,17 +112,9 @@ class DropoutStreams:
             generator.set_state(state)
 
     def dropout(
-        self,
-        x: torch.Tensor,
-        probability: float,
-        *,
-        training: bool,
-        layer: int,
-        site: str,
-        is_cut: bool = False,
-        is_part: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
+        is_part: bool = False, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` with elements dropped by the mask that belongs to this place, added to ``residual`` if any.
 
         Args:
@@ -125,16 +128,11 @@ class DropoutStreams:
         return self.drop(x, probability, layer, site, is_cut or is_part, residual)
 
     def drop(
-        self,
-        x: torch.Tensor,
-        probability: float,
-        layer: int,
-        site: str,
-        is_cut: bool,
+        self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool,
         residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Return what ``dropout`` does in training."""
-        if self.has_kernels and fused_dropout.fits(x):
+        if self.by_kernel(x):
             return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
         with self.generator(x.device, layer, site, is_cut):
             dropped = F.dropout(x, probability, training=True)
@@ -143,7 +141,7 @@ class DropoutStreams:
     def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
         """Return what ``drop`` does, by an operator; ``layer`` is a tensor."""
         ranks = [self.seed, self.data_rank, self.tensor_rank if is_cut else -1]
-        by_kernel = self.has_kernels and fused_dropout.fits(x)
+        by_kernel = self.by_kernel(x)
         dropped, _ = fused_dropout.keyed_dropout(x, self._counts, layer, ranks, site, probability, by_kernel)
         return dropped
 
@@ -152,15 +150,9 @@ class DropoutStreams:
         return checkpoint(self, function, *args)
 
     def attend(
-        self,
-        function: Callable[..., torch.Tensor],
-        probability: float,
-        *,
-        device: torch.device,
-        layer: int,
-        site: str,
-        is_cut: bool,
-    ) -> torch.Tensor:
+        self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
+        site: str, is_cut: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Return what ``function`` of ``megatron.ops`` gives when it drops probabilities by the mask of this place.
 
         Args:
@@ -284,17 +276,9 @@ class PhiloxDropout(DropoutStreams):
         )
 
     def dropout(
-        self,
-        x: torch.Tensor,
-        probability: float,
-        *,
-        training: bool,
-        layer: int,
-        site: str,
-        is_cut: bool = False,
-        is_part: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
+        is_part: bool = False, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` with elements dropped by the mask that belongs to them, added to ``residual`` if any.
 
         Shapes:
@@ -314,7 +298,7 @@ class PhiloxDropout(DropoutStreams):
         length, samples, width = x.shape
         key, sample = self.key(layer, site, is_cut), self._first_sample()
         row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
-        if self.has_kernels and fused_dropout.fits(x):
+        if self.by_kernel(x):
             return fused_dropout.drop(x, residual, Mask(key, probability, (row, sample, 0, column)))
         mask = dropped_mask(
             key,
@@ -327,15 +311,9 @@ class PhiloxDropout(DropoutStreams):
         return _plus(residual, _without(x, mask, probability))
 
     def attend(
-        self,
-        function: Callable[..., torch.Tensor],
-        probability: float,
-        *,
-        device: torch.device,
-        layer: int,
-        site: str,
-        is_cut: bool,
-    ) -> torch.Tensor:
+        self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
+        site: str, is_cut: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Return what ``function`` gives with the probabilities dropped that belong to this place."""
         key, sample = self.key(layer, site, is_cut), self._first_sample()  # now: the position may move on
         drop = partial(self._drop_probabilities, probability=probability, key=key, sample=sample, is_cut=is_cut)
@@ -351,7 +329,7 @@ class PhiloxDropout(DropoutStreams):
         """
         samples, heads, queries, keys = x.shape
         plane = self.tensor_rank * heads if is_cut else 0
-        if self.has_kernels and fused_dropout.fits(x):
+        if self.by_kernel(x):
             return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(
             key,

@@ -40,12 +40,9 @@ from tds.torch_api import default_timeout
 
 
 def finish(
-    engine: EngineParts,
-    meter: LossMeter,
-    gradients: GradientSource | None,
-    reducer: GradientReducer | None = None,
+    engine: EngineParts, meter: LossMeter, gradients: GradientSource | None, reducer: GradientReducer | None = None,
     source: BatchSource | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Reduce, step, and return the mean loss of the global batch; others go to ``engine.agg_additional_losses``.
 
     Collective. Every rank runs the same in the same order: the sums over replicas that the backward has not started

@@ -223,8 +223,6 @@ class Stage:
             RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
         """
         self._refuse_if_broken()
-        self._in_flight.clear()
-        self.splitter.clear()
         self._program = program_of(tuple(actions), self.index, self.num_stages, self.num_chunks)
         call.source.begin(self._program.reads)
         with self._breaking():
@@ -236,10 +234,13 @@ class Stage:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Remember an error that leaves messages on their way, which the next call would take for its own."""
+        """Drop what an error has left, and remember it where messages are on their way, which the next call would take
+        for its own."""
         try:
             yield
         except BaseException as error:
+            self._in_flight.clear()
+            self.splitter.clear()
             if self.num_stages > 1:
                 self._broken_by = f"{type(error).__name__}: {error}"
                 self._is_aborted = self.exchange.abort()

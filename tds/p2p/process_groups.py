@@ -176,5 +176,5 @@ def refuse_blocking_launches(num_stages: int) -> None:
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING must not be set for a pipeline, whose stages would wait for each other at their "
             f"first messages, got {blocking!r} with {num_stages} stages. Unset it. To find the kernel of an error, run "
-            "one stage, or call torch.cuda.synchronize() in the layers: a pipeline goes on with that"
+            "one stage, or wait for the device in the layers: a pipeline goes on with that"
         )

@@ -91,7 +91,7 @@ class _Data:
 @contextmanager
 def _messages(steps_of: dict[int, list[Step]]) -> Iterator[None]:
     """Let ``isend`` and ``irecv`` of the threads by that name be noted; headers do travel."""
-    told: dict[Any, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+    headers: dict[Any, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
     counts: dict[Any, int] = defaultdict(int)
 
     def start(kind: str, tensor: torch.Tensor, route: Any) -> Work:
@@ -104,12 +104,12 @@ def _messages(steps_of: dict[int, list[Step]]) -> Iterator[None]:
             return Work(steps, step)
         if kind == "send":
             steps.append(Step("tell", route, step.number))
-            told[route].put(tensor.clone())
+            headers[route].put(tensor.clone())
             return Work(steps, step, lambda: None)
 
         def hear() -> None:
             steps.append(Step("hear", route, step.number))
-            tensor.copy_(told[route].get(timeout=DEADLINE_S))
+            tensor.copy_(headers[route].get(timeout=DEADLINE_S))
 
         return Work(steps, step, hear)
 
@@ -194,7 +194,7 @@ class _Gpu:
         self.given.append(entry)
         return entry
 
-    def host(self, told: set[Any]) -> bool:
+    def host(self, sent: set[Any]) -> bool:
         """Let the host go on as far as it can; return whether it did."""
         before = self.at
         while self.at < len(self.steps):
@@ -204,10 +204,10 @@ class _Gpu:
                     break
                 self.actions += 1
             elif step.kind == "hear":
-                if (step.route, step.number) not in told:
+                if (step.route, step.number) not in sent:
                     break
             elif step.kind == "tell":
-                told.add((step.route, step.number))
+                sent.add((step.route, step.number))
             elif step.kind == "kernel":
                 self.give("computation", ())
             elif step.kind == "wait":
@@ -244,13 +244,13 @@ def stuck(steps: Sequence[Sequence[Step]], num_queues: int = 32, stalls: Any = N
         stalls: by stage, numbers of the actions ahead of which its host waits for its GPU.
     """
     gpus = [_Gpu(each, num_queues, (stalls or {}).get(stage, ())) for stage, each in enumerate(steps)]
-    told: set[Any] = set()
+    sent: set[Any] = set()
     halves: dict[Any, _Entry] = {}
     moved = True
     while moved:
         moved = False
         for gpu in gpus:
-            moved |= gpu.host(told) | gpu.device(halves)
+            moved |= gpu.host(sent) | gpu.device(halves)
     left = [
         f"stage {stage} at {gpu.steps[gpu.at] if gpu.at < len(gpu.steps) else 'its end'}, {len(gpu.given)} not done"
         for stage, gpu in enumerate(gpus)

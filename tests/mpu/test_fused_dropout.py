@@ -63,8 +63,8 @@ def test_the_kernel_is_for_cuda_and_not_for_numbers_that_it_would_round(monkeypa
         device = torch.device("cuda")  # type: ignore[assignment]
 
     monkeypatch.setattr(fused_dropout, "is_there", lambda: True)
-    assert not fused_dropout.fits(torch.ones(2))
-    assert fused_dropout.fits(torch.ones(2).as_subclass(OnCuda))
-    assert not fused_dropout.fits(torch.ones(2, dtype=torch.float64).as_subclass(OnCuda))
+    assert not DropoutStreams().by_kernel(torch.ones(2))
+    assert DropoutStreams().by_kernel(torch.ones(2).as_subclass(OnCuda))
+    assert not DropoutStreams().by_kernel(torch.ones(2, dtype=torch.float64).as_subclass(OnCuda))
     monkeypatch.setattr(fused_dropout, "is_there", lambda: False)
-    assert not fused_dropout.fits(torch.ones(2).as_subclass(OnCuda))
+    assert not DropoutStreams().by_kernel(torch.ones(2).as_subclass(OnCuda))

@@ -16,7 +16,7 @@ PEAK = f"{_TESTS}::test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_
 POISONED = f"{_TESTS}::test_no_gradient_holds_what_its_memory_held"
 ALIGNED = f"{_TESTS}::test_columns_that_align_the_products_change_no_sum_and_no_gradient"
 OFF_CPU = f"{_TESTS}::test_off_the_cpu_every_product_of_the_head_is_aligned_whatever_the_vocabulary"
-FAMILIES = "tests/models/common/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_aligned_logits"
+FAMILIES = "tests/models/common/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
 
 CHUNKED_LOSS = (
     Mutant(
@@ -171,7 +171,7 @@ CHUNKED_LOSS = (
         "megatron/config/model.py",
         " and num_tokens > chunk + hidden_size",
         " and num_tokens > chunk",
-        ("tests/models/common/test_loss.py::test_the_automatic_choice_holds_no_more_than_aligned_logits",),
+        ("tests/models/common/test_loss.py::test_the_automatic_choice_holds_no_more_than_whole_logits",),
     ),
     Mutant(
         "whole logits of 16 bits count without their copy in 32",
@@ -232,7 +232,7 @@ CHUNKED_LOSS = (
     ),
     Mutant(
         "logits made together begin anywhere",
-        LOSS,
+        "megatron/mpu/layers.py",
         "    width = aligned(rows, x.device) if",
         "    width = rows if",
         (f"{OFF_CPU}[0-50257]",),
@@ -251,7 +251,7 @@ CHUNKED_LOSS = (
         "loss_chunk_tokens: int | None = None ",
         (
             ""
-            "tests/models/common/test_head.py::test_sizes_of_a_model_of_ones_own_mean_aligned_logits_and_a_configuration_decides",
+            "tests/models/common/test_head.py::test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides",
         ),
     ),
     Mutant(

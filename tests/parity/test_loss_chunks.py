@@ -13,7 +13,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 ZERO_BUBBLE = "--pipeline-schedule zb-h1"
 
 
-def test_a_2_by_2_layout_with_chunks_trains_as_one_process_with_aligned_logits() -> None:
+def test_a_2_by_2_layout_with_chunks_trains_as_one_process_with_whole_logits() -> None:
     """Row E01: tied tables on two stages, gradients put off, layers recomputed."""
     found = traces(2, 2, 1, *batches(1, 4), f"--fp64 {CHUNKS} --checkpoint-activations {ZERO_BUBBLE}")
     check_fp64(compare(serial(*batches(1, 4)), found))

@@ -37,7 +37,7 @@ def seen(size: int) -> list[dict[Any, Any]]:
     return run_ranks(size, chunks_and_whole, size) if size > 1 else [chunks_and_whole(0, 1)]
 
 
-def test_sizes_of_a_model_of_ones_own_mean_aligned_logits_and_a_configuration_decides() -> None:
+def test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides() -> None:
     model = ModelConfig(
         num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=1024, max_position_embeddings=64
     )
@@ -49,7 +49,7 @@ def test_sizes_of_a_model_of_ones_own_mean_aligned_logits_and_a_configuration_de
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("family", "untied"), KINDS)
-def test_chunks_give_the_loss_and_every_gradient_of_aligned_logits(family: str, untied: bool, size: int) -> None:
+def test_chunks_give_the_loss_and_every_gradient_of_whole_logits(family: str, untied: bool, size: int) -> None:
     for results in seen(size):
         chunked, whole = results[family, untied]
         assert len(chunked) == len(whole) > 5

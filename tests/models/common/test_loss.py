@@ -48,7 +48,7 @@ def test_chunks_are_of_one_size_and_none_where_logits_are_few(
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("forwards", [1, 4])
-def test_the_automatic_choice_holds_no_more_than_aligned_logits(
+def test_the_automatic_choice_holds_no_more_than_whole_logits(
     is_on_cpu: bool, width: int, tensor: int, forwards: int
 ) -> None:
     """Sizes in use, among them one of 8192 numbers a token and 2048 tokens, where a chunk of all held 5 times more."""

@@ -11,7 +11,7 @@ import torch
 
 import tds.engine.engine
 import tds.gradients
-from tds.gradients import clip, clip_coefficient, global_norm, multiply
+from tds.gradients import clip, global_norm
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
 from tds.schedule import Backward, Forward, Kind
@@ -55,7 +55,7 @@ def test_clipping_on_a_device_is_that_of_the_host(
         gradients[1][3] = spoilt
     wanted = [gradient.clone() for gradient in gradients]
     norm = global_norm(gradients, [])
-    multiply(wanted, clip_coefficient(norm.item(), max_norm))
+    clip(wanted, norm, max_norm)
     monkeypatch.setattr(tds.gradients, "is_host", lambda device: False)
     clip(gradients, norm, max_norm)
     for one, two in zip(gradients, wanted, strict=True):
@@ -113,6 +113,6 @@ def test_the_last_action_that_the_device_has_reached_is_told() -> None:
         exchange.begin_action(action)
     clock.reached = 2
     assert exchange.action_of_device() == Forward(1)
-    told = on_device(Report(True, None, 1.0, "has been adding up"), exchange.action_of_device())
-    assert told.words == "has been adding up, its device is at its forward of micro-batch 1"
-    assert on_device(told, None) is told
+    words = on_device(Report(True, None, 1.0, "has been adding up"), exchange.action_of_device())
+    assert words.words == "has been adding up, its device is at its forward of micro-batch 1"
+    assert on_device(words, None) is words
