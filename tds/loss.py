@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds.device import upload
+
 # The losses of a global batch: what a loss function may return, and how the micro-batches of one replica add up.
 #
 # | returned | trained on | reported |
@@ -364,7 +366,9 @@ def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tupl
     written = [int.from_bytes(parts[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
     check = zlib.crc32(text + bytes([num_own])) % 2**_CHECK_BITS
     head = [len(names), num_own, check, check**2]
-    return torch.tensor(head, dtype=torch.float64).to(device), torch.tensor(written, dtype=torch.float64).to(device)
+    made = (torch.tensor(numbers, dtype=torch.float64) for numbers in (head, written))
+    known, named = (upload(numbers, device) for numbers in made)
+    return known, named
 
 
 @functools.lru_cache(maxsize=16)

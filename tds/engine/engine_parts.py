@@ -15,7 +15,7 @@ class EngineParts(Protocol):
 
     Attributes:
         sums_dtype: in which gradients are summed over ranks; None: in their own.
-        means: of the last global batch.
+        means: of the last global batch, that of an evaluation too.
         report: measures the parts of a step (``tds.engine.monitor``).
         grad_norm: of the last step, as ``get_global_grad_norm`` tells it.
     """

@@ -1,4 +1,4 @@
-"""One process with the device without CUDA for all tests of a file."""
+"""The processes with the device without CUDA for all tests of a file."""
 
 from __future__ import annotations
 

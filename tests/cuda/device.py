@@ -294,7 +294,11 @@ class Device(TorchDispatchMode):
     # What the device does.
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[Any], out: Any) -> None:
-        if func.is_view or name in ROOMS:
+        if func.is_view:
+            return
+        if name in ROOMS:
+            for made in tensors_in(out):
+                self.storage(made)  # of the stream that asks for the memory, which may not be the first to use it
             return
         places, names = written_by(func)
         written = [t for i in places if i < len(args) for t in tensors_in(args[i])]

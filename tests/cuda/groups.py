@@ -19,6 +19,7 @@ import pickle
 import socket
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
+from tds import torch_api
 from tests.cuda.device import Device, Operator, tensors_in
 from tests.cuda.fake_cuda import Kind
 
-FIRST_STREAM, FIRST_EVENT = 1000, 2**40
+FIRST_STREAM, FIRST_EVENT = 2**30, 2**40
 """Numbers of NCCL's own streams and events, behind all others."""
 SOURCES = {
     "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
@@ -40,25 +42,26 @@ SOURCES = {
 """Which arguments a collective reads; all tensors of the first argument are written but for a send."""
 
 
-PLAIN = {name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group")}
+PLAIN = {name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")}
 """torch's own functions."""
 
 
 class Line:
-    """Messages to and from the process of another rank, each under a key."""
+    """Messages to and from the process of another rank in one run, each under a key."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._file = end.makefile("rwb")
+    def __init__(self, end: socket.socket, run: int = 0) -> None:
+        self._file, self._run = end.makefile("rwb"), run
         self._kept: dict[Any, deque[Any]] = defaultdict(deque)
 
     def send(self, key: Any, value: Any) -> None:
-        pickle.dump((key, value), self._file)
+        pickle.dump((self._run, key, value), self._file)
         self._file.flush()
 
     def receive(self, key: Any) -> Any:
         while not self._kept[key]:
-            found, value = pickle.load(self._file)
-            self._kept[found].append(value)
+            run, found, value = pickle.load(self._file)
+            if run == self._run:  # else an earlier run left it
+                self._kept[found].append(value)
         return self._kept[key].popleft()
 
 
@@ -129,6 +132,16 @@ class Groups:
             setattr(dist, name, function)
             setattr(c10d, name, function)
         c10d._set_pg_timeout = lambda *_: None
+        torch_api.backend = lambda group, device: SimpleNamespace(name=lambda: self.backend(group))
+        torch_api.sends_from_host = lambda group: self.backend(group) == "gloo"
+        torch_api.open_world = torch_api.nccl_options = lambda *_: None
+        torch_api.split_world = lambda pairs, device, backend, *_: self._split(make_group, pairs, backend)
+
+    def _split(self, make_group: Callable[..., Any], pairs: list[list[int]], backend: str) -> Any:
+        """Return the group of this rank among those of disjoint ``pairs``, or None."""
+        made = [make_group(pair, backend=backend) for pair in pairs]
+        self._count("split_group", None)
+        return next((group for group, pair in zip(made, pairs, strict=True) if self.rank in pair), None)
 
     def backend(self, group: Any = None) -> str:
         return self.asked.get(group or dist.group.WORLD, "nccl")

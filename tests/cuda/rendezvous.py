@@ -133,6 +133,7 @@ def trace(schedule: str, num_stages: int, num_micro_batches: int, chunks: int = 
         exchange = P2PCommunicator(links, made, num_chunks=chunks)
         plan = SchedulePlan(schedule, num_stages=num_stages, num_chunks=chunks, stage=stage)
         worker = Stage(made, exchange, CPU)
+        exchange.set_limits(*plan.limits(num_micro_batches))
         gradients = SimpleNamespace(
             come_in_hooks=True, before_backward=lambda: None, after_backward=lambda: steps.append(Step("kernel"))
         )

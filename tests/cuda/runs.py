@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import importlib
+import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +29,15 @@ from megatron.mpu import data
 from megatron.training import global_vars, initialize, setup, train_state
 from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
-from tds import torch_api
 from tests.cuda.device import Device, Seen
 from tests.cuda.fake_cuda import FakeCuda
+from tests.cuda.groups import PLAIN as PLAIN_GROUPS
 from tests.cuda.groups import Groups, Line
 from tests.cuda.order import Order
 
 ROOT = Path(__file__).resolve().parents[2]
+FULL = (dict, list, set, deque, defaultdict, OrderedDict)
+CACHED = type(functools.cache(lambda: None))
 PHASES = ("start", "build", "step 1", "step 2", "evaluation", "save")
 
 
@@ -72,24 +78,43 @@ def import_all() -> None:
                 load(family, part)
 
 
-def warm(library: FakeCuda, case: Any) -> None:
-    """Take ``case`` of one rank in this process, so that those that are forked from it find what torch keeps of it.
+LEFT_IN = ("megatron", "tds", "deepspeed", "torch.distributed")
+"""Packages whose modules a run leaves something in."""
 
-    It takes no step: the threads of autograd do not live on in a child. What it leaves in modules is taken back.
-    """
-    import deepspeed.comm.comm
-    import deepspeed.utils.groups
 
-    kept = [(vars(module), dict(vars(module))) for module in (deepspeed.comm.comm, deepspeed.utils.groups)]
-    Run(library, case, 0, {}).take()
-    torch.distributed.distributed_c10d._update_default_pg(None)
-    for names, before in kept:
-        names.clear()
-        names.update(before)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("megatron", "tds"):
-            for value in list(vars(module).values()):
-                getattr(value, "cache_clear", lambda: None)()
+@contextlib.contextmanager
+def leaving_nothing(library: FakeCuda) -> Iterator[None]:
+    """Put back behind a run what it leaves in modules, in torch and in the environment, for the next one."""
+    modules = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(tuple(f"{p}." for p in LEFT_IN))]
+    names = [(vars(module), dict(vars(module))) for module in modules]
+    held = {
+        id(value): (value, value.copy())
+        for _, before in names
+        for name, value in before.items()
+        if type(value) in FULL and not name.startswith("__")
+    }
+    environment = dict(os.environ)
+    library.take_log()
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            PLAIN_GROUPS["destroy_process_group"]()
+        for now, before in names:
+            for name in [name for name in now if name not in before]:
+                del now[name]
+            now.update(before)
+        for value, before in held.values():
+            value.clear()
+            value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+        for _, before in names:
+            for value in before.values():
+                if isinstance(value, CACHED):
+                    value.cache_clear()
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(False)
+        gc.collect()
 
 
 def become(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
@@ -149,12 +174,13 @@ class Run:
 
     def take(self) -> Outcome:
         """Do all phases."""
+        self._began = time.process_time()
         self.groups.install()
         _patch(self)
         with self.device:
             self._start_and_step()
         self.outcome.wrong, self.outcome.started = self.groups.wrong, self.groups.started
-        self.outcome.cpu_s = time.process_time()
+        self.outcome.cpu_s = time.process_time() - self._began
         order = Order()
         order.follow(self.device.library.take_log(), self.device.operators)
         self.outcome.faults = order.faults
@@ -267,17 +293,9 @@ def _patch(run: Run) -> None:
     FakeTensor.data_ptr = lambda tensor: run.device.storage(tensor) * 2**40 + tensor.storage_offset()
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
 
-    class Named:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def name(self) -> str:
-            return self._name
-
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("attn_mask") is not None:
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is not None:
             run.device.seen.masks[run.device.place()] += 1
-        return as_on_a_gpu(*args, **kwargs)
+        return as_on_a_gpu(query, key, value, attn_mask, *args, **kwargs)
 
     torch.nn.functional.scaled_dot_product_attention = attention
-    torch_api.backend = lambda group, device: Named(run.groups.backend(group))

@@ -14,11 +14,7 @@ FIRST = {
     "tolist in tds/gradient_reducer.py:_agree": 2,  # the order of the buckets, once in a run
 }
 STEADY = {"tolist in tds/loss.py:read": 1}
-EVALUATION = {
-    "tolist in tds/loss.py:read": 1,
-    "item in megatron/training/train_step.py:evaluate_batch": 1,  # the loss that a pipeline has already read
-}
-BUDGET = {"step 1": FIRST, "step 2": STEADY, "evaluation": EVALUATION}
+BUDGET = {"step 1": FIRST, "step 2": STEADY, "evaluation": STEADY}
 """Phase -> what makes the host wait for the device, and how often at most. A new line needs a reason."""
 
 

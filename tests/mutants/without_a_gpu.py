@@ -72,9 +72,8 @@ WITHOUT_A_GPU = (
     Mutant(
         "the numbers of losses stay on the host",
         "tds/loss.py",
-        "    return torch.tensor(head, dtype=torch.float64).to(device), torch.tensor(written, dtype=torch.float64)"
-        ".to(device)\n",
-        "    return torch.tensor(head, dtype=torch.float64), torch.tensor(written, dtype=torch.float64)\n",
+        "    known, named = (upload(numbers, device) for numbers in made)\n",
+        "    known, named = made\n",
         (UPLOADS,),
         refuses=True,
     ),
