@@ -51,11 +51,19 @@ def test_messages_meet_in_every_schedule_of_every_size(run: tuple[str, int, int,
     check(run)
 
 
-def test_messages_meet_where_hosts_stall() -> None:
+def test_messages_meet_where_a_host_stalls() -> None:
     for run in runs(SHORT[:4], 2):
         steps = trace(*run)
-        found = [seed for seed in range(4) if stuck(steps, 32, stalls_of(steps, seed))]
-        assert not found, f"{run} stands still with the stalls of these seeds"
+        stalls = [one for seed in range(4) for one in stalls_of(steps, seed).items()]
+        found = [one for one in stalls if stuck(steps, 32, dict([one]))]
+        assert not found, f"{run} stands still with these stalls of one stage"
+
+
+@pytest.mark.xfail(reason="each of two stages may have posted what the other sends behind its stall", strict=True)
+def test_messages_meet_where_all_hosts_stall_at_once() -> None:
+    for run in runs(SHORT[:2], 1):
+        steps = trace(*run)
+        assert not stuck(steps, 32, dict.fromkeys(range(run[1]), range(10**6))), f"{run} stands still"
 
 
 def test_one_queue_is_enough() -> None:
