@@ -130,6 +130,23 @@ def identity(place: torch.device) -> str:
 
 
 @_by_plugin
+def model_name(place: torch.device) -> str:
+    """Return what the device is called, with the number of its multiprocessors; "" for the CPU."""
+    if place.type == "cpu":
+        return ""
+    facts = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
+    return f"{name(place.type)}, {getattr(facts, 'multi_processor_count', 0)} multiprocessors"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that a process on CUDA has loaded: a system's may hide those of torch."""
+    if not torch.cuda.is_initialized():
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+
+
+@_by_plugin
 def backend(kind: str) -> str:
     """Return torch.distributed's backend for this kind of device; "" where only DeepSpeed can say."""
     plugin = accelerators.find(kind)

@@ -8,7 +8,7 @@ it. torch's private names are in ``tds.torch_api``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -77,13 +77,18 @@ class BaseEngine(DeepSpeedEngine):
         return self._config.checkpoint_parallel_write_pipeline
 
     @property
-    def grad_norm(self) -> float:
-        """The norm of the last step's gradients, as the engine tells it."""
+    def grad_norm(self) -> float | torch.Tensor:
+        """The norm of the last step's gradients; on a device, where the host has not waited for it."""
         return self._global_grad_norm
 
     @grad_norm.setter
-    def grad_norm(self, norm: float) -> None:
+    def grad_norm(self, norm: float | torch.Tensor) -> None:
         self._global_grad_norm = norm
+
+    def get_global_grad_norm(self) -> float:
+        """Return the norm of the last step's gradients; waits for it."""
+        norm = super().get_global_grad_norm()
+        return float(norm) if isinstance(norm, torch.Tensor) else norm
 
     @property
     def checkpoint_folder(self) -> str | None:
@@ -244,6 +249,29 @@ def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any]
     if limit is None:
         return
     limit_groups({*groups_of(module), *more}, limit)
+
+
+@contextmanager
+def sharing_groups(known: Mapping[tuple[int, ...], Any] | None = None) -> Iterator[None]:
+    """Let DeepSpeed make one process group, not several, of one set of ranks.
+
+    Args:
+        known: groups that are there, by their ranks, with those that this rank is not in: the same ranks on every rank.
+    """
+    comm = deepspeed.comm
+    make, made = comm.new_group, dict(known or {})
+
+    def new_group(ranks: Iterable[int]) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(list(key))
+        return made[key]
+
+    comm.new_group = new_group
+    try:
+        yield
+    finally:
+        comm.new_group = make
 
 
 def groups_of(module: Any) -> Iterator[Any]:

@@ -140,13 +140,21 @@ def keep_freed() -> bool:
     return False
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with every tensor in it on ``device``; lists become tuples, as DeepSpeed gives them.
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of ``tensor`` on ``device``. The host does not wait for it: it lies in pinned memory meanwhile."""
+    if is_host(device) or not is_host(tensor.device):
+        return tensor.to(device, copy=True)
+    pinned = tensor if tensor.is_pinned() else get_accelerator().pin_memory(tensor)
+    return pinned.to(device, non_blocking=True)
 
-    A namedtuple stays one.
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with every tensor in it on ``device``, by ``upload``.
+
+    Lists become tuples, as DeepSpeed gives them; a namedtuple stays one.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return value if value.device == device else upload(value, device)
     if isinstance(value, (tuple, list)):
         return tuple_like(value, [to_device(each, device) for each in value])
     if isinstance(value, dict):

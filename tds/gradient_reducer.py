@@ -278,13 +278,13 @@ class GradientReducer:
         order. Collective."""
         self._start(self.order.rest())
 
-    def finish(self, scale: float) -> None:
+    def finish(self, scale: float | torch.Tensor) -> None:
         """Start what is left, the late buckets too; wait for all sums and multiply them by ``scale``. Collective."""
         self.finish_launch()
         self._start(self.order.late)
         self.wait(scale)
 
-    def wait(self, scale: float) -> None:
+    def wait(self, scale: float | torch.Tensor) -> None:
         """Wait for the sums that have started, multiply them by ``scale``, and begin anew."""
         for bucket in self._started:
             bucket.wait(scale)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from tds import torch_api
+from tds.device import is_host
 
 # Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
@@ -150,11 +151,12 @@ def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     if not isinstance(factor, torch.Tensor) and factor == 1.0:
         return
     held = list(gradients)
-    if isinstance(factor, torch.Tensor) or any(gradient.dtype not in WIDE for gradient in held):
+    types = {gradient.dtype for gradient in held}
+    if not types <= set(WIDE) or (isinstance(factor, torch.Tensor) and len(types) > 1):
         for gradient in held:  # one kernel for all would round the factor to their 16 bits first, on a CPU
             gradient.mul_(factor)
     elif held:
-        torch_api.multiply_all(held, factor)
+        torch_api.multiply_all(held, factor.to(held[0].dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
 def reduce_gradients(
@@ -219,6 +221,18 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
     return norms.double().square().sum() + rest.double().square()
 
 
+def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``square_of_norm`` of all: one scalar for each, or on a device, whose sums are trees, one for all of a
+    type: kernels for each weight would take longer to start than to run."""
+    if any(is_host(gradient.device) for gradient in gradients):
+        return [square_of_norm(gradient) for gradient in gradients]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [torch_api.norms_of_all(same, accurate_dtype(dtype)) for dtype, same in by_dtype.items()]
+    return [torch.stack(same).double().square().sum() for same in norms]
+
+
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return fp64 for fp64, else fp32: the type in which sums are taken."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -252,7 +266,7 @@ def global_norm(
         gradients: those that are counted on this rank.
         groups: process groups over which squares are added up, one behind the other; None: no others.
     """
-    squares = [square_of_norm(gradient) for gradient in gradients]
+    squares = squares_of_norms(list(gradients))
     squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
     for group in groups:
         if group is not None and dist.get_world_size(group) > 1:
@@ -262,6 +276,10 @@ def global_norm(
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale the gradients so that their norm is at most ``max_norm``; one that is not a number leaves them alone."""
+    if not is_host(norm.device):  # a host that asked for the norm would wait for all that is queued
+        if max_norm > 0.0:
+            multiply(gradients, torch.where(norm > max_norm, max_norm / (norm + 1.0e-6), torch.ones_like(norm)))
+        return
     factor = clip_coefficient(norm.item(), max_norm)
     if factor < 1.0:
         multiply(gradients, factor)

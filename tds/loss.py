@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds.device import upload
+
 # The losses of a global batch: what a loss function may return, and how the micro-batches of one replica add up.
 #
 # | returned | trained on | reported |
@@ -293,6 +295,12 @@ class LossReduction:
         return 1.0 / weight if weight > 0 else 0.0
 
     @property
+    def factor_on_device(self) -> torch.Tensor:
+        """``factor`` as a scalar in fp64 where the losses lie; nobody waits for it."""
+        weight = self.sent[_HEAD + 1]
+        return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+
+    @property
     def _numbers(self) -> list[float]:
         if not self._read:
             self.read()
@@ -358,7 +366,9 @@ def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tupl
     written = [int.from_bytes(parts[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
     check = zlib.crc32(text + bytes([num_own])) % 2**_CHECK_BITS
     head = [len(names), num_own, check, check**2]
-    return torch.tensor(head, dtype=torch.float64).to(device), torch.tensor(written, dtype=torch.float64).to(device)
+    made = (torch.tensor(numbers, dtype=torch.float64) for numbers in (head, written))
+    known, named = (upload(numbers, device) for numbers in made)
+    return known, named
 
 
 @functools.lru_cache(maxsize=16)

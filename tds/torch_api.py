@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d, _swap_tensor_impl
 from torch.distributed import distributed_c10d
 
@@ -34,9 +35,19 @@ def backward_executes(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by ``factor``, in place, by one kernel."""
     torch._foreach_mul_(tensors, factor)
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """End what ``group`` has on its way on ``device``; it is of no use afterwards."""
+    group._get_backend(device).abort()
+
+
+def norms_of_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor, summed in ``dtype``, by one kernel."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def backend(group: Any, device: torch.device) -> Any:
@@ -49,6 +60,43 @@ def default_timeout() -> timedelta | None:
     world = distributed_c10d._get_default_group()
     options = getattr(backend(world, world._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def sends_from_host(group: Any) -> bool:
+    """Return whether ``group`` sends what lies in the host's memory."""
+    return torch.device("cpu") in group._device_types
+
+
+def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Return options of NCCL: streams of high priority, at most ``max_ctas`` processors (0: as NCCL chooses)."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if max_ctas:
+        options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def open_world(device: torch.device) -> None:
+    """Open the default group's communicator, of which others are split. Collective."""
+    if distributed_c10d._get_default_group().bound_device_id is None:
+        dist.all_reduce(torch.zeros(1, device=device))
+
+
+def split_world(
+    ranks: list[list[int]], device: torch.device, backend: str, options: Any, timeout: timedelta | None
+) -> Any:
+    """Return the group of this rank among disjoint ``ranks``, or None; its communicator is split off the world's.
+
+    torch splits only if the default group knows its device, which it may not have been told at its start. Collective.
+    """
+    world: Any = distributed_c10d._get_default_group()
+    before, world.bound_device_id = world.bound_device_id, device
+    try:
+        of_devices = f"{device.type}:{backend}"
+        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=options, backend=of_devices)
+    finally:
+        world.bound_device_id = before
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:

@@ -42,7 +42,7 @@ def test_what_tests_of_several_folders_use_lies_in_helpers() -> None:
     assert misplaced == []
 
 
-ACROSS = ("docs", "golden", "gpu", "helpers", "migration", "mutants", "parity", "reliability")
+ACROSS = ("cuda", "docs", "golden", "gpu", "helpers", "migration", "mutants", "parity", "reliability")
 """Folders of tests that are of no one package."""
 BESIDE = ("benchmarks", "examples", "tds", "tools")
 """Of the repository's root; all other folders of tests are named after packages of megatron."""

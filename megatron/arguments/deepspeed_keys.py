@@ -200,6 +200,7 @@ INNER = {
         "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
         **PIPELINE,
         "trace_steps": Key(POSITIVE, about="steps in the trace, the first ones of the run; 20 by default"),
+        "p2p_max_ctas": Key(INTEGER, about="CTAs of a message on a GPU; 0: as NCCL chooses; 4 by default"),
         "stages": Key(POSITIVE),
         "partition": Key(TEXT),
         "seed_layers": Key(BOOLEAN),

@@ -125,7 +125,7 @@ class ParallelConfig:
     device: str = option("auto", "where to compute: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
     fused_kernels: str = option(
         "auto",
-        "fused norms and AdamW on a GPU: torch's, or apex's where it is installed; auto: torch's",
+        "fused norms, AdamW and dropout on a GPU: torch's, or apex's norms and AdamW; auto: torch's, dropout by Triton",
         choices=("auto", "torch", "apex"),
     )
     distributed_backend: str | None = option(

@@ -267,14 +267,9 @@ class GPTDataset:
 
 
 def gpt2_fields(
-    tokens: Tensor,
-    *,
-    segments: Tensor | None = None,
-    eod_id: int | None = None,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-) -> dict[str, Tensor | None]:
+    tokens: Tensor, *, segments: Tensor | None = None, eod_id: int | None = None, reset_position_ids: bool = False,
+    reset_attention_mask: bool = False, eod_mask_loss: bool = False,
+) -> dict[str, Tensor | None]:  # fmt: skip
     """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
 
     Shapes:

@@ -45,13 +45,9 @@ MAX_DIMENSIONS = 6
 
 
 def broadcast_data(
-    keys: Iterable[str],
-    data: Mapping[str, torch.Tensor] | None,
-    dtype: torch.dtype,
-    group: Group,
-    device: torch.device,
-    host: Group | None = None,
-) -> dict[str, torch.Tensor]:
+    keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype, group: Group,
+    device: torch.device, host: Group | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return ``data[key]`` for each key on every rank of ``group``, on ``device``. Collective.
 
     The host waits for the other hosts, which tell the shapes, and not for the device.

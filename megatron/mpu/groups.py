@@ -62,6 +62,8 @@ class Grid:
     tensor_host: Group  # the tensor group over the CPU: for what a device need not be waited for
 
 
+AXES = {"tensor": ("tensor",), "pipe": ("pipe",), "data": ("data",), "model": ("pipe", "tensor")}
+"""Of the groups of a ``Grid``: along which axes of the topology."""
 HOST_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other's disks: opening data, saving, loading."""
 
@@ -80,38 +82,43 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
     """
     if topology.world_size == 1:
         return single_grid()
-    tensor = _own_group(topology, rank, timeout, "tensor")
+    made: dict[tuple[int, ...], Any] = {}
+    own = {name: _own_group(topology, rank, timeout, axes, made) for name, axes in AXES.items()}
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
-    return Grid(
-        topology=topology,
-        rank=rank,
-        tensor=tensor,
-        pipe=_own_group(topology, rank, timeout, "pipe"),
-        data=_own_group(topology, rank, timeout, "data"),
-        model=_own_group(topology, rank, timeout, "pipe", "tensor"),
-        world=world,
-        host=replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)),
-        tensor_host=tensor if is_on_host else _own_group(topology, rank, timeout, "tensor", backend="gloo"),
-    )
+    on_host = own["tensor"] if is_on_host else _own_group(topology, rank, timeout, AXES["tensor"], {}, backend="gloo")
+    host = replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
+    return Grid(topology=topology, rank=rank, **own, world=world, host=host, tensor_host=on_host)
+
+
+def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
+    """Return torch's process group of each set of two ranks or more, those of other ranks too."""
+    found: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
+    for name, axes in AXES.items():
+        own: Group = getattr(grid, name)
+        for ranks in map(tuple, grid.topology.groups(*axes)):
+            if len(ranks) > 1:
+                found.setdefault(ranks, own.handle if ranks == own.ranks else dist.GroupMember.NON_GROUP_MEMBER)
+    return found
 
 
 def _own_group(
-    topology: Topology, rank: int, timeout: timedelta | None, *axes: str, backend: str | None = None
-) -> Group:
+    topology: Topology, rank: int, timeout: timedelta | None, axes: tuple[str, ...], made: dict[tuple[int, ...], Any],
+    backend: str | None = None,
+) -> Group:  # fmt: skip
     """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``.
 
     Args:
+        made: groups by their ranks: one that is there is not made again.
         backend: of new groups; None: as the default group, which is then that of all ranks.
     """
     own = None
-    for ranks in topology.groups(*axes):
-        handle = None
+    for ranks in map(tuple, topology.groups(*axes)):
         if len(ranks) == topology.world_size and backend is None:
-            handle = dist.group.WORLD
-        elif len(ranks) > 1:
-            handle = dist.new_group(ranks, timeout=timeout, backend=backend)
+            made[ranks] = dist.group.WORLD
+        elif len(ranks) > 1 and ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if rank in ranks:
-            own = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
+            own = Group(ranks=ranks, rank=ranks.index(rank), handle=made.get(ranks))
     if own is None:
         raise RuntimeError(f"rank {rank} is outside the grid {topology}")
     return own

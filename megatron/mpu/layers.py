@@ -52,6 +52,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
+BESIDE, WHOLE_TILES = 8, 64
+"""Off the CPU logits have a multiple of the first in columns, which are 16 bytes or more, or are given the second."""
+
+
+def aligned(columns: int, place: torch.device) -> int:
+    """Return the columns that logits on ``place`` are made with, of which ``columns`` count."""
+    if place.type == "cpu" or columns % BESIDE == 0:
+        return columns
+    return -(-columns // WHOLE_TILES) * WHOLE_TILES
+
+
+def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x table^T + bias``, [..., v/t], by products that are aligned, those of the backward too."""
+    rows = len(table)
+    width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
+    if width == rows:
+        return F.linear(x, table, bias)
+    return F.linear(x, with_rows(table, width), None if bias is None else with_rows(bias, width))[..., :rows]
+
+
+def with_rows(table: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the first ``number`` rows of ``table``, or all of them and zeros."""
+    if len(table) >= number:
+        return table[:number]
+    return torch.cat([table, table.new_zeros(number - len(table), *table.shape[1:])])
+
+
 def plus_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return ``x + bias``, [..., h] and [h]."""
     return x + (_in_every_row(bias, x.shape) if _stands_alone(x) else bias)
@@ -91,8 +118,8 @@ _in_every_row.register_autograd(_gradient)
 # With the sequence cut the graph keeps this rank's part of the input, not the whole that the products have read.
 #
 # What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of
-# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. With one
-# receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
+# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: it is set without a pipeline. With
+# one receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
 # queues. The sums are the same then and may start later.
 #
 # A schedule that puts the gradients of weights off (``tds.engine.weight_grad_store``) does so by swapping

@@ -11,9 +11,14 @@ each by a weight known by then, so backward has nothing to do but multiply them 
 product with the table is not computed again; what is kept from forward to backward is [n, h] and [v/t, h] instead of
 [n, v/t]. Without gradients only the sum is computed.
 
-Logits of 16 bits are products in 16 bits, as in a linear layer; all else is fp32 (fp64 for fp64), the sum of the
-table's gradients over chunks included. A chunk's summand is a product in 16 bits, too. In fp16 it could overflow, a sum
-over the tokens that no loss scale makes smaller: a power of two, by which its hidden states are divided, bounds it.
+Logits of 16 bits are products in 16 bits, as in a linear layer, on CUDA written in fp32 right away; all else is fp32
+(fp64 for fp64), the sum of the table's gradients over chunks included. A chunk's summand is a product in 16 bits, too.
+In fp16 it could overflow, a sum over the tokens that no loss scale makes smaller: a power of two, by which its hidden
+states are divided, bounds it.
+
+On GPUs a product is 2 to 4 times slower where rows do not begin at multiples of 16 bytes, as those of 50,257 logits.
+So off the CPU logits have as many columns more as it takes (``aligned``), with rows of the table that are padding or
+zeros: no probability, no gradient.
 
 Source: Hsu et al. 2024, "Liger kernel", has the gradients in forward, for one rank; Wijmans et al. 2024, "Cut your
 losses in large-vocabulary language models", makes the logits again in backward.
@@ -30,7 +35,7 @@ import torch
 
 from megatron.mpu.cross_entropy import known_or_nan
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.layers import vocab_range
+from megatron.mpu.layers import aligned, vocab_range, with_rows
 from megatron.torch_compat import all_gather_single
 
 FP16_SCALE = 8.0
@@ -107,7 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
         work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, needs)
         total = work.run()
-        ctx.save_for_backward(work.of_x, work.of_table, work.of_bias)
+        of_table = None if work.of_table is None else work.of_table[: len(table)]
+        ctx.save_for_backward(work.of_x, of_table, work.of_bias)
         ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
         return total
 
@@ -137,9 +143,13 @@ def _scale(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A chunk whose numbers of all ranks, [t, 3, c], are on their way; ``exponentials`` are of this rank, [c, v/t]."""
+    """A chunk whose numbers of all ranks, [t, 3, c], are on their way.
+
+    ``exponentials`` are of this rank, [c, v/t]; ``room`` is their memory, which may have columns more.
+    """
 
     rows: slice
+    room: torch.Tensor
     exponentials: torch.Tensor
     slopes: torch.Tensor | None  # of capped logits, where gradients are made
     local: torch.Tensor
@@ -160,13 +170,16 @@ class _Work:
         self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given, needs: list[bool]
     ) -> None:
         self.x, self.given = x, given
-        self.table, self.bias = table[: given.num_real], None if bias is None else bias[: given.num_real]
+        self.width = aligned(given.num_real, x.device)
+        self.table = with_rows(table, self.width)
+        self.bias = None if bias is None else with_rows(bias, self.width)
         self.wide = given.weights.dtype
         self.total = given.weights.new_zeros(())
         self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-        self.of_table = torch.empty_like(table, dtype=self.wide) if needs[1] else None
+        rows = max(len(table), self.width)
+        self.of_table = table.new_empty((rows, table.shape[1]), dtype=self.wide) if needs[1] else None
         if self.of_table is not None:
-            untouched = given.num_real if len(x) and table.dtype == self.wide else 0  # the first product sets the rest
+            untouched = self.width if len(x) and table.dtype == self.wide else 0  # the first product sets the rest
             self.of_table[untouched:].zero_()
         self.of_bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
@@ -175,7 +188,7 @@ class _Work:
         waiting: deque[_Begun] = deque()
         most = 2 if self.given.group.size > 1 else 1
         tokens = min(self.given.at_once, len(self.x))
-        room = [self.table.new_empty((tokens, self.given.num_real), dtype=self.wide) for _ in range(most)]
+        room = [self.table.new_empty((tokens, self.width), dtype=self.wide) for _ in range(most)]
         for number, rows in enumerate(self._chunks()):
             waiting.append(self._begin(rows, room[number % most]))
             if len(waiting) == most:
@@ -189,7 +202,8 @@ class _Work:
             yield slice(first, min(first + self.given.at_once, len(self.x)))
 
     def _begin(self, rows: slice, room: torch.Tensor) -> _Begun:
-        logits = self._logits(self.x[rows], room[: rows.stop - rows.start])  # [c, v/t]
+        room = room[: rows.stop - rows.start]
+        logits = self._logits(self.x[rows], room)  # [c, v/t]
         slopes = self._cap(logits) if self.given.cap else None
         targets = self.given.targets[rows]
         is_here = (targets >= 0) & (targets < self.given.num_real)
@@ -202,16 +216,19 @@ class _Work:
         exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
         own = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
         every, handle = self._gathered(own)
-        return _Begun(rows, exponentials, slopes, local, is_here, own, every, handle)
+        return _Begun(rows, room, exponentials, slopes, local, is_here, own, every, handle)
 
     def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return the logits [c, v/t] in ``room``."""
-        same = x.dtype == room.dtype
-        if self.bias is None:
-            made = torch.mm(x, self.table.t(), out=room if same else None)
+        """Return the logits [c, v/t] in ``room``, which has columns beside them where the product is to be aligned."""
+        out = room if x.dtype == room.dtype else None
+        if out is None and writes_wide(x):
+            made = torch.mm(x, self.table.t(), out_dtype=room.dtype, out=room)
+            made = made if self.bias is None else made.add_(self.bias)
+        elif self.bias is None:
+            made = torch.mm(x, self.table.t(), out=out)
         else:
-            made = torch.addmm(self.bias, x, self.table.t(), out=room if same else None)
-        return made if same else room.copy_(made)
+            made = torch.addmm(self.bias, x, self.table.t(), out=out)
+        return (made if made is room else room.copy_(made))[:, : self.given.num_real]
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Cap ``logits`` in place; return by how much each of them grows with what it was, if that is asked for."""
@@ -253,14 +270,31 @@ class _Work:
         if begun.slopes is not None:
             wide.mul_(begun.slopes)
         x = self.x[begun.rows]
-        of_logits = wide.to(x.dtype)
+        of_logits = self._aligned_gradient(begun.room, wide, x.dtype)  # [c, width]
         if self.of_x is not None:
             torch.mm(of_logits, self.table, out=self.of_x[begun.rows])
         if self.of_table is not None:
             power = _power(x, self.given.weights[begun.rows]) if x.dtype == torch.float16 else None
-            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x, power, is_first=begun.rows.start == 0)
+            _add_product(self.of_table[: self.width], of_logits.t(), x, power, is_first=begun.rows.start == 0)
         if self.of_bias is not None:
             self.of_bias[: self.given.num_real] += wide.sum(dim=0)
+
+    def _aligned_gradient(self, room: torch.Tensor, wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of the logits in the format of the products, with zeros in the columns beside them."""
+        if self.width == self.given.num_real:
+            return wide.to(dtype)
+        if dtype == room.dtype:
+            made = room
+        else:
+            made = room.new_empty(room.shape, dtype=dtype)
+            made[:, : self.given.num_real].copy_(wide)
+        made[:, self.given.num_real :].zero_()
+        return made
+
+
+def writes_wide(x: torch.Tensor) -> bool:
+    """Return whether torch can write a product of 16 bits on this device in fp32: logits keep all their bits."""
+    return x.device.type == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

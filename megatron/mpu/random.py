@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.device import default_generator
+from megatron.mpu import fused_dropout
 from megatron.mpu.activation_storage import ActivationStorage
+from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
 
 # Dropout from keyed generators: nothing to save, nothing to restore, the same in the recomputed forward.
@@ -22,7 +24,13 @@ from megatron.mpu.groups import SINGLE, Group
 # A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, where the tensor is cut over the
 # tensor-parallel group, of the tensor rank. So it is equal on all ranks that hold the same activation, different
 # everywhere else, and a resumed or recomputed step draws the very same masks. ``PhiloxDropout`` has masks that
-# do not depend on the layout either.
+# do not depend on the layout either. On CUDA a kernel takes the same key in place of a generator: no mask is in memory,
+# and it depends on no number of multiprocessors.
+
+
+def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
+    """Return the key that belongs to ``place``: of a generator, or of Philox."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=num_bytes).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,33 @@ class DropoutStreams:
         seed: the run's seed, the same on every rank.
         data: the data-parallel group: its ranks draw different masks.
         tensor: the tensor-parallel group: its ranks draw different masks for tensors that are cut.
+
+    Attributes:
+        has_kernels: on CUDA masks are made by Triton's kernels, where it is installed.
     """
 
     def __init__(self, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
         self.seed = seed
         self.data_rank = data.rank
         self.tensor_rank = tensor.rank
+        self.has_kernels = True
+        self._counts: torch.Tensor | None = None  # of the position, for compiled layers
         self.position = DropoutKey()
+
+    @property
+    def position(self) -> DropoutKey:
+        """Which forward pass runs now."""
+        return self._position
+
+    @position.setter
+    def position(self, position: DropoutKey) -> None:
+        self._position = position
+        if self._counts is not None:  # a new tensor, for graphs keep the one that they were given
+            self._counts = torch.tensor([position.step, position.micro_batch])
+
+    def enter_graphs(self) -> None:
+        """Let compiled layers drop elements in the midst of their graphs."""
+        self._counts = torch.tensor([self.position.step, self.position.micro_batch])
 
     @contextmanager
     def at(self, position: DropoutKey) -> Iterator[None]:
@@ -65,8 +93,12 @@ class DropoutStreams:
         """Return the generator seed for one mask; ``layer`` may be a tensor of one number."""
         tensor_rank = self.tensor_rank if is_cut else -1
         at = self.position
-        place = (self.seed, at.step, at.micro_batch, self.data_rank, tensor_rank, int(layer), site)
-        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
+        return hashed((self.seed, at.step, at.micro_batch, self.data_rank, tensor_rank, int(layer), site), 7)
+
+    def by_kernel(self, x: torch.Tensor) -> bool:
+        """Return whether the kernel drops elements of ``x``: of fp64 it would lose bits."""
+        is_on_cuda = self.has_kernels and x.device.type == "cuda"
+        return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_there()
 
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
@@ -80,45 +112,47 @@ class DropoutStreams:
             generator.set_state(state)
 
     def dropout(
-        self,
-        x: torch.Tensor,
-        probability: float,
-        *,
-        training: bool,
-        layer: int,
-        site: str,
-        is_cut: bool = False,
-        is_part: bool = False,
-    ) -> torch.Tensor:
-        """Return ``x`` with elements dropped by the mask that belongs to this place.
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
+        is_part: bool = False, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` with elements dropped by the mask that belongs to this place, added to ``residual`` if any.
 
         Args:
             is_cut: ``x`` is this tensor rank's slice rather than a copy that all ranks hold.
             is_part: ``x`` is this tensor rank's part of the sequence.
         """
         if not training or probability == 0.0:
-            return x
-        return self.drop(x, probability, layer, site, is_cut or is_part)
+            return _plus(residual, x)
+        if self._counts is not None and torch.compiler.is_compiling():
+            return _plus(residual, self._drop_in_graph(x, probability, layer, site, is_cut or is_part))
+        return self.drop(x, probability, layer, site, is_cut or is_part, residual)
 
-    def drop(self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool) -> torch.Tensor:
-        """Return what ``dropout`` does in training, by a generator."""
+    def drop(
+        self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what ``dropout`` does in training."""
+        if self.by_kernel(x):
+            return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
         with self.generator(x.device, layer, site, is_cut):
-            return F.dropout(x, probability, training=True)
+            dropped = F.dropout(x, probability, training=True)
+        return _plus(residual, dropped)
+
+    def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
+        """Return what ``drop`` does, by an operator; ``layer`` is a tensor."""
+        ranks = [self.seed, self.data_rank, self.tensor_rank if is_cut else -1]
+        by_kernel = self.by_kernel(x)
+        dropped, _ = fused_dropout.keyed_dropout(x, self._counts, layer, ranks, site, probability, by_kernel)
+        return dropped
 
     def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` without keeping what it needs for its backward; see ``checkpoint``."""
         return checkpoint(self, function, *args)
 
     def attend(
-        self,
-        function: Callable[..., torch.Tensor],
-        probability: float,
-        *,
-        device: torch.device,
-        layer: int,
-        site: str,
-        is_cut: bool,
-    ) -> torch.Tensor:
+        self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
+        site: str, is_cut: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Return what ``function`` of ``megatron.ops`` gives when it drops probabilities by the mask of this place.
 
         Args:
@@ -232,7 +266,7 @@ class PhiloxDropout(DropoutStreams):
     def key(self, layer: int, site: str, is_cut: bool) -> int:
         """Return the key of the hash, the same on all ranks; cut or not is the same mask."""
         place = (self.seed, self.position.step, layer, site)
-        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
+        return hashed(place, 8)
 
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> NoReturn:
         """Raise RuntimeError: what a generator draws depends on the layout."""
@@ -242,26 +276,19 @@ class PhiloxDropout(DropoutStreams):
         )
 
     def dropout(
-        self,
-        x: torch.Tensor,
-        probability: float,
-        *,
-        training: bool,
-        layer: int,
-        site: str,
-        is_cut: bool = False,
-        is_part: bool = False,
-    ) -> torch.Tensor:
-        """Return ``x`` with elements dropped by the mask that belongs to them.
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
+        is_part: bool = False, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` with elements dropped by the mask that belongs to them, added to ``residual`` if any.
 
         Shapes:
-            x, output [s, b, h], or [s, b, h/t] where ``is_cut``, or [s/t, b, h] where ``is_part``
+            x, residual, output [s, b, h], or [s, b, h/t] where ``is_cut``, or [s/t, b, h] where ``is_part``
 
         Raises:
             ValueError: ``x`` has other dimensions than these.
         """
         if not training or probability == 0.0:
-            return x
+            return _plus(residual, x)
         if x.dim() != 3 or x.shape[1] != self.micro_batch_size:
             raise ValueError(
                 "with --layout-independent-dropout a tensor must be [sequence, micro-batch, hidden], so that its "
@@ -269,55 +296,55 @@ class PhiloxDropout(DropoutStreams):
                 "Bring it into that shape, or leave the flag out"
             )
         length, samples, width = x.shape
+        key, sample = self.key(layer, site, is_cut), self._first_sample()
+        row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
+        if self.by_kernel(x):
+            return fused_dropout.drop(x, residual, Mask(key, probability, (row, sample, 0, column)))
         mask = dropped_mask(
-            self.key(layer, site, is_cut),
+            key,
             probability,
-            rows=_range(length, x.device, self.tensor_rank * length if is_part else 0).view(-1, 1, 1),
-            samples=self._samples(x.device).view(-1, 1),
+            rows=_range(length, x.device, row).view(-1, 1, 1),
+            samples=_range(samples, x.device, sample).view(-1, 1),
             planes=_range(1, x.device),
-            columns=_columns(self.tensor_rank * width if is_cut else 0, width),
+            columns=_columns(column, width),
         )
-        return _without(x, mask, probability)
+        return _plus(residual, _without(x, mask, probability))
 
     def attend(
-        self,
-        function: Callable[..., torch.Tensor],
-        probability: float,
-        *,
-        device: torch.device,
-        layer: int,
-        site: str,
-        is_cut: bool,
-    ) -> torch.Tensor:
+        self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
+        site: str, is_cut: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Return what ``function`` gives with the probabilities dropped that belong to this place."""
-        key, samples = self.key(layer, site, is_cut), self._samples(device)  # now: the position may move on
-        drop = partial(self._drop_probabilities, probability=probability, key=key, samples=samples, is_cut=is_cut)
+        key, sample = self.key(layer, site, is_cut), self._first_sample()  # now: the position may move on
+        drop = partial(self._drop_probabilities, probability=probability, key=key, sample=sample, is_cut=is_cut)
         return function(drop=drop)
 
     def _drop_probabilities(
-        self, x: torch.Tensor, *, probability: float, key: int, samples: torch.Tensor, is_cut: bool
+        self, x: torch.Tensor, *, probability: float, key: int, sample: int, is_cut: bool
     ) -> torch.Tensor:
         """Return ``x`` with elements dropped.
 
         Shapes:
             x, output [b, a/t, s, s_k]
         """
-        _, heads, queries, keys = x.shape
+        samples, heads, queries, keys = x.shape
+        plane = self.tensor_rank * heads if is_cut else 0
+        if self.by_kernel(x):
+            return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(
             key,
             probability,
             rows=_range(queries, x.device).view(-1, 1),
-            samples=samples.view(-1, 1, 1, 1),
-            planes=_range(heads, x.device, self.tensor_rank * heads if is_cut else 0).view(-1, 1, 1),
+            samples=_range(samples, x.device, sample).view(-1, 1, 1, 1),
+            planes=_range(heads, x.device, plane).view(-1, 1, 1),
             columns=_columns(0, keys),
         )
         return _without(x, mask, probability)
 
-    def _samples(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers of the samples of this micro-batch within the global batch."""
+    def _first_sample(self) -> int:
+        """Return the number of the first sample of this micro-batch within the global batch."""
         at = self.position
-        before = self.data_rank * at.num_micro_batches + at.micro_batch
-        return _range(self.micro_batch_size, device, before * self.micro_batch_size)
+        return (self.data_rank * at.num_micro_batches + at.micro_batch) * self.micro_batch_size
 
 
 def dropped_mask(
@@ -339,6 +366,10 @@ def dropped_mask(
         parts.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-rows.dim())
     return whole[..., columns.start % LANES :][..., : len(columns)]
+
+
+def _plus(residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if residual is None else residual + x
 
 
 def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:

@@ -22,16 +22,9 @@ are no numbers with a mask, s % 128 == 64 and low scores, as those of a query th
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    dropout: float = 0.0,
-    drop: Drop | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None,
+    is_causal: bool | None = None, dropout: float = 0.0, drop: Drop | None = None, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return ``softmax(q k^T * scale) v``.
 
     Shapes:
@@ -56,20 +49,13 @@ def attention(
         mask = causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
-    with _kernels(mask):
+    with attention_kernels(mask):
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=is_grouped,
+            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped
         )
 
 
-def _kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
+def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
     """Return within what torch chooses its kernel.
 
     Source: https://github.com/pytorch/pytorch/issues/196678 has the case of FOR_MASKS.

@@ -18,12 +18,12 @@ from megatron.mpu.random import DropoutStreams
 # ``--compile``: each transformer layer by ``torch.compile``, without and with a pipeline, recomputed or not.
 #
 # A layer is compiled, not the model: all layers of a kind share one graph, so that the time to start does not grow with
-# their number, and a pipeline, recompute, ZeRO and checkpoints see the modules that they know. What draws dropout masks
-# runs outside of the graphs, which break there: a mask is made by a keyed generator, which a graph would replace by its
-# own. A layer's number is part of these keys; as a number in Python it would be compiled in, one graph for each layer,
-# so it becomes a tensor.
+# their number, and a pipeline, recompute, ZeRO and checkpoints see the modules that they know. Dropout of hidden states
+# is an operator (``megatron.mpu.fused_dropout``), so that a layer stays one graph. What drops attention probabilities
+# runs outside of the graphs, which break there: a keyed generator would be replaced by a graph's own. A layer's number
+# is part of all keys; as a number in Python it would be compiled in, one graph for each layer, so it becomes a tensor.
 
-OUTSIDE = ("attend", "drop", "recomputed")
+OUTSIDE = ("attend", "recomputed")
 """Methods of ``DropoutStreams`` at which graphs break."""
 COMPILERS = ("g++", "clang++")
 
@@ -52,6 +52,7 @@ def compile_layers(
         )
     if backend == "inductor":
         check_compiler(device)
+    streams.enter_graphs()
     for name in OUTSIDE:
         setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
     for layer in layers:

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron import accelerators, device
 from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.mpu import fused_dropout
+from megatron.ops.attention import attention_kernels
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -132,6 +135,79 @@ def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
         yield "fused kernels", "torch's"
 
 
+# Dropout by a kernel in Triton, on CUDA (``megatron.mpu.fused_dropout``).
+
+
+def drops_by_kernel(config: Config, kind: str) -> bool:
+    """Return whether the masks of dropout are made by Triton's kernel."""
+    model, is_wide = config.model, config.precision.dtype == "fp64"
+    is_asked = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
+    return is_asked and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
+
+
+def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says by what elements are dropped on CUDA."""
+    if drops_by_kernel(config, kind):
+        yield "dropout", "by a kernel in Triton, which no GPU has run yet (--fused-kernels torch takes torch's)"
+
+
+def dropout_warning(config: Config, kind: str) -> str | None:
+    """Return what to say of ``--layout-independent-dropout`` on CUDA, None where there is nothing to say."""
+    model = config.model
+    if kind != "cuda" or not model.layout_independent_dropout:
+        return None
+    attention = "; dropout of attention keeps all probabilities in memory" if model.attention_dropout else ""
+    if drops_by_kernel(config, kind):
+        return (
+            "--layout-independent-dropout makes its masks by a kernel in Triton that has been held against torch's "
+            f"operators on a CPU and not been run on a GPU{attention}"
+        )
+    return (
+        "--layout-independent-dropout makes each mask by some 100 operators of torch's, by which a step is estimated "
+        f"to take 6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
+    )
+
+
+# Attention: which kernel torch takes, for the start table.
+
+KERNEL_NAMES = {
+    SDPBackend.ERROR: "none that torch has",
+    SDPBackend.MATH: "torch's operators one by one",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
+    SDPBackend.OVERRIDEABLE: "the device's own",
+}
+
+
+def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that names the kernels of attention; none on a CPU."""
+    if place.type == "cpu":
+        return
+    model = config.model
+    if model.layout_independent_dropout and model.attention_dropout:
+        yield "attention", "torch's operators one by one, for the masks of --layout-independent-dropout"
+        return
+    plain, masked = (attention_kernel(config, place, has_mask=has_mask) for has_mask in (False, True))
+    yield "attention", f"causal by {plain}" + (f", with a mask by {masked}" if masked != plain else "")
+
+
+def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:
+    """Return by what torch computes the attention of one sample on ``place``, in words.
+
+    Args:
+        has_mask: as of documents kept apart, of padding, or of positions in the scores; else it is causal.
+    """
+    model, length = config.model, config.batch.seq_length
+    heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)
+    shape, dtype = (1, heads, length, model.kv_hidden_size), device.DTYPES[config.precision.dtype or "fp32"]
+    query, key, value = (torch.empty(shape, dtype=dtype, device=place, requires_grad=True) for _ in range(3))
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=place) if has_mask else None
+    with attention_kernels(mask):
+        chosen = torch._fused_sdp_choice(query, key, value, mask, model.attention_dropout, is_causal=not has_mask)
+    return KERNEL_NAMES.get(SDPBackend(chosen), str(chosen))
+
+
 # ``--deterministic``: the same sums in the same order every time, on devices that need to be told.
 #
 # CPUs are that way: one thread count gives one result. On CUDA many kernels add in whatever order their blocks finish.
@@ -139,6 +215,8 @@ def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 """Values with which cuBLAS repeats itself, as its documentation on reproducibility has them; the first is faster."""
+NCCL_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""One order of sums for every start: left alone, NCCL chooses by size and by what it finds of the machine."""
 
 
 def configure_determinism(config: Config, kind: str) -> None:
@@ -151,6 +229,10 @@ def configure_determinism(config: Config, kind: str) -> None:
         return
     if kind == "cuda":
         _configure_workspace()
+        for name, value in NCCL_SUMS.items():
+            os.environ.setdefault(name, value)
+        # A pass over each new tensor, against reading it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
 
 
@@ -198,6 +280,9 @@ def configure_device(config: Config) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     os.environ["DS_ACCELERATOR"] = kind
+    if kind == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # parts of a sum stay in fp32
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     configure_determinism(config, kind)
     return kind
 

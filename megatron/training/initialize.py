@@ -35,7 +35,7 @@ from megatron.training.rendezvous import format_ranks, rendezvous
 # What differs goes wrong much later otherwise, or not at all: two versions of a layer train without a word.
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = ("torch", "deepspeed", "numpy", "tokenizers", "sentencepiece")
+VERSIONS = ("torch", "triton", "deepspeed", "numpy", "tokenizers", "sentencepiece")
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADAPTOR", "DS_ACCELERATOR", "ENABLE_DEEPSPEED_ADAPTOR",
     "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",
@@ -74,6 +74,8 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
 def compare_devices(place: torch.device, grid: Grid) -> None:
     """Raise if two ranks have one GPU, which NCCL refuses, but late and on some of the ranks. Collective.
 
+    GPUs of unlike kinds round unlike: within a replica they are refused, over replicas they are named.
+
     Raises:
         ConfigError: naming the ranks and what made them choose it; the same on every rank.
     """
@@ -81,8 +83,9 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
         return
     chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
     ranks_of: dict[tuple[str, str], dict[int, str]] = {}
-    places = grid.host.gather_objects((gethostname(), identity(place), chosen))
-    for rank, (host, device_there, device_name) in enumerate(places):
+    places = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
+    _compare_kinds([kind for *_, kind in places], grid)
+    for rank, (host, device_there, device_name, _) in enumerate(places):
         if device_there:
             ranks_of.setdefault((host, device_there), {})[rank] = device_name
     shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
@@ -101,10 +104,27 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
     )
 
 
+def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
+    """Raise if the ranks of a replica have GPUs of unlike kinds, and say so if replicas have."""
+    if len(set(kinds)) == 1:
+        return
+    ranks_of = {kind: format_ranks([rank for rank, one in enumerate(kinds) if one == kind]) for kind in set(kinds)}
+    named = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in sorted(ranks_of.items()))
+    for ranks in grid.topology.groups("pipe", "tensor"):
+        if len({kinds[rank] for rank in ranks}) > 1:
+            raise ConfigError(
+                f"the ranks of a replica must have GPUs of one kind, got {named}: other kernels would round otherwise, "
+                f"and copies of a weight drift apart (ranks {format_ranks(ranks)}). Start them on hosts of one kind"
+            )
+    if grid.world.rank == 0:
+        log.warning(f"replicas have GPUs of unlike kinds, and the slowest sets the pace: {named}")
+
+
 def facts(config: Config) -> dict[str, str]:
     """Return what must be the same on all ranks, by name; the code on the first rank of each machine only."""
     found = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
     found |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
+    found |= {f"version: {name}": value for name, value in device.versions().items()}
     found |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
     json_file = config.run.deepspeed_config
     if json_file:
@@ -171,6 +191,8 @@ def _version(name: str) -> str:
 
 MOST_QUEUES = "32"
 """Of CUDA_DEVICE_MAX_CONNECTIONS."""
+ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+"""Of PYTORCH_ALLOC_CONF."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +257,8 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
         PeerError: not all ranks came.
         StopRequest: asked to stop while others were missing.
     """
-    give_queues(has_pipeline=config.parallel.has_pipeline)
+    give_queues(has_pipeline=config.parallel.has_pipeline, tensor_size=config.parallel.model_parallel_size)
+    let_memory_grow()
     kind = configure_device(config)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
@@ -257,13 +280,28 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     return world
 
 
-def give_queues(*, has_pipeline: bool) -> None:
+def give_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
     """Give the streams of a pipeline, if it is on GPUs, a queue each; ahead of whatever asks for a device.
 
-    With CUDA's 8 for all of them the work of a stage may lie behind a receive that waits. What the user says holds.
+    With CUDA's 8 for all of them the work of a stage may lie behind a receive that waits. Tensor ranks without a
+    pipeline get one for all: kernels start in the order of their calls, so that a sum starts ahead of the product that
+    hides it. What the user says holds.
     """
     if has_pipeline:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MOST_QUEUES)
+    elif tensor_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def let_memory_grow() -> None:
+    """Let torch's allocators grow what they hold rather than hold pieces; ahead of whatever asks for a device.
+
+    Pinned memory is rounded up to a power of two below 64 MiB alone: main params on the host would take up to twice
+    their bytes. What the user says, by the newer or the older name of the variable, holds.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        is_known = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATOR if is_known else ALLOCATOR.partition(",")[0]
 
 
 def stop() -> None:

@@ -11,22 +11,23 @@ import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import tds
-from megatron import device
+from megatron import device, log
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.registry import load
-from megatron.mpu.groups import Grid, Group
+from megatron.mpu.groups import Grid, Group, groups_by_ranks
 from megatron.mpu.random import DropoutStreams, PhiloxDropout
 from megatron.mpu.shard import init_empty_weights, is_uninitialized
 from megatron.optim import GradScaler, LRScheduler, MixedPrecisionOptimizer, OffloadConfig, ParamInit, build_optimizer
 from megatron.training import device_setup
 from megatron.training.compile import compile_layers
-from megatron.training.device_setup import check_agreement
+from megatron.training.device_setup import check_agreement, dropout_warning
 from megatron.training.initialize import World
 from megatron.training.train_step import ForwardStep, PipelineStepEngine, SingleStageEngine, StepEngine
+from tds.deepspeed_api import sharing_groups
 from tds.device import move
 from tds.module import PartitionError
 
@@ -211,8 +212,13 @@ def make_streams(config: Config, world: World) -> DropoutStreams:
     """Return this rank's source of dropout masks."""
     seed, data, tensor = config.run.seed, world.grid.data, world.grid.tensor
     if config.model.layout_independent_dropout:
-        return PhiloxDropout(config.batch.batch_size, seed, data, tensor)
-    return DropoutStreams(seed, data, tensor)
+        streams: DropoutStreams = PhiloxDropout(config.batch.batch_size, seed, data, tensor)
+    else:
+        streams = DropoutStreams(seed, data, tensor)
+    streams.has_kernels = config.parallel.fused_kernels != "torch"
+    if world.rank == 0 and (text := dropout_warning(config, world.kind)):
+        log.warning(text)
+    return streams
 
 
 def build_engine(
@@ -224,11 +230,13 @@ def build_engine(
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
     check_agreement(world.kind)
-    module, optimizer = build_weights(config, world, streams, model_provider)
+    shared = groups_by_ranks(world.grid)
+    with sharing_groups(shared):
+        module, optimizer = build_weights(config, world, streams, model_provider)
     settings = engine_dict(config, world.grid.topology.world_size)
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
     tds.quiet(not config.run.verbose_deepspeed)
-    with not_sent(module, arrives=is_asked_for(config, world)):
+    with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups(shared):
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     optimizer.cut_weights(module)
     batch, replicas = config.batch, world.grid.data.size

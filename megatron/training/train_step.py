@@ -353,8 +353,8 @@ class PipelineStepEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         with _raising_data_error():
-            means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
-        return float(next(iter(means.values())) if isinstance(means, dict) else means)
+            self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
+        return _loss_values(self.engine.means)[0]  # which the host has read; what eval_batch returns it has not
 
     def bubble(self) -> float | None:
         """Return the share of time that stages idled in the training steps since the last call. Collective.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds import torch_api
 from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
 from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
@@ -22,7 +23,9 @@ from tds.gradients import GradientSource
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
-from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
+from tds.p2p.communicator import P2PCommunicator, StageLinks
+from tds.p2p.packed_layout import Slice
+from tds.schedule import Kind
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -32,9 +35,10 @@ from tds.watchdog import watchdog
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
     "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
-    "overlap_reduction",
+    "overlap_reduction", "p2p_max_ctas",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction,
+p2p_max_ctas."""
 
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -140,6 +144,20 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
     return _switch(section, "overlap_reduction", True)
 
 
+def max_ctas(section: Mapping[str, Any]) -> int:
+    """Return how many processors of a GPU a message between stages may hold.
+
+    Raises:
+        ValueError: "p2p_max_ctas" is no whole number of 0 or more.
+    """
+    asked = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        raise ValueError(
+            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
+        )
+    return asked
+
+
 def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
     asked = section.get(key, default)
     if not isinstance(asked, bool):
@@ -236,24 +254,28 @@ def make_stage(engine: EngineParts) -> Stage:
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     chunks = num_chunks(engine.module)
     limit = wait_limit(engine.pipeline_section, default_timeout())
-    groups, must_open = process_groups.message_groups(grid, device, chunks, limit)
+    ctas = max_ctas(engine.pipeline_section)
+    groups, must_open = process_groups.message_groups(grid, device, chunks, limit, ctas)
     if must_open:
         process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
-    links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit)
+    links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit, are_own=must_open)
     exchange = P2PCommunicator(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
     return Stage(engine.module, exchange, device)
 
 
-def make_data_agreement(engine: EngineParts, compares: bool) -> DataConsistency | None:
-    """Return how all ranks agree on their data; None for one rank, which needs no other."""
+def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) -> DataConsistency | None:
+    """Return how all ranks agree on their data, over the host; None for one rank, which needs no other. Collective."""
     if dist.get_world_size() == 1:
         return None
-    grid = engine.grid
+    grid, group = engine.grid, engine.module.world_group
+    if not torch_api.sends_from_host(group):
+        headers = [each for (kind, *_), each in links.groups.items() if kind is Kind.HEADER]
+        group = headers[0] if headers else dist.new_group(backend="gloo", timeout=links.timeout)
     return DataConsistency(
-        engine.module.world_group,
+        group,
         stage=engine.stage_id,
         replica=grid.get_data_parallel_rank(),
-        device=torch.device(engine.device),
+        device=torch.device("cpu"),
         name_of=lambda rank: watchdog.name_of(rank, place_of(grid, rank)),
         compares=compares,
     )

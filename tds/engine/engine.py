@@ -40,12 +40,9 @@ from tds.torch_api import default_timeout
 
 
 def finish(
-    engine: EngineParts,
-    meter: LossMeter,
-    gradients: GradientSource | None,
-    reducer: GradientReducer | None = None,
+    engine: EngineParts, meter: LossMeter, gradients: GradientSource | None, reducer: GradientReducer | None = None,
     source: BatchSource | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Reduce, step, and return the mean loss of the global batch; others go to ``engine.agg_additional_losses``.
 
     Collective. Every rank runs the same in the same order: the sums over replicas that the backward has not started
@@ -71,7 +68,8 @@ def finish(
                 add_up_replicas(engine, gradients, reducer, 1.0)
             read_with_norm(engine.optimizer, agreement)
         else:
-            add_up_replicas(engine, gradients, reducer, agreement.factor)
+            is_here = is_host(torch.device(engine.device))
+            add_up_replicas(engine, gradients, reducer, agreement.factor if is_here else agreement.factor_on_device)
     with discarding_gradients_on_error(engine, gradients):
         if source is not None:
             source.end(meter.num_micro_batches)
@@ -91,7 +89,7 @@ def add_up_tied(engine: EngineParts, gradients: GradientSource) -> None:
 
 
 def add_up_replicas(
-    engine: EngineParts, gradients: GradientSource, reducer: GradientReducer | None, factor: float
+    engine: EngineParts, gradients: GradientSource, reducer: GradientReducer | None, factor: float | torch.Tensor
 ) -> None:
     """Replace each gradient by the sum over the replicas times ``factor``; await what is under way. Collective."""
     if reducer is not None:
@@ -167,7 +165,7 @@ def clip_gradients(engine: EngineParts, gradients: GradientSource | None) -> Non
     with collective_scope(engine.stage_id, "taking the norm of the gradients"):
         norm = global_norm(counted, [engine.grid.get_model_parallel_group()], engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
-    engine.grad_norm = float(norm)
+    engine.grad_norm = float(norm) if is_host(norm.device) else norm  # read once it is asked for
 
 
 # Public names of DeepSpeed's pipeline engine that ours has no use for and programs read or call all the same.
@@ -273,7 +271,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self._trained_at_start = frozenset(trained(self))
         self._has_untaken_gradients = False
         self._stage = build.make_stage(self)
-        self._data_agreement = build.make_data_agreement(self, self._compares_data)
+        self._data_agreement = build.make_data_agreement(self, self._stage.exchange.links, self._compares_data)
         self._seeing = EngineMonitor(self, self._stage, self._plan)
         if self.training_data and self._reads_data():
             has_curriculum = self.curriculum_learning_enabled()
@@ -299,7 +297,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             forget(self, self._gradients)
         with self.report.step(), self._seeing.step():
             call = self._training_call()
-            self._stage.exchange.window = self._plan.window(self.micro_batches)
+            self._stage.exchange.set_limits(*self._plan.limits(self.micro_batches))
             with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             if self._stage.splits and not self._has_logged_split:
@@ -335,7 +333,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         watching = self._seeing.watching("in eval_batch")
         with watching, evaluate.preserve_training_state(self.module, self.device), torch.no_grad():
             self.module.eval()
-            self._stage.exchange.window = self._plan.window(number, is_training=False)
+            self._stage.exchange.set_limits(*self._plan.limits(number, is_training=False))
             self._stage.run(self._plan.evaluation(number), call)
             call.source.end(number)
             result = evaluate.evaluation_result(self, call, compute_loss, reduce_output, bcast_loss)

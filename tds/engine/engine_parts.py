@@ -15,7 +15,7 @@ class EngineParts(Protocol):
 
     Attributes:
         sums_dtype: in which gradients are summed over ranks; None: in their own.
-        means: of the last global batch.
+        means: of the last global batch, that of an evaluation too.
         report: measures the parts of a step (``tds.engine.monitor``).
         grad_norm: of the last step, as ``get_global_grad_norm`` tells it.
     """
@@ -38,7 +38,7 @@ class EngineParts(Protocol):
     on_loss: Callable[[torch.Tensor], None] | None
     agg_train_loss: torch.Tensor | None
     agg_additional_losses: dict[str, torch.Tensor] | None
-    grad_norm: float
+    grad_norm: float | torch.Tensor
     _force_grad_boundary: bool
     _has_untaken_gradients: bool
 

@@ -57,7 +57,7 @@ def evaluation_result(
         if not is_last or reduce_output is None:
             return call.outputs if is_last else None
         return mean_output(call.outputs, engine.grid)
-    means = agree(engine, call.meter).means()
+    engine.means = means = agree(engine, call.meter).means()
     monitor.write_evaluation(engine, means)
     if reduce_output is None:
         return call.outputs if is_last else None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tds.deepspeed_api import RepeatingLoader
-from tds.device import tuple_like
+from tds.device import tuple_like, upload
 from tds.p2p.boundary import entered
 from tds.p2p.communicator import collective_scope
 
@@ -119,10 +119,11 @@ class DataConsistency:
 
     def _gather(self, numbers: Sequence[int], doing: str) -> list[list[int]]:
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        everyone = own.new_empty(dist.get_world_size(self._group) * len(own))
         with collective_scope(self._stage, doing):
-            dist.all_gather(everyone, own, group=self._group)
-        return [row.tolist() for row in everyone]
+            dist.all_gather_into_tensor(everyone, own, group=self._group)
+        rows: list[list[int]] = everyone.view(-1, len(own)).tolist()
+        return rows
 
     def _format_ranks(self, ranks: Sequence[int]) -> str:
         shown = [self._name_of(rank) for rank in ranks[:4]]
@@ -437,7 +438,7 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
 
     def copied(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            copy = value.detach().to(device, copy=True)
+            copy = upload(value.detach(), device)
             return entered([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
             return tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])

@@ -36,7 +36,7 @@ from tds.schedule import (
     validate,
 )
 from tds.schedule.schedules import Order
-from tds.schedule.simulate import send_window
+from tds.schedule.simulate import late_receives, send_window
 
 if TYPE_CHECKING:
     from tds.timers import Recorder
@@ -67,7 +67,7 @@ class SchedulePlan:
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
-        self._windows: dict[tuple[int, bool], int] = {}
+        self._limits: dict[tuple[int, bool], tuple[int, frozenset[Action]]] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
@@ -84,15 +84,18 @@ class SchedulePlan:
         """Return the actions of an eval_batch."""
         return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
 
-    def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
-        """Return how many messages of a kind may wait for a neighbour to take them."""
+    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, frozenset[Action]]:
+        """Return what ``P2PCommunicator.set_limits`` takes: how many messages of a kind may wait for a neighbour, and
+        the actions whose receive is not posted ahead."""
         key = num_micro_batches, is_training
-        if key not in self._windows:
+        if key not in self._limits:
             if is_training:
                 self._prove(num_micro_batches)
             order = self.order if is_training else _forwards(self.num_chunks)
-            self._windows[key] = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
-        return self._windows[key]
+            window = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
+            late = late_receives(order, self.num_stages, num_micro_batches, self.num_chunks, window)
+            self._limits[key] = window, late[self.stage]
+        return self._limits[key]
 
 
 @functools.lru_cache
@@ -200,6 +203,7 @@ class Stage:
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._program = program_of((), self.index, self.num_stages, self.num_chunks)
         self._broken_by: str | None = None
+        self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -219,8 +223,6 @@ class Stage:
             RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
         """
         self._refuse_if_broken()
-        self._in_flight.clear()
-        self.splitter.clear()
         self._program = program_of(tuple(actions), self.index, self.num_stages, self.num_chunks)
         call.source.begin(self._program.reads)
         with self._breaking():
@@ -232,26 +234,30 @@ class Stage:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Remember an error that leaves messages on their way, which the next call would take for its own."""
+        """Drop what an error has left, and remember it where messages are on their way, which the next call would take
+        for its own."""
         try:
             yield
         except BaseException as error:
+            self._in_flight.clear()
+            self.splitter.clear()
             if self.num_stages > 1:
                 self._broken_by = f"{type(error).__name__}: {error}"
+                self._is_aborted = self.exchange.abort()
             raise
 
     def _refuse_if_broken(self) -> None:
         if self._broken_by is not None:
             raise RuntimeError(
                 f"stage {self.index} cannot go on: an earlier train_batch or eval_batch ended in the middle, with "
-                f"messages between stages on their way ({self._broken_by}). End the program and resume, or build the "
-                "engine anew on all ranks"
+                f"messages between stages on their way ({self._broken_by}). End the program and resume"
+                + ("" if self._is_aborted else ", or build the engine anew on all ranks")
             )
 
     def _do(self, actions: Sequence[Action], call: Call) -> None:
         recorder = self.recorder if call.is_training else None
         for action in actions:
-            self.exchange.action = action
+            self.exchange.begin_action(action)
             if call.on_action is not None:
                 call.on_action(action)
             if recorder is None:
@@ -269,6 +275,7 @@ class Stage:
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
             inputs, labels = call.source.next()
+            labels = to_device(labels, self.device) if outgoing is None else None  # ahead of the forward
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
@@ -281,7 +288,7 @@ class Stage:
         if not call.is_training:
             checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
         if outgoing is None:
-            self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
+            self._finish_forward(action, call, output, labels, leaves)
             return
         with_grad = self.exchange.send_forward(outgoing, output)
         if call.is_training:

@@ -1,11 +1,8 @@
-"""P2PCommunicator: packed buffers, isend/irecv posted ahead, waiting for a neighbour or a collective; errors of
-lost peers.
-"""
+"""P2PCommunicator: isend, irecv one action ahead, waiting for a neighbour or a collective; errors of lost peers."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds import torch_api
 from tds.device import is_host
 from tds.p2p.boundary import (
     HEADER_SIZE,
@@ -37,91 +35,9 @@ from tds.p2p.boundary import (
     records_of,
 )
 from tds.p2p.host_copies import Copied
+from tds.p2p.packed_layout import PackedLayout, Slice
 from tds.schedule import Action, Kind, Message, received
 from tds.timers import Clock, HostClock
-
-# From tensors to bytes and back: one message holds all tensors that cross a boundary, whatever their dtypes.
-#
-# Layout of a message: each tensor's bytes at the next multiple of 64. A partitioned tensor travels as this rank's part
-# of its flat elements, ``ceil(numel / t)`` of them, the last part filled up. A message is never empty: without any
-# bytes it is one byte.
-
-ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The tensor (slice) group over which partitioned tensors are cut."""
-
-    rank: int = 0
-    size: int = 1
-    group: object = None
-
-
-class PackedLayout:
-    """Where each tensor of a message lies in its bytes; computed once per boundary and call."""
-
-    def __init__(self, specs: Sequence[TensorMeta], cut: Slice) -> None:
-        self.specs = tuple(specs)
-        self.cut = cut
-        self.offsets: list[int] = []
-        self.numels: list[int] = []
-        end = 0
-        for spec in self.specs:
-            numel = math.prod(spec.shape)
-            if self._is_cut(spec):
-                numel = -(-numel // cut.size)
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            self.offsets.append(start)
-            self.numels.append(numel)
-            end = start + numel * spec.dtype.itemsize
-        self.num_bytes = max(end, 1)
-        self.is_cut = any(map(self._is_cut, self.specs))
-
-    def _is_cut(self, spec: TensorMeta) -> bool:
-        return spec.partitioned and self.cut.size > 1
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the message's bytes; those of a single contiguous tensor are not copied."""
-        pieces = [self._local_bytes(t, spec) for t, spec in zip(tensors, self.specs, strict=True)]
-        if len(pieces) == 1 and pieces[0].numel() == self.num_bytes:
-            return pieces[0]
-        message = self.new_buffer(tensors[0].device if tensors else torch.device("cpu"))
-        for piece, offset in zip(pieces, self.offsets, strict=True):
-            message[offset : offset + piece.numel()].copy_(piece)
-        return message
-
-    def new_buffer(self, device: torch.device) -> torch.Tensor:
-        """Return bytes to receive a message into."""
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-
-    def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a message. Collective over the tensor group where a tensor is partitioned."""
-        tensors = []
-        for spec, offset, numel in zip(self.specs, self.offsets, self.numels, strict=True):
-            piece = message[offset : offset + numel * spec.dtype.itemsize]
-            if self._is_cut(spec):
-                piece = self._gather(piece, math.prod(spec.shape) * spec.dtype.itemsize)
-            # .data: tensors of one message share memory but must not share autograd's count of in-place changes.
-            tensors.append(piece.view(spec.dtype).view(spec.shape).data)
-        return tensors
-
-    def _local_bytes(self, tensor: torch.Tensor, spec: TensorMeta) -> torch.Tensor:
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        if self._is_cut(spec):
-            part = -(-flat.numel() // self.cut.size)
-            own = flat[self.cut.rank * part : (self.cut.rank + 1) * part]
-            if own.numel() < part:
-                own = torch.cat([own, own.new_zeros(part - own.numel())])
-            flat = own
-        return flat.view(torch.uint8)
-
-    def _gather(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        whole = piece.new_empty(piece.numel() * self.cut.size)
-        if whole.numel():
-            dist.all_gather(list(whole.chunk(self.cut.size)), piece.contiguous(), group=self.cut.group)
-        return whole[:num_bytes]
-
 
 # The words for a rank that is gone: gloo and NCCL say neither who waited nor for what.
 
@@ -207,7 +123,8 @@ class StageLinks:
     """How this stage reaches the others.
 
     ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each route from and to
-    this stage. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog.
+    this stage. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog. ``are_own``:
+    the groups of messages between devices are for them alone, and may be aborted.
     """
 
     stage: int
@@ -216,6 +133,7 @@ class StageLinks:
     cut: Slice
     device: torch.device
     timeout: timedelta | None = None
+    are_own: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -297,6 +215,16 @@ class Transport:
             sends.clear()
         self.waits.clear()
 
+    def abort(self) -> bool:
+        """End the messages that wait on a device, behind an error: nobody will send them, and the device would wait for
+        ever. Their groups are of no use afterwards. Return whether there is such a device."""
+        if is_host(self.links.device) or not self.links.are_own:
+            return False
+        groups = {id(group): group for (kind, *_), group in self.links.groups.items() if kind is not Kind.HEADER}
+        for group in groups.values():
+            torch_api.abort(group, self.links.device)
+        return True
+
     def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
         own, peer = self.links.stage, message.peer
         route = (kind, own, peer) if operation is dist.isend else (kind, peer, own)
@@ -329,20 +257,18 @@ class Transport:
         )
 
 
-# What crosses between stages: asynchronous, receives posted ahead, one message per boundary.
+# What crosses between stages: asynchronous, receives posted one action ahead, one message per boundary.
 #
 # One call of train_batch or eval_batch is one ``begin`` ... ``finish``. Messages of one kind from one neighbour go in
 # the order of the schedule, so none carries a number. A header with shapes and dtypes goes ahead of the first
 # activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
 # that they answer. The header is mostly that of the call before: then both sides go on with the form that they have.
+#
+# While a stage runs an action, the receive of the next one is posted, as far as its size is known, and nothing further.
+# On a GPU a posted receive is a kernel that holds processors and waits: one whose message depended on what the stage
+# has still to run would stop the pipeline at the first wait for the whole device. ``late_receives`` says where that
+# would be so of the next one, too.
 
-RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
-"""How many receives wait for their message while the stage works. Gradients have a whole forward and backward to arrive
-in, so one is enough; on the first stages, where memory is short, a second buffer would count.
-
-Not on a GPU in the first call of a kind, nor where shapes may change: a receive waits there as a kernel, and a kernel
-that is loaded at its first use, or memory that is got from the driver, may wait for all kernels, while what the
-neighbour sends hangs on it. There tensors are received as they are wanted."""
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
@@ -376,14 +302,15 @@ class BoundaryTensors:
 @functools.lru_cache(maxsize=16)
 def expected_messages(
     actions: tuple[Action, ...], stage: int, num_stages: int, num_chunks: int, is_dynamic: bool
-) -> dict[Kind, list[Message]]:
-    """Return what comes in while a stage does ``actions``, in order, with a header ahead of each new form."""
+) -> tuple[list[Message | None], dict[Kind, list[Message]]]:
+    """Return (what each of a stage's ``actions`` receives, what comes in of each kind in order: a header ahead of each
+    new form)."""
     messages = [received(action, stage, num_stages, num_chunks) for action in actions]
     expected = {kind: [m for m in messages if m is not None and m.kind is kind] for kind in Kind}
     first: dict[tuple[int, int], Message] = {}
     for message in expected[Kind.ACTIVATION]:
         first.setdefault((message.micro_batch if is_dynamic else 0, message.chunk), message)
-    return expected | {Kind.HEADER: list(first.values())}
+    return messages, expected | {Kind.HEADER: list(first.values())}
 
 
 class P2PCommunicator(Transport):
@@ -405,9 +332,8 @@ class P2PCommunicator(Transport):
         self.module = module
         self.num_chunks = num_chunks
         self.is_dynamic = is_dynamic
-        self._has_run: set[bool] = set()  # training, evaluation
-        self._posts_ahead = True
-        self.window = None  # tds.schedule.simulate says which limit a schedule runs with; it sets it ahead of a call
+        self.late_receives: frozenset[Action] = frozenset()
+        self._marks: list[tuple[Action, Any]] = []  # of the clock, ahead of each action of this call, on a device
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
@@ -416,21 +342,44 @@ class P2PCommunicator(Transport):
         self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
-        """Note what will come, and post the receives of the first headers. ``marks_all`` as in ``describe``.
+        """Note what will come; ``begin_action`` posts its receives. ``marks_all`` as in ``describe``.
 
         Raises:
             BoundaryError: the module's declaration is wrong in itself.
         """
         self.forget()
+        marks, self._marks = self._marks, []
+        self.clock.free(mark for _, mark in marks)
         self.action, self.is_training, self.marks_all = None, is_training, marks_all
         if self._declaration != (now := declaration(self.module)):
             self.declared, self._declaration = declared_boundary(self.module), now
             self.agreed.clear()
-        self._posts_ahead = is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)
         place = self.links.stage, self.links.num_stages, self.num_chunks
-        messages = expected_messages(tuple(actions), *place, self.is_dynamic)
-        self._expected = {kind: deque(each) for kind, each in messages.items()}
-        self._post(Kind.HEADER)
+        self._actions = tuple(actions)
+        self._messages, expected = expected_messages(self._actions, *place, self.is_dynamic)
+        self._expected = {kind: deque(each) for kind, each in expected.items()}
+        self._num_begun = 0
+
+    def set_limits(self, window: int | None, late_receives: frozenset[Action] = frozenset()) -> None:
+        """Let the calls that follow keep to what ``tds.schedule.simulate`` says of their schedule: ``send_window`` and
+        ``late_receives``."""
+        self.window, self.late_receives = window, late_receives
+
+    def action_of_device(self) -> Action | None:
+        """Return the last action that the device has reached, which the host may be far ahead of; None if unknown. Asks
+        events and waits for nothing, so any thread may call it."""
+        reached = [action for action, mark in list(self._marks) if self.clock.is_reached(mark)]
+        return reached[-1] if reached else None
+
+    def begin_action(self, action: Action) -> None:
+        """Note that the stage begins the next of its actions; post what it receives, and what the one after it does."""
+        self.action = action
+        if not is_host(self.links.device):
+            self._marks.append((action, self.clock.mark()))
+        place, self._num_begun = self._num_begun, self._num_begun + 1
+        self._post_for(place)
+        if place + 1 < len(self._actions) and self._actions[place + 1] not in self.late_receives:
+            self._post_for(place + 1)
 
     def forget(self) -> None:
         super().forget()
@@ -438,10 +387,6 @@ class P2PCommunicator(Transport):
         self.outgoing.clear()
         for posted in self._posted.values():
             posted.clear()
-
-    def finish(self) -> None:
-        super().finish()
-        self._has_run.add(self.is_training)
 
     def send_forward(self, message: Message, output: Any) -> list[torch.Tensor]:
         """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
@@ -460,7 +405,6 @@ class P2PCommunicator(Transport):
         elif crossing.fingerprint != fingerprint:
             self._check_again(message, tensors, structure, crossing)
         self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
-        self._post(Kind.GRADIENT)
         return crossing.with_grad(tensors)
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
@@ -557,38 +501,38 @@ class P2PCommunicator(Transport):
             return layout.unpack(received_bytes)
 
     def _take(self, kind: Kind, message: Message) -> torch.Tensor:
-        """Return the bytes of ``message``, and post the receives that follow."""
+        """Return the bytes of ``message``."""
+        self._post(kind, message)  # unless begin_action has: its size may have come with a header only now
         posted = self._posted[kind]
-        if not posted:
-            self._post(kind, 1)
         if not posted or posted[0].message != message:
             found = posted[0].message if posted else "nothing"
             raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
-        transfer = posted.popleft()
-        self._post(kind)
-        return self.wait_for(transfer)
+        return self.wait_for(posted.popleft())
 
-    def _post(self, kind: Kind, number: int | None = None) -> None:
-        """Start receives until ``number`` are on their way, as far as their sizes are known."""
-        if number is None:
-            number = RECEIVES_AHEAD[kind] if self._posts_ahead or kind is Kind.HEADER else 0
-        expected, posted = self._expected[kind], self._posted[kind]
-        while expected and len(posted) < number:
-            buffer = self._new_buffer(kind, expected[0])
-            if buffer is None:
-                return
-            message = expected.popleft()
-            if buffer.numel():
-                posted.append(self.receive(kind, message, buffer))
+    def _post_for(self, place: int) -> None:
+        """Start the receives of one action: of its message, and of the header ahead of it if there is one."""
+        message = self._messages[place]
+        if message is not None:
+            self._post(Kind.HEADER, message)
+            self._post(message.kind, message)
 
-    def _new_buffer(self, kind: Kind, message: Message) -> torch.Tensor | None:
-        """Return room for ``message``: empty if it is never sent, None if its size is not known yet."""
+    def _post(self, kind: Kind, message: Message) -> None:
+        """Start the receive of ``message`` if it is the next of its kind, and its size is known."""
+        expected = self._expected[kind]
+        while kind is Kind.GRADIENT and expected and self._is_never_sent(expected[0]):
+            expected.popleft()
+        if not expected or expected[0] != message:
+            return
         if kind is Kind.HEADER:
-            return torch.zeros(HEADER_SIZE, dtype=torch.int64)
-        crossing = (self.incoming if kind is Kind.ACTIVATION else self.outgoing).get(self._key(message))
-        if crossing is None:
-            return None
-        layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
-        if kind is Kind.GRADIENT and not layout.specs:
-            return torch.empty(0)
-        return layout.new_buffer(self.links.device)
+            buffer = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+        else:
+            crossing = (self.incoming if kind is Kind.ACTIVATION else self.outgoing).get(self._key(message))
+            if crossing is None:
+                return
+            layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
+            buffer = layout.new_buffer(self.links.device)
+        self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
+
+    def _is_never_sent(self, gradient: Message) -> bool:
+        crossing = self.outgoing.get(self._key(gradient))
+        return crossing is not None and not crossing.gradients.specs

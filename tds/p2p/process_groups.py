@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,7 @@ NCCL_GRACE = timedelta(seconds=2)
 def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
     """Let the operations that ``groups`` start from now on end after ``limit``; sends and receives over gloo do not."""
     for group in groups:
-        grace = NCCL_GRACE if dist.get_backend(group) == "nccl" else timedelta()
+        grace = NCCL_GRACE if "nccl" in dist.get_backend(group) else timedelta()
         set_timeout(group, limit + grace)
 
 
@@ -40,27 +39,29 @@ def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
 # Over gloo, which tells messages apart by their tags, that is the pipeline's own group. NCCL runs what is started on
 # one communicator in order, and receives are posted ahead of sends, so there each route (kind of message, from, to)
 # has a group of its own: with one group for a whole pipeline a send would wait behind a receive that depends on it.
-# Headers go over the CPU.
+# Headers go over the CPU. NCCL's groups have streams of high priority, ahead of the products that run meanwhile, and
+# few processors, for a posted receive holds what it has while it waits. All of them are made by a few splits of the
+# world's communicator, in each of which every rank takes part: one for each pair would be hundreds.
 #
 # A communicator of NCCL that is opened by its first message holds the host until the other side comes with its own
-# first one. A stage would then wait for gradients while the next one waits for activations, so ``open_channels`` opens
-# all of them in one order.
+# first one: in the middle of a step, for what is posted ahead. So ``open_channels`` opens all of them in one order.
 
+MAX_CTAS = 4
+"""By default. A message has a whole action to arrive in; NCCL itself would take up to 32 between GPUs of one node."""
 MATCHES_TAGS = ("gloo", "mpi")
 """Backends that tell messages apart by their tags; all others are taken to be as NCCL is."""
-_log = logging.getLogger("tds")
-_has_warned = False
 
 Groups = dict[Route, Any]
 
 
 def message_groups(
-    grid: Any, device: torch.device, num_chunks: int = 1, limit: timedelta | None = None
+    grid: Any, device: torch.device, num_chunks: int = 1, limit: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> tuple[Groups, bool]:
     """Return (the group of each route from and to this stage, whether they must be opened). Collective.
 
     Args:
         limit: how long a message is waited for in groups that are made here; None: as in the default group.
+        max_ctas: how many processors of a GPU a message may hold; 0: as many as NCCL takes.
 
     Raises:
         ValueError: the backend cannot send what lies on ``device``.
@@ -72,11 +73,13 @@ def message_groups(
     stage = grid.get_stage_id()
     if backend in MATCHES_TAGS:
         return {route: own for route in routes(grid.pipe_parallel_size, num_chunks) if stage in route[1:]}, False
-    warn_of_one_queue(grid.pipe_parallel_size)
-    groups: Groups = {}
-    for ranks in grid.pipe_groups:
-        groups |= _route_groups(ranks, grid.get_global_rank(), backend, num_chunks, limit)
-    return groups, True
+    refuse_blocking_launches(grid.pipe_parallel_size)
+    limit = torch_api.default_timeout() if limit is None else limit
+    timeout = None if limit is None else limit + (NCCL_GRACE if backend == "nccl" else timedelta())
+    headers = own if torch_api.sends_from_host(own) else dist.new_group(backend="gloo", timeout=limit)
+    groups = _device_groups(grid.pipe_groups, grid.get_global_rank(), device, backend, num_chunks, timeout, max_ctas)
+    of_headers = [route for route in routes(grid.pipe_parallel_size, num_chunks) if route[0] is Kind.HEADER]
+    return groups | {route: headers for route in of_headers if stage in route[1:]}, True
 
 
 def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
@@ -95,20 +98,50 @@ def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
     ]
 
 
-def _route_groups(ranks: list[int], own_rank: int, backend: str, num_chunks: int, limit: timedelta | None) -> Groups:
-    """Make the groups of one pipeline; return those of the routes from and to this rank."""
-    limit = torch_api.default_timeout() if limit is None else limit
-    grace = NCCL_GRACE if backend == "nccl" else timedelta()
-    timeout = None if limit is None else limit + grace
-    headers = dist.new_group(ranks, backend="gloo", timeout=limit)
+def split_in_turns(num_stages: int, num_chunks: int = 1) -> list[list[Route]]:
+    """Return the routes of messages between devices in runs in which no stage comes twice: four, with an odd ring six.
+
+    The pairs of one run, of all pipelines, are disjoint: one split of the world makes their communicators.
+    """
+    turns: list[list[Route]] = []
+    for route in routes(num_stages, num_chunks):
+        if route[0] is Kind.HEADER:
+            continue
+        free = (turn for turn in turns if not {s for _, *pair in turn for s in pair} & set(route[1:]))
+        turn = next(free, None)
+        if turn is None:
+            turns.append([route])
+        else:
+            turn.append(route)
+    return turns
+
+
+def _device_groups(
+    pipelines: Sequence[list[int]], own_rank: int, device: torch.device, backend: str, num_chunks: int,
+    timeout: timedelta | None, max_ctas: int,
+) -> Groups:  # fmt: skip
+    """Make the groups of the routes between devices of all pipelines; return those of this rank. Collective."""
     groups: Groups = {}
-    for kind, source, destination in routes(len(ranks), num_chunks):
-        pair = [ranks[source], ranks[destination]]
-        group = headers
-        if kind is not Kind.HEADER:
-            group = dist.new_group(sorted(pair), backend=backend, timeout=timeout)
-        if own_rank in pair:
-            groups[kind, source, destination] = group
+    is_split = backend == "nccl"
+    if is_split:
+        torch_api.open_world(device)
+    for turn in split_in_turns(len(pipelines[0]), num_chunks):
+        pairs = [
+            (sorted((ranks[source], ranks[destination])), (kind, source, destination))
+            for ranks in pipelines
+            for kind, source, destination in turn
+        ]
+        own = next((route for pair, route in pairs if own_rank in pair), None)
+        if is_split:
+            options = torch_api.nccl_options(max_ctas, timeout)
+            group = torch_api.split_world([pair for pair, _ in pairs], device, backend, options, timeout)
+            if own is not None:
+                groups[own] = group
+            continue
+        for pair, route in pairs:
+            group = dist.new_group(pair, backend=backend, timeout=timeout)
+            if own_rank in pair:
+                groups[route] = group
     return groups
 
 
@@ -136,12 +169,12 @@ def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> 
         )
 
 
-def warn_of_one_queue(num_stages: int) -> None:
-    """Warn, once in a process, of the variable that lets a receive posted ahead hold up everything after it."""
-    global _has_warned
-    if num_stages > 1 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not _has_warned:
-        _has_warned = True
-        _log.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all work of a GPU into one queue; this pipeline posts receives ahead, "
-            "which then hold up what comes after them, or stop the pipeline. Unset the variable."
+def refuse_blocking_launches(num_stages: int) -> None:
+    """Raise if the host is to wait for each kernel, so for a receive that is posted ahead too."""
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "")
+    if num_stages > 1 and blocking not in ("", "0"):
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING must not be set for a pipeline, whose stages would wait for each other at their "
+            f"first messages, got {blocking!r} with {num_stages} stages. Unset it. To find the kernel of an error, run "
+            "one stage, or wait for the device in the layers: a pipeline goes on with that"
         )

@@ -1,11 +1,12 @@
-"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; send window; names and
-defaults.
+"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; how many sends may wait and
+which receives are posted late; names and defaults.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -329,3 +330,50 @@ def send_window(
             window *= 2
     validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training)
     return all_of_them
+
+
+# Which receives are posted late. A stage posts what its next action receives while it runs the one before. On a GPU a
+# posted receive is a kernel that waits. Should its message depend on what this stage runs meanwhile, whatever waits for
+# the whole device (a synchronize in a layer, an allocator that gives memory back, a kernel that is loaded at its first
+# use) would wait for ever. Such a receive is posted once the action before it is done: where a stage turns from its
+# last forward to its first backward with nothing between them.
+
+
+@functools.lru_cache(maxsize=32)
+def late_receives(
+    order: Callable[[int, int, int], Sequence[Action]],
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    window: int | None = None,
+) -> tuple[frozenset[Action], ...]:
+    """Return, for each stage, the actions whose message depends on the action ahead of them on their own stage.
+
+    Args:
+        window: as in ``run``: a sender that waits depends on the stage that takes its message.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    needed = [[0] * num_stages for _ in stages]  # [stage][other]: how many of the other's actions must have been done
+    sent: defaultdict[Channel, list[list[int]]] = defaultdict(list)
+    taken: defaultdict[Channel, list[list[int]]] = defaultdict(list)
+    waiting: defaultdict[Channel, deque[list[int]]] = defaultdict(deque)
+    late: list[set[Action]] = [set() for _ in stages]
+    for stage, action, source, _, target, _ in run(stages, num_chunks, window):
+        own = needed[stage]
+        if source is not None:
+            message = waiting[source].popleft()
+            if own[stage] and message[stage] == own[stage]:
+                late[stage].add(action)
+            own = list(map(max, own, message))
+        if window is not None and target is not None and len(sent[target]) >= window:
+            own = list(map(max, own, taken[target][len(sent[target]) - window]))
+        needed[stage] = own = [count + (other == stage) for other, count in enumerate(own)]
+        if source is not None:
+            taken[source].append(own)
+        if target is not None:
+            sent[target].append(own)
+            waiting[target].append(own)
+    return tuple(map(frozenset, late))

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -94,6 +94,11 @@ def report(
     if action is not None:
         return Report(False, None, since_s, f"has been in its {_name(action)} {since}")
     return Report(False, None, since_s, f"has been {phase} {since}")
+
+
+def on_device(own: Report, action: Action | None) -> Report:
+    """Return ``own`` with the action that the rank's device is at, where the host only queues its work."""
+    return own if action is None else replace(own, words=f"{own.words}, its device is at its {_name(action)}")
 
 
 def format_history(history: Iterable[tuple[str, Kind, Message] | str]) -> str:

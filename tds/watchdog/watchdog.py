@@ -19,7 +19,7 @@ from typing import Any
 from tds.p2p import communicator
 from tds.watchdog import diagnosis
 from tds.watchdog.alarm import LINGER_S, PATIENCE_S, Alarms, write_report
-from tds.watchdog.diagnosis import Report, State, format_history, report
+from tds.watchdog.diagnosis import Report, State, format_history, on_device, report
 
 LOOK_S = 0.3
 STOPPED_S = 1.0
@@ -39,6 +39,9 @@ class NoPipeline:
     action = waiting = None
     waits = history = ()
     links = None
+
+    def action_of_device(self) -> None:
+        """Return None: no stage, no action."""
 
 
 class Watchdog:
@@ -210,6 +213,7 @@ class Watchdog:
         since_s = time.monotonic() - self._since
         ranks = self.exchange.links.ranks if self.exchange.links else ()
         own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
+        own = on_device(own, self.exchange.action_of_device())
         return self._describe(own, state)
 
     def _write_report(self, own: Report) -> None:
@@ -303,6 +307,12 @@ class EngineWatchdog(Watchdog):
     def _may_last(self, state: State) -> float:
         is_waiting = state.waiting is not None or state.together is not None
         return self.limit_s + GRACE_S if is_waiting else float("inf")
+
+    def _past(self) -> list[str]:
+        """On a device, whose operations the host only starts, with those that torch's flight recorder has."""
+        if self.exchange.action_of_device() is None:
+            return super()._past()
+        return [diagnosis.format_operations({}), *super()._past()]
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"

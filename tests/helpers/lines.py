@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tds.p2p import process_groups
-from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
+from tds.p2p.communicator import P2PCommunicator, StageLinks
+from tds.p2p.packed_layout import Slice
 from tds.schedule import Action, Backward, Forward, received, sent
 
 CPU = torch.device("cpu")
@@ -85,6 +86,7 @@ def drive(
     exchange.begin(actions, is_training=is_training)
     with torch.set_grad_enabled(is_training):
         for action in actions:
+            exchange.begin_action(action)
             came, goes = received(action, *place), sent(action, *place)
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):

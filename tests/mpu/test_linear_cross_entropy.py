@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.models.common.language_model import LazyLogits, materialize_logits, model_loss
 from megatron.models.common.model_args import ParallelContext
@@ -266,3 +267,83 @@ def test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradi
     assert whole >= logits
     assert chunked <= chunk + gradients + 64 * n, "a few numbers for each token beside a chunk and the gradients"
     assert whole - chunked >= 0.8 * logits
+
+
+def as_off_the_cpu(columns: int, place: torch.device) -> int:
+    return -(-columns // 8) * 8
+
+
+def aligned_of_rank(rank: int, size: int) -> dict[Case, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.mpu.linear_cross_entropy.aligned", as_off_the_cpu)
+        return of_rank(rank, size)
+
+
+@functools.cache
+def seen_aligned(size: int) -> list[dict[Case, Any]]:
+    return run_ranks(size, aligned_of_rank, size) if size > 1 else [aligned_of_rank(0, 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_columns_that_align_the_products_change_no_sum_and_no_gradient(size: int) -> None:
+    """Padded rows of the table, which hold 50 here, are columns beside the logits then."""
+    for plain, padded in zip(seen(size), seen_aligned(size), strict=True):
+        for case in CASES:
+            (total, without, gradients), (own, own_without, own_gradients) = plain[case], padded[case]
+            assert (own - total).abs() <= 1e-13 * total.abs() and own == own_without and without == total
+            for one, two in zip(own_gradients, gradients, strict=True):
+                assert one.shape == two.shape and (one - two).abs().max() <= 1e-13 * max(two.abs().max(), 1e-3)
+
+
+class Products(TorchDispatchMode):
+    """Notes of each matrix product whether the rows of its factors and of what it writes begin at 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name.startswith(("aten.mm", "aten.addmm")):
+            matrices = [one for one in (*args, made) if isinstance(one, torch.Tensor) and one.dim() == 2]
+            strides = [max(one.stride()) * one.itemsize for one in matrices]
+            sizes = [side * matrices[0].itemsize for one in matrices for side in one.shape]
+            self.seen.append((name, all(bytes_apart % 16 == 0 for bytes_apart in strides + sizes)))
+        return made
+
+
+@pytest.mark.parametrize("vocab", [50257, 25129, 32000, 50260])
+@pytest.mark.parametrize("at_once", [0, 48])
+def test_off_the_cpu_every_product_of_the_head_is_aligned_whatever_the_vocabulary(vocab: int, at_once: int) -> None:
+    """On the device "meta", which has shapes alone."""
+    x = torch.empty(64, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    table, bias = (torch.empty(*s, dtype=x.dtype, device="meta", requires_grad=True) for s in ((vocab, 32), (vocab,)))
+    labels, mask = torch.zeros(2, 64, dtype=torch.long, device="meta"), torch.ones(2, 64, device="meta")
+    sizes: Any = SimpleNamespace(vocab_size=vocab, make_vocab_size_divisible_by=1)
+    lazy = LazyLogits(x, table, bias, at_once)
+    with Products() as products:
+        total, _ = model_loss(lazy if at_once else materialize_logits(lazy), labels, mask, sizes, ParallelContext())
+        total.backward()
+    assert len(products.seen) >= 3 and all(is_aligned for _, is_aligned in products.seen), products.seen
+    assert table.grad is not None and table.grad.shape == table.shape
+
+
+def test_where_torch_can_16_bit_products_are_written_in_32_and_logits_keep_all_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch has that product on CUDA alone: here a stand-in has its name."""
+    case = Case(101, 1, 5, has_bias=True)
+    x, table, bias, targets, weights = parts(case)
+    given = [one.bfloat16() for one in (x, table / 20, bias)]
+    wanted = F.cross_entropy(
+        F.linear(*(one.double() for one in given)).flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    monkeypatch.setattr("megatron.mpu.linear_cross_entropy.writes_wide", lambda x: True)
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.double() @ b.double()), "CPU")
+        total = linear_cross_entropy(given[0], given[1], targets, weights, vocab_size=101, at_once=5, bias=given[2])
+    finally:
+        library._destroy()
+    assert abs(total - (wanted * weights.flatten()).sum()) <= 1e-6 * total

@@ -14,6 +14,8 @@ SIXTEEN = f"{_TESTS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
 HALF = f"{_TESTS}::test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost"
 PEAK = f"{_TESTS}::test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradient[float32]"
 POISONED = f"{_TESTS}::test_no_gradient_holds_what_its_memory_held"
+ALIGNED = f"{_TESTS}::test_columns_that_align_the_products_change_no_sum_and_no_gradient"
+OFF_CPU = f"{_TESTS}::test_off_the_cpu_every_product_of_the_head_is_aligned_whatever_the_vocabulary"
 FAMILIES = "tests/models/common/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
 
 CHUNKED_LOSS = (
@@ -41,8 +43,8 @@ CHUNKED_LOSS = (
     Mutant(
         "the table's gradient is added up in 16 bits",
         LOSS,
-        "torch.empty_like(table, dtype=self.wide)",
-        "torch.empty_like(table)",
+        "table.new_empty((rows, table.shape[1]), dtype=self.wide)",
+        "table.new_empty((rows, table.shape[1]))",
         (SIXTEEN,),
     ),
     Mutant(
@@ -205,6 +207,42 @@ CHUNKED_LOSS = (
         " & (weights != 0)",
         "",
         (f"{_TESTS}::test_off_the_cpu_such_a_label_makes_no_number_and_waits_for_nothing",),
+    ),
+    Mutant(
+        "columns that align the logits have a gradient",
+        LOSS,
+        "        made[:, self.given.num_real :].zero_()\n",
+        "",
+        (f"{ALIGNED}[1]",),
+    ),
+    Mutant(
+        "columns that align the logits are in the softmax",
+        LOSS,
+        "room.copy_(made))[:, : self.given.num_real]",
+        "room.copy_(made))",
+        (f"{ALIGNED}[1]",),
+        refuses=True,
+    ),
+    Mutant(
+        "logits in chunks begin anywhere",
+        LOSS,
+        "        self.width = aligned(given.num_real, x.device)\n",
+        "        self.width = given.num_real\n",
+        (f"{OFF_CPU}[48-50257]",),
+    ),
+    Mutant(
+        "logits made together begin anywhere",
+        "megatron/mpu/layers.py",
+        "    width = aligned(rows, x.device) if",
+        "    width = rows if",
+        (f"{OFF_CPU}[0-50257]",),
+    ),
+    Mutant(
+        "logits in fp32 have the bits of 16",
+        LOSS,
+        "out_dtype=room.dtype, out=room)",
+        "out_dtype=room.dtype, out=room).copy_(room.to(x.dtype))",
+        (f"{_TESTS}::test_where_torch_can_16_bit_products_are_written_in_32_and_logits_keep_all_bits",),
     ),
     Mutant(
         "sizes of a model of one's own cut its logits",

@@ -28,7 +28,7 @@ COUNTED_MASKS = (
     Mutant(
         "the masks of a hidden slice are those of the first one",
         "megatron/mpu/random.py",
-        "columns=_columns(self.tensor_rank * width if is_cut else 0, width),",
+        "columns=_columns(column, width),",
         "columns=_columns(0, width),",
         (PARTS,),
     ),
@@ -42,15 +42,15 @@ COUNTED_MASKS = (
     Mutant(
         "the heads of every tensor rank drop like the first ones",
         "megatron/mpu/random.py",
-        "_range(heads, x.device, self.tensor_rank * heads if is_cut else 0)",
+        "_range(heads, x.device, plane)",
         "_range(heads, x.device)",
         (PARTS,),
     ),
     Mutant(
         "samples are dealt to replicas in turn",
         "megatron/mpu/random.py",
-        "before = self.data_rank * at.num_micro_batches + at.micro_batch",
-        "before = self.data_rank + at.micro_batch",
+        "(self.data_rank * at.num_micro_batches + at.micro_batch)",
+        "(self.data_rank + at.micro_batch)",
         (PARTS, f"{PARITY}::test_gpt2_drops_what_one_process_drops"),
     ),
     Mutant(
@@ -119,8 +119,8 @@ COUNTED_MASKS = (
     Mutant(
         "attention asks for its samples when it drops",
         "megatron/mpu/random.py",
-        "            samples=samples.view(-1, 1, 1, 1),\n",
-        "            samples=self._samples(x.device).view(-1, 1, 1, 1),\n",
+        "_range(samples, x.device, sample).view(-1, 1, 1, 1)",
+        "_range(samples, x.device, self._first_sample()).view(-1, 1, 1, 1)",
         ("tests/mpu/test_random_counted.py::test_attention_keeps_the_place_where_it_began",),
     ),
 )

@@ -21,6 +21,7 @@ from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
+from tests.mutants.fused_dropout import FUSED_DROPOUT
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
@@ -68,6 +69,7 @@ from tests.mutants.train import TRAIN
 from tests.mutants.uploads import UPLOADS
 from tests.mutants.watch import WATCHED
 from tests.mutants.wheels import GATHERED
+from tests.mutants.without_a_gpu import WITHOUT_A_GPU
 from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
 
@@ -77,7 +79,17 @@ IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
 IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
-IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
+IN_SYSTEMS = (
+    *ZERO_PARTS,
+    *RECOMPUTE,
+    *DEVICE,
+    *ON_A_DEVICE,
+    *HOST_COPIES,
+    *DUMPS,
+    *CONTRACT,
+    *GATHERED,
+    *WITHOUT_A_GPU,
+)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
@@ -87,6 +99,7 @@ IN_SPEED = (
     *OVERLAPPED_GRADIENTS,
     *HOST_READS,
     *UPLOADS,
+    *FUSED_DROPOUT,
 )
 IN_SIGHT = (
     *PLANNER,

@@ -6,7 +6,23 @@ from tests.mutants.mutant import FP16, LAYOUTS, NORM, STEP, TIED, Mutant
 
 SQUARES = "tests/tds/test_grads.py::test_squares_add_up_in_fp64_however_many_they_are"
 
+ON_A_DEVICE = "tests/tds/test_grads.py::test_on_a_device_the_norms_of_all_gradients_of_a_type_are_one_call"
+
 NORMS = (
+    Mutant(
+        "on a device norms are added up in place of their squares",
+        "tds/gradients.py",
+        "torch.stack(same).double().square().sum() for same",
+        "torch.stack(same).double().sum() for same",
+        (ON_A_DEVICE,),
+    ),
+    Mutant(
+        "on a device gradients of 16 bits add up in 16 bits",
+        "tds/gradients.py",
+        "torch_api.norms_of_all(same, accurate_dtype(dtype))",
+        "torch_api.norms_of_all(same, dtype)",
+        (ON_A_DEVICE,),
+    ),
     Mutant(
         "squares of a large gradient add up in one sum of fp32",
         "tds/gradients.py",

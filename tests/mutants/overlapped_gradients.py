@@ -157,8 +157,8 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "the factor on a sum of 16 bits is rounded to them",
         "tds/gradients.py",
-        "    if isinstance(factor, torch.Tensor) or any(",
-        "    if isinstance(factor, torch.Tensor) or not all(",
+        "    if not types <= set(WIDE) or (",
+        "    if (",
         ("tests/tds/test_gradients.py::test_a_factor_is_not_rounded_to_the_16_bits_of_a_gradient",),
     ),
 )

@@ -110,8 +110,8 @@ RECOMPUTE = (
     Mutant(
         "a graph draws the masks itself",
         "megatron/training/compile.py",
-        'OUTSIDE = ("attend", "drop", "recomputed")',
-        'OUTSIDE = ("drop", "recomputed")',
+        'OUTSIDE = ("attend", "recomputed")',
+        'OUTSIDE = ("recomputed",)',
         (f"{COMPILED}::test_all_layers_share_the_graphs_of_one_and_no_graph_draws_masks",),
     ),
     Mutant(

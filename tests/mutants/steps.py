@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import EXCHANGE, FP16, LOOP, PIPELINE, Mutant
+from tests.mutants.mutant import EXCHANGE, FP16, LOOP, PIPELINE, RECEIVES, Mutant
+
+SPLITS = "tests/tds/p2p/test_channels.py::test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines"
 
 STEPS = (
     Mutant(
@@ -35,18 +37,67 @@ STEPS = (
         (PIPELINE,),
     ),
     Mutant(
-        "receives are posted ahead in the first call on a device, too",
+        "receives are posted two actions ahead",
         "tds/p2p/communicator.py",
-        "is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)",
-        "True",
-        ("tests/tds/p2p/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
+        "            self._post_for(place + 1)\n",
+        "            self._post_for(place + 1)\n            self._post_for(min(place + 2, len(self._messages) - 1))\n",
+        (RECEIVES,),
     ),
     Mutant(
-        "an evaluation counts as a step",
+        "a receive is posted that depends on the action which runs",
         "tds/p2p/communicator.py",
-        "self._has_run.add(self.is_training)",
-        "self._has_run |= {True, False}",
-        ("tests/tds/p2p/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
+        "        if place + 1 < len(self._actions) and self._actions[place + 1] not in self.late_receives:\n",
+        "        if place + 1 < len(self._actions):\n",
+        (RECEIVES,),
+    ),
+    Mutant(
+        "only what a stage itself has sent counts as what a message depends on",
+        "tds/schedule/simulate.py",
+        "            own = list(map(max, own, message))\n",
+        "            pass\n",
+        (RECEIVES,),
+    ),
+    Mutant(
+        "nothing is posted ahead",
+        "tds/p2p/communicator.py",
+        "            self._post_for(place + 1)\n",
+        "            pass\n",
+        (RECEIVES,),
+    ),
+    Mutant(
+        "each pair of ranks is a split of its own",
+        "tds/p2p/process_groups.py",
+        "        if turn is None:\n",
+        "        if True:\n",
+        (SPLITS,),
+    ),
+    Mutant(
+        "pairs that share a stage are made by one split",
+        "tds/p2p/process_groups.py",
+        " & set(route[1:]))\n",
+        " & set(route[2:]))\n",
+        (SPLITS,),
+    ),
+    Mutant(
+        "groups of messages take NCCL's own number of processors",
+        "tds/p2p/process_groups.py",
+        "torch_api.nccl_options(max_ctas, timeout)",
+        "torch_api.nccl_options(0, timeout)",
+        (SPLITS,),
+    ),
+    Mutant(
+        "DeepSpeed's grid has groups of its own",
+        "megatron/training/setup.py",
+        "    shared = groups_by_ranks(world.grid)\n",
+        "    shared: dict = {}\n",
+        ("tests/training/test_world.py::test_a_set_of_ranks_has_one_group_for_our_grid_and_deepspeeds",),
+    ),
+    Mutant(
+        "a pipeline starts where each launch blocks",
+        "tds/p2p/process_groups.py",
+        """if num_stages > 1 and blocking not in ("", "0"):""",
+        "if False:",
+        ("tests/tds/p2p/test_channels.py::test_launches_that_block_are_refused_for_a_pipeline",),
     ),
     Mutant(
         "the form of an earlier call holds for an output of another shape",
@@ -74,14 +125,14 @@ STEPS = (
     Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/p2p/communicator.py",
-        "        return layout.new_buffer(self.links.device)\n",
-        "        kept = self.__dict__.setdefault('_kept', {})\n"
-        "        return kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
+        "            buffer = layout.new_buffer(self.links.device)\n",
+        "            kept = self.__dict__.setdefault('_kept', {})\n"
+        "            buffer = kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
         (PIPELINE,),
     ),
     Mutant(
         "a mask of booleans arrives in 16 bits",
-        "tds/p2p/communicator.py",
+        "tds/p2p/packed_layout.py",
         "            tensors.append(piece.view(spec.dtype).view(spec.shape).data)\n",
         "            got = piece.view(spec.dtype).view(spec.shape).data\n"
         "            tensors.append(got.half() if spec.dtype is torch.bool else got)\n",
@@ -97,7 +148,7 @@ STEPS = (
     ),
     Mutant(
         "two tensors of a message change places",
-        "tds/p2p/communicator.py",
+        "tds/p2p/packed_layout.py",
         "        return tensors\n",
         "        same = len(tensors) > 1 and tensors[0].shape == tensors[-1].shape\n"
         "        return tensors[::-1] if same and tensors[0].dtype is tensors[-1].dtype else tensors\n",
@@ -106,7 +157,7 @@ STEPS = (
     ),
     Mutant(
         "the elements that do not divide over the tensor group stay behind",
-        "tds/p2p/communicator.py",
+        "tds/p2p/packed_layout.py",
         "                numel = -(-numel // cut.size)\n",
         "                numel = numel // cut.size\n",
         ("tests/tds/p2p/test_wire.py::test_header_and_message_come_back_as_they_were",),

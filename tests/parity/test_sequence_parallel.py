@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.training.parity import Trace, compare
-from tds.p2p.communicator import PackedLayout
+from tds.p2p.packed_layout import PackedLayout
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import SEQ, batches, check_fp64, difference, flags, serial, trace_rank, traces

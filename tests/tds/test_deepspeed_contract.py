@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
+from tds import torch_api
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
 from tds.engine.build import KEYS
@@ -151,6 +153,13 @@ def test_groups_can_be_given_a_timeout_and_waits_too() -> None:
     assert hasattr(groups, "_WORLD_GROUP")
 
 
+def test_groups_of_a_pipeline_are_made_by_the_name_that_we_replace() -> None:
+    for made_by in (pipe_topology.PipelineParallelGrid.__init__, deepspeed.PipelineModule.__init__):
+        assert "dist.new_group(ranks=" in _source(made_by) and made_by.__globals__["dist"] is deepspeed.comm
+    assert "dist.new_group(ranks=" in _source(deepspeed.PipelineModule._index_tied_modules)
+    assert list(inspect.signature(deepspeed.comm.new_group).parameters) == ["ranks"]
+
+
 def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     weight, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
     torch._C._swap_tensor_impl(weight, other)
@@ -162,10 +171,18 @@ def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     assert list(inspect.signature(torch.nn.Module._apply).parameters) == ["self", "fn", "recurse"]
     assert callable(distributed_c10d._get_default_group) and hasattr(dist.ProcessGroup, "_device_types")
     assert hasattr(dist.ProcessGroupGloo._Options, "_timeout")
+    assert isinstance(dist.ProcessGroup.bound_device_id, property)
+    split = inspect.signature(dist.split_group).parameters
+    assert {"split_ranks", "timeout", "pg_options", "backend"} <= set(split)
+    assert "default_pg.bound_device_id" in _source(dist.split_group)
+    if dist.is_nccl_available():
+        options = torch_api.nccl_options(4, timedelta(seconds=7))
+        assert options.config.max_ctas == 4 and options._timeout == timedelta(seconds=7)
     record = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
     assert isinstance(json.loads(record), dict)
     torch._foreach_mul_([weight.data], 2.0)
     assert weight.tolist() == [4.0] * 3
+    assert torch._foreach_norm([weight.data], 2, dtype=torch.float64)[0].item() == 48**0.5
     assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
 
 

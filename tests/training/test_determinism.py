@@ -13,6 +13,7 @@ from megatron.training import device_setup
 from megatron.training.device_setup import WORKSPACE
 from tests.helpers.runs import flags, train_ranks
 
+KERNELS_OF_A_CPU = ("FlashAttention", "torch's operators one by one")
 FLAGS = "--data-path none --vocab-size 100".split()
 
 
@@ -21,7 +22,11 @@ def undone(monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
     yield
     torch.use_deterministic_algorithms(False)
-    os.environ.pop(WORKSPACE, None)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name in (WORKSPACE, *device_setup.NCCL_SUMS):
+        os.environ.pop(name, None)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
 
 
 def config_of(*extra):
@@ -39,6 +44,41 @@ def settle_as(kind, monkeypatch, *extra):
 def test_cuda_is_told_to_repeat_itself_before_it_is_used(monkeypatch):
     assert settle_as("cuda", monkeypatch, "--deterministic") == (":4096:8", True)
     assert not torch.cuda.is_initialized()
+    assert {name: os.environ.get(name) for name in device_setup.NCCL_SUMS} == {
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+    }
+    assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over memory that is written anyway"
+
+
+def test_on_cuda_parts_of_a_sum_stay_in_32_bits_with_any_flags(monkeypatch):
+    settle_as("cuda", monkeypatch)
+    matmul = torch.backends.cuda.matmul
+    assert not matmul.allow_bf16_reduced_precision_reduction and not matmul.allow_fp16_reduced_precision_reduction
+
+
+def test_the_start_names_the_kernels_of_attention_but_on_a_cpu(monkeypatch):
+    config, asked = config_of("--bf16", "--attention-dropout", "0"), []
+    assert not list(device_setup.attention_rows(config, torch.device("cpu")))
+
+    def choice(query, key, value, mask, dropout, *, is_causal):
+        asked.append((query.shape, query.dtype, query.requires_grad, mask is None, dropout, is_causal))
+        return 3 if mask is None else 2
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    (row,) = device_setup.attention_rows(config, torch.device("meta"))
+    assert row == ("attention", "causal by cuDNN's, with a mask by the memory-efficient kernel")
+    shape = (1, config.model.num_attention_heads, config.batch.seq_length, config.model.kv_hidden_size)
+    assert asked == [(shape, torch.bfloat16, True, is_plain, 0.0, is_plain) for is_plain in (True, False)]
+    flags_of_masks = ("--layout-independent-dropout", "--attention-dropout", "0.1")
+    ((_, said),) = device_setup.attention_rows(config_of("--bf16", *flags_of_masks), torch.device("meta"))
+    assert said.startswith("torch's operators one by one")
+
+
+def test_torch_answers_which_kernel_it_takes():
+    config = config_of("--attention-dropout", "0", "--fp32")
+    for has_mask in (False, True):
+        assert device_setup.attention_kernel(config, torch.device("cpu"), has_mask=has_mask) in KERNELS_OF_A_CPU
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("cuda", []), ("cpu", []), ("cpu", ["--deterministic"])])

@@ -156,3 +156,27 @@ def test_the_engine_is_built_with_what_was_chosen(apex: list[str]) -> None:
 
     assert setup._adam(config_of("apex")) is device_setup.apex_adam
     assert setup._adam(config_of("auto")) is None is setup._adam(config_of("apex", optimizer="sgd"))
+
+
+DRY = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--bf16", "--dry-run"]
+
+
+def dropping(*flags: str) -> Config:
+    return parse([*DRY, "--layout-independent-dropout", *flags], world_size=1, env={})
+
+
+def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: True)
+    by_kernel, by_torch = dropping("--attention-dropout", "0"), dropping("--fused-kernels", "torch")
+    assert [name for name, _ in device_setup.dropout_rows(by_kernel, "cuda")] == ["dropout"]
+    assert not list(device_setup.dropout_rows(by_torch, "cuda")) and not list(
+        device_setup.dropout_rows(by_kernel, "cpu")
+    )
+    text, slow = (device_setup.dropout_warning(each, "cuda") for each in (by_kernel, by_torch))
+    assert text is not None and "not been run on a GPU" in text and "attention" not in text
+    assert slow is not None and "6 to 7 times as long; dropout of attention keeps all" in slow
+    assert device_setup.dropout_warning(by_kernel, "cpu") is None
+    plain = parse(DRY, world_size=1, env={})
+    assert device_setup.dropout_warning(plain, "cuda") is None
+    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: False)
+    assert not list(device_setup.dropout_rows(by_kernel, "cuda"))

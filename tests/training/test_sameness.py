@@ -110,15 +110,18 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
     """By stand-ins for three GPUs of two hosts, of which the first two ranks have the same one."""
     chosen = [("a", 0, "unset"), ("a", 0, "0"), ("a", 1, "0,1"), ("b", 0, "0")]
 
-    def compare(rank: int, backend: str = "nccl") -> str | None:
+    kinds = ["H200, 132 multiprocessors"] * 4
+
+    def compare(rank: int, backend: str = "nccl", tensor: int = 1) -> str | None:
         host, index, visible = chosen[rank]
         os.environ["LOCAL_RANK"] = str(index)
         if visible != "unset":
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         initialize.gethostname = lambda: host
         initialize.identity = lambda place: f"GPU-{place.index}"
+        initialize.device.model_name = lambda place: kinds[rank]  # type: ignore[assignment]
         initialize.dist.get_backend = lambda: backend  # type: ignore[assignment]
-        grid = build_grid(Topology.of_world(4, tensor=1, pipe=1), rank)
+        grid = build_grid(Topology.of_world(4, tensor=tensor, pipe=1), rank)
         try:
             initialize.compare_devices(torch.device("cuda", index), grid)
         except ConfigError as error:
@@ -136,6 +139,13 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
     assert run_ranks(4, compare, "host_copies") == [None] * 4, "what goes through the host may share"
     chosen[1] = ("a", 2, "0,1,2")
     assert run_ranks(4, compare) == [None] * 4
+    kinds[2:] = ["H100, 114 multiprocessors"] * 2
+    assert run_ranks(4, compare, "nccl", 2) == [None] * 4, "replicas may differ"
+    kinds[2] = kinds[0]
+    unlike = run_ranks(4, compare, "nccl", 2)
+    assert len(set(unlike)) == 1 and unlike[0] is not None
+    assert "H100, 114 multiprocessors on rank 3; H200, 132 multiprocessors on rank 0-2" in unlike[0]
+    assert "drift apart (ranks 2-3)" in unlike[0]
 
 
 def test_a_start_compares_devices_before_nccl_sees_them(

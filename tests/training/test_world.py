@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt2
-from megatron.config import Config, ParallelConfig
+from megatron.config import Config, ParallelConfig, parse
 from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import initialize
+from megatron.training import global_vars, initialize
 from megatron.training.failure import as_peer_error
+from megatron.training.parity import mock_tokenizer
+from megatron.training.setup import build_engine, make_streams
 from megatron.training.timeouts import AXES
+from tds.deepspeed_api import groups_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import flags, parse_as
 
@@ -92,14 +95,20 @@ class Settling(Exception):
 
 @pytest.mark.parametrize(
     ("extra", "said", "found"),
-    [("--pipe-parallel-size 2", None, "32"), ("--pipe-parallel-size 2", "8", "8"), ("", None, None)],
-    ids=["a pipeline", "the user says", "no pipeline"],
+    [
+        ("--pipe-parallel-size 2", None, "32"),
+        ("--pipe-parallel-size 2", "8", "8"),
+        ("", None, None),
+        ("--model-parallel-size 2", None, "1"),
+    ],
+    ids=["a pipeline", "the user says", "no pipeline", "tensor ranks alone"],
 )
-def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
+def test_a_pipeline_asks_for_many_queues_ahead_of_its_device_and_tensor_ranks_for_one(
     extra: str, said: str | None, found: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def configure_device(config: Config) -> str:
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
+        assert os.environ["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True,pinned_max_round")
         raise Settling
 
     monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})
@@ -141,3 +150,31 @@ def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
     here = initialize.start(config)
     assert (asked[0], bound[0], os.environ["LOCAL_RANK"], said) == found
     assert here.local_rank == local_rank, "the first rank of a host is still one"
+
+
+SIZES = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 32 --data-path none "
+    "--device cpu --fp32 --train-iters 2 --batch-size 2 --gas 2 --lr 1e-3"
+)
+
+
+def _groups_by_ranks(rank: int, layout: str) -> dict[tuple[int, ...], set[str]]:
+    """Return the names of the groups of each set of ranks, of our grid and of DeepSpeed's, all over one backend."""
+    config = parse([*SIZES.split(), *layout.split()], world_size=4).with_vocab(32)
+    here = initialize.start(config)
+    streams = make_streams(config, here)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
+    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step).engine
+    ours = [getattr(here.grid, axis).handle for axis in ("tensor", "pipe", "data", "model", "world")]
+    found: dict[tuple[int, ...], set[str]] = {}
+    for group in [*groups_of(engine.module), *ours]:
+        if group is not None and dist.get_world_size(group) > 1:
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), set()).add(group.group_name)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["--pipe-parallel-size 2 --model-parallel-size 2", "--pipe-parallel-size 4"])
+def test_a_set_of_ranks_has_one_group_for_our_grid_and_deepspeeds(layout: str) -> None:
+    for found in run_ranks(4, _groups_by_ranks, layout):
+        assert {ranks: len(names) for ranks, names in found.items()} == dict.fromkeys(found, 1)
+        assert tuple(range(4)) in found

@@ -192,12 +192,9 @@ class SelfAttention(Attention):
         self.key_norm = make_head_norm(sizes, place, groups)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: LayerKVCache | None = None,
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
         if self.is_plain and mask is None and cache is None:
             return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3)))

@@ -53,13 +53,9 @@ class DecoderModel(nn.Module):
         return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        segment_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        loss_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None, segment_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None, loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         is_plain = segment_ids is None and not self.masks.are_needed and self.sizes.rotary is None
         beside = () if is_plain else self._beside(x, position_ids, segment_ids)

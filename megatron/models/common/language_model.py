@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import WHOLE, tokens_at_once
@@ -14,7 +13,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
-from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
+from megatron.mpu.layers import VocabParallelEmbedding, aligned_linear, vocab_range
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
@@ -84,7 +83,7 @@ def materialize_logits(logits: Logits) -> torch.Tensor:
     """Return the logits [s, b, v/t] themselves."""
     if isinstance(logits, torch.Tensor):
         return logits
-    made = F.linear(logits.x, logits.weight, logits.bias)
+    made = aligned_linear(logits.x, logits.weight, logits.bias)
     return softcapped(made, logits.cap) if logits.cap else made
 
 

@@ -185,13 +185,9 @@ class TransformerLayer(nn.Module):
         self.mlp_output_norm = make_norm(sizes, place) if after else None
 
     def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: LayerKVCache | None = None,
-        positions: torch.Tensor | None = None,
-        window_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
+        positions: torch.Tensor | None = None, window_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         normed = x if self.input_norm is None else self.input_norm(x)
         part = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
         part = part if self.attention_output_norm is None else self.attention_output_norm(part)

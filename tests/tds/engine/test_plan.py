@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tds.engine.build import max_ctas
 from tds.engine.stage import SchedulePlan
+from tds.p2p.process_groups import MAX_CTAS
 from tds.schedule import gpipe
 
 
@@ -14,3 +16,10 @@ def test_a_schedule_that_is_refused_leaves_the_plan_as_it_was() -> None:
         plan.set("no-such-schedule")
     assert plan.name == "gpipe"
     assert plan.training(3) == gpipe(2, 3, 0)
+
+
+def test_processors_of_a_message_are_a_whole_number() -> None:
+    assert (max_ctas({}), max_ctas({"p2p_max_ctas": 0}), max_ctas({"p2p_max_ctas": 9})) == (MAX_CTAS, 0, 9)
+    for wrong in (-1, 2.0, True, "4"):
+        with pytest.raises(ValueError, match='"p2p_max_ctas": ...} must be a whole number of 0'):
+            max_ctas({"p2p_max_ctas": wrong})

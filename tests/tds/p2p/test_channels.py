@@ -7,11 +7,11 @@ and a group runs what is started on it in order, one message after another.
 from __future__ import annotations
 
 import functools
-import logging
 import queue
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,26 +44,22 @@ def _meet_first(operation: Any, met: set[Any]) -> Any:
     return started
 
 
-def _like_nccl(rank: int, toy: Toy, num_stages: int, opens: bool) -> Any:
+def _like_nccl(rank: int, toy: Toy, num_stages: int) -> Any:
     process_groups.MATCHES_TAGS = ()
-    if not opens:
-        process_groups.open_channels = lambda *_: None
     met: set[Any] = set()
     for name in ("isend", "irecv", "send", "recv"):
         setattr(dist, name, _meet_first(getattr(dist, name), met))
-    return train(make_engine(toy, num_stages), toy)
+    engine = make_engine(toy, num_stages)
+    opened = len(met)
+    result = train(engine, toy)
+    assert len(met) == opened, "a message opened its channel, for which a host waits in the middle of a step"
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "num_stages"), [(2, 2), (4, 4), (4, 2)])
 def test_channels_that_block_at_first_use_are_opened_before(ranks: int, num_stages: int) -> None:
     toy = Toy("many")
-    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages, True), toy, ranks // num_stages, tolerance=1e-12)
-
-
-def test_without_opening_them_the_first_step_would_stand_still() -> None:
-    codes, _, reports = fork_ranks(3, _like_nccl, Toy("chain"), 3, False)
-    assert codes == [1, 1, 1]
-    assert "stage 0 lost stage 1 (rank 1) while receiving the gradient of micro-batch 0 during Forward" in reports[0]
+    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages), toy, ranks // num_stages, tolerance=1e-12)
 
 
 class _InOrder:
@@ -140,7 +136,8 @@ def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
     limit = None if limit_s is None else timedelta(seconds=limit_s)
     groups, _ = process_groups.message_groups(grid, torch.device("cpu"), 1, limit)
     device = torch.device("cpu")
-    return {group._get_backend(device).options._timeout for group in groups.values()}
+    between_devices = [group for route, group in groups.items() if route[0] is not Kind.HEADER]
+    return {group._get_backend(device).options._timeout for group in between_devices}
 
 
 @pytest.mark.parametrize("limit_s", [None, 7.0])
@@ -173,6 +170,74 @@ def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receiv
     assert set(names) == set(process_groups.routes(num_stages, num_chunks))
 
 
+@dataclass
+class _Recorded:
+    """Stands in for torch: notes each call in which every rank of the world takes part."""
+
+    splits: list[list[list[int]]]
+    new_groups: int = 0
+    opened: int = 0
+    options: Any = None
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, num_chunks: int) -> tuple[_Recorded, dict[Any, Any]]:
+    """Return what ``rank`` of a world of NCCL calls to make the groups of its messages, and the groups."""
+    recorded = _Recorded([])
+
+    def split(ranks: list[list[int]], device: Any, backend: str, options: Any, timeout: Any) -> Any:
+        recorded.splits.append(ranks)
+        recorded.options = options
+        return next((tuple(pair) for pair in ranks if rank in pair), None)
+
+    def new_group(*_: Any, **options: Any) -> str:
+        recorded.new_groups += 1
+        return "headers"
+
+    api = process_groups.torch_api
+    monkeypatch.setattr(api, "split_world", split)
+    monkeypatch.setattr(api, "open_world", lambda device: setattr(recorded, "opened", recorded.opened + 1))
+    monkeypatch.setattr(api, "nccl_options", lambda max_ctas, timeout: (max_ctas, timeout))
+    monkeypatch.setattr(api, "sends_from_host", lambda group: False)
+    monkeypatch.setattr(api, "backend", lambda group, device: SimpleNamespace(name=lambda: "nccl"))
+    monkeypatch.setattr(process_groups.dist, "new_group", new_group)
+    grid.get_global_rank = lambda: rank
+    grid.get_stage_id = lambda: next(ranks.index(rank) for ranks in grid.pipe_groups if rank in ranks)
+    limit = timedelta(seconds=5)
+    groups, must_open = process_groups.message_groups(grid, torch.device("cpu"), num_chunks, limit, 6)
+    assert must_open
+    return recorded, groups
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_stages", "splits"), [(1, 8, 4), (2, 8, 4), (2, 7, 6), (2, 2, 4), (1, 2, 2)]
+)
+def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
+    num_chunks: int, num_stages: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_ranks, replicas = 8, 8
+    width = tensor_ranks * replicas
+    pipelines = [[stage * width + column for stage in range(num_stages)] for column in range(width)]
+    grid = SimpleNamespace(
+        pipe_parallel_size=num_stages, pipe_groups=pipelines, get_pipe_parallel_group=lambda: "pipe group"
+    )
+    first: _Recorded | None = None
+    for rank in (0, 100, num_stages * width - 1):
+        recorded, groups = _record(monkeypatch, rank, grid, num_chunks)
+        assert (len(recorded.splits), recorded.new_groups, recorded.opened) == (splits, 1, 1)
+        assert recorded.options == (6, timedelta(seconds=5) + process_groups.NCCL_GRACE)
+        first = first or recorded
+        assert recorded.splits == first.splits, "all ranks split alike"
+        pipeline = next(ranks for ranks in pipelines if rank in ranks)
+        for (kind, source, destination), group in groups.items():
+            ends = tuple(sorted((pipeline[source], pipeline[destination])))
+            assert group == ("headers" if kind is Kind.HEADER else ends) and (kind is Kind.HEADER or rank in ends)
+        own = [route for route in process_groups.routes(num_stages, num_chunks) if grid.get_stage_id() in route[1:]]
+        assert set(groups) == set(own)
+    for pairs in recorded.splits:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(set(ranks)) == len(ranks), "the pairs of one split are disjoint"
+
+
 def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
     with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*got the backend gloo with 2 stages"):
         process_groups.refuse_host_backend("gloo", 2, torch.device("cuda", 0))
@@ -180,16 +245,11 @@ def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
     process_groups.refuse_host_backend("nccl", 2, torch.device("cuda", 0))
 
 
-def test_one_queue_for_the_gpu_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(process_groups, "_has_warned", False)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    process_groups.warn_of_one_queue(2)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    process_groups.warn_of_one_queue(1)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING, "tds"):
-        process_groups.warn_of_one_queue(2)
-        process_groups.warn_of_one_queue(2)
-    assert [r.message.split("=")[0] for r in caplog.records] == ["CUDA_DEVICE_MAX_CONNECTIONS"]
+def test_launches_that_block_are_refused_for_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    process_groups.refuse_blocking_launches(1)
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING must not be set for a pipeline.*got '1' with 2 stages"):
+        process_groups.refuse_blocking_launches(2)
+    for harmless in ("0", ""):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", harmless)
+        process_groups.refuse_blocking_launches(2)

@@ -10,7 +10,8 @@ import torch
 
 import tds.p2p.communicator
 from tds.p2p.boundary import Boundary, BoundaryError, set_list
-from tds.p2p.communicator import P2PCommunicator, Slice, Transport
+from tds.p2p.communicator import P2PCommunicator, Transport
+from tds.p2p.packed_layout import Slice
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
@@ -169,64 +170,29 @@ def test_a_boundary_without_gradients_sends_none_back_beside_one_that_does() -> 
 
 
 class _Counting(P2PCommunicator):
-    """Counts what is started, and notes what is on its way when the stage waits."""
+    """Counts the headers that it sends."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.headers = 0
-        self.ahead: list[tuple[Kind, int]] = []
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
         self.headers += kind is Kind.HEADER
         super().send(kind, message, buffer)
 
-    def wait_for(self, transfer: Any) -> torch.Tensor:
-        self.ahead.append((transfer.kind, len(self._posted[transfer.kind])))
-        return super().wait_for(transfer)
 
-
-def _watched(rank: int, is_dynamic: bool) -> Any:
+def _headers(rank: int, is_dynamic: bool) -> tuple[int, int]:
     exchange = make_exchange(is_dynamic=is_dynamic)
     exchange.__class__ = _Counting
-    exchange.headers, exchange.ahead = 0, []
-    inputs = [micro_batch(i) for i in range(6)]
-    drive(exchange, one_forward_one_backward(2, 6, rank), inputs)
-    return exchange.headers, exchange.ahead, len(exchange.waits)
+    exchange.headers = 0
+    drive(exchange, one_forward_one_backward(2, 6, rank), [micro_batch(i) for i in range(6)])
+    return exchange.headers, len(exchange.waits)
 
 
-def test_one_header_goes_ahead_of_a_call_and_receives_are_posted_ahead() -> None:
-    (headers, ahead, _), (back, ahead_of_last, waits) = run_ranks(2, _watched, False)
-    assert (headers, back) == (1, 0)
-    assert [n for kind, n in ahead_of_last if kind is Kind.ACTIVATION] == [2, 2, 2, 2, 1, 0]
-    of_gradients = [n for kind, n in ahead if kind is Kind.GRADIENT]
-    assert len(of_gradients) == 6 and all(of_gradients[:5]) and of_gradients[5] == 0
-    assert waits == 7, "six activations and a header"
-    (headers, _, _), _ = run_ranks(2, _watched, True)
-    assert headers == 6
-
-
-def _first_and_second_call(rank: int) -> list[list[tuple[Kind, int]]]:
-    """Return what was posted ahead in two calls of training and one of evaluation, on what is taken for a device."""
-    exchange = make_exchange()
-    exchange.__class__ = _Counting
-    inputs = [micro_batch(i) for i in range(6)]
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tds.p2p.communicator, "is_host", lambda device: False)
-        for is_training in (True, True, False):
-            exchange.headers, exchange.ahead = 0, []
-            schedule = one_forward_one_backward if is_training else forward_only
-            actions = schedule(2, 6, rank)
-            drive(exchange, actions, inputs, is_training=is_training)
-            found.append([(kind, n) for kind, n in exchange.ahead if kind is not Kind.HEADER])
-    return found
-
-
-def test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind() -> None:
-    """There a kernel's first use may wait for the receive, and the receive for what comes after that kernel."""
-    for first, second, evaluated in run_ranks(2, _first_and_second_call):
-        assert all(n == 0 for _, n in first + evaluated)
-        assert len(first) == len(second) == 6 and any(n > 0 for _, n in second)
+def test_one_header_goes_ahead_of_a_call_and_with_dynamic_shape_one_ahead_of_each_message() -> None:
+    (headers, _), (back, waits) = run_ranks(2, _headers, False)
+    assert (headers, back, waits) == (1, 0, 7), "six activations and a header"
+    assert run_ranks(2, _headers, True)[0][0] == 6
 
 
 def _frees(rank: int) -> list[int]:

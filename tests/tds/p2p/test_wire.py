@@ -20,7 +20,7 @@ from tds.p2p.boundary import (
     decode_header,
     encode_header,
 )
-from tds.p2p.communicator import PackedLayout, Slice
+from tds.p2p.packed_layout import PackedLayout, Slice
 
 PLACE = Place(0, "output", "layer 2 (Dense)")
 SPEC = st.builds(

@@ -25,7 +25,7 @@ from tds.schedule import (
     zero_bubble_h1,
 )
 from tds.schedule.schedules import in_rounds
-from tests.tds.schedule.orders import (
+from tests.helpers.orders import (
     BIG,
     FEW,
     MANY_CHUNKS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tds.schedule import Backward, Costs, Forward, ScheduleError, Span, Timeline, simulate
 from tds.schedule.schedules import _put_off
-from tests.tds.schedule.orders import QUICK, SMALL, TIMES, small_cases, stages_of
+from tests.helpers.orders import QUICK, SMALL, TIMES, small_cases, stages_of
 
 P, M = st.integers(1, 9), st.integers(1, 24)
 

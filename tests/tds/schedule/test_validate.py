@@ -21,7 +21,7 @@ from tds.schedule import (
     sent,
     validate,
 )
-from tests.tds.schedule.orders import SMALL, small_cases, stages_of
+from tests.helpers.orders import SMALL, small_cases, stages_of
 
 F, B, I, W = Forward, Backward, BackwardInput, BackwardWeight  # noqa: E741 - the letters of the pictures
 

@@ -64,7 +64,9 @@ def test_a_rank_is_late_once_nothing_has_changed_for_the_limit(dog: Any) -> None
 
 @pytest.mark.parametrize("what", ["progress", "collective", "action", "operation"])
 def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
-    exchange = SimpleNamespace(action=None, waiting=None, waits=[], history=[], links=None)
+    exchange = SimpleNamespace(
+        action=None, waiting=None, waits=[], history=[], links=None, action_of_device=lambda: None
+    )
     dog.exchange = exchange
     for number in range(4):
         assert not dog.look(8.0), number

@@ -1,4 +1,4 @@
-"""The schedules in the forms that the tests of this folder share."""
+"""The schedules in the forms that tests share."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""The runs over the device without CUDA: families, tensor ranks, stages, ZeRO and formats; all, or all pairs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from megatron.models.registry import FAMILIES
+from megatron.mpu.topology import Topology
+from tests.cuda.worker import Case
+
+SIZES = (
+    "--device cuda --hidden-size 64 --num-attention-heads 4 --batch-size 2 --gas 2 --vocab-size 211 --train-iters 10 "
+    "--lr 1e-3 --clip-grad 1 --data-path none"
+)
+T5 = "--enc-seq-length 64 --dec-seq-length 32 --vocab-extra-ids 8"
+TENSOR = {"one": "", "tensor": "--model-parallel-size 2", "sequence": "--model-parallel-size 2 --sequence-parallel"}
+PIPE = {"one": "", "stages": "--pipe-parallel-size 2", "chunks": "--pipe-parallel-size 2 --pipeline-chunks 2"}
+ZERO = ("0", "1", "2", "3")
+PRECISION = ("bf16", "fp16")
+AXES: tuple[tuple[str, ...], ...] = (tuple(FAMILIES), tuple(TENSOR), tuple(PIPE), ZERO, PRECISION)
+
+Row = tuple[str, ...]
+
+
+def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
+    """Return the command line of a small model; what is said last counts.
+
+    Args:
+        layers: of an encoder and of a decoder each.
+    """
+    own = (
+        f"{T5} --enc-layers {layers} --dec-layers {layers}"
+        if family == "t5"
+        else f"--seq-length 64 --num-layers {layers}"
+    )
+    return tuple(f"{SIZES} {own} {extra}".split())
+
+
+def can_be(row: Row) -> bool:
+    """Return whether there is such a run: a pipeline has no ZeRO 2 and 3."""
+    return row[2] == "one" or row[3] in ("0", "1")
+
+
+def every_row() -> list[Row]:
+    """Return the whole product."""
+    return [row for row in itertools.product(*AXES) if can_be(row)]
+
+
+def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
+    """Return the pairs of values, each with its axis, that a row has."""
+    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+def all_pairs() -> list[Row]:
+    """Return few rows that have every pair that some row has, always the same ones."""
+    rows = every_row()
+    missing = {pair for row in rows for pair in pairs_of(row)}
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs_of(row) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+def case_of(row: Row, number: int) -> Case:
+    """Return the run of a row: with two replicas, and as processes one rank of each stage, by turns another one."""
+    family, tensor, pipe, zero, precision = row
+    sizes = 1 + (tensor != "one"), 1 + (pipe != "one"), 2
+    topology = Topology.of_world(sizes[0] * sizes[1] * sizes[2], sizes[0], sizes[1])
+    wanted = number % sizes[0], number // 2 % 2
+    ranks = [
+        rank
+        for rank in range(topology.world_size)
+        if (topology.coordinate(rank).tensor, topology.coordinate(rank).data) == wanted
+    ]
+    extra = f"{TENSOR[tensor]} {PIPE[pipe]} --zero-stage {zero} --{precision}"
+    layers = {"one": 1, "stages": 2, "chunks": 4}[pipe] // (2 if family == "t5" and pipe != "one" else 1)
+    return Case(family, flags(family, extra, layers), topology.world_size, tuple(ranks))
+
+
+def named(rows: Iterable[Row]) -> Iterator[tuple[str, Case]]:
+    """Yield the cases with a name each."""
+    for number, row in enumerate(rows):
+        yield "-".join(row), case_of(row, number)

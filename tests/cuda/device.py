@@ -1,0 +1,340 @@
+"""Tensors of the device without CUDA, and a watch over all that is done with them.
+
+| a tensor of | is | and its numbers |
+|---|---|---|
+| the host | as always | are there |
+| "cuda" | fake: shape, type, device | are there up to ``SMALL`` bytes of a storage, else nobody knows them |
+
+So what hosts tell each other and write to disks is real, losses and counts that the host reads are numbers (1 where
+they come of unknown ones), and a step costs what Python costs. An operator that is given tensors of two devices fails,
+as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cuda.fake_cuda import FakeCuda, Kind
+
+SMALL = 4096
+"""Bytes of the largest storage whose numbers are known."""
+OURS = ("megatron", "tds", "deepspeed")
+ROOMS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias")
+"""Operators that write nothing."""
+SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ALIGNMENT = 16
+"""Bytes that the fast kernels of cuBLAS load at once."""
+HOST = -1
+"""The host, as a stream."""
+
+
+def place_of(frame: Any) -> str:
+    """Return the innermost line of ours that runs, or DeepSpeed's: "tds/loss.py:read"; "" for autograd's own."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for part in OURS:
+            at = name.rfind(f"/{part}/")
+            if at >= 0 and "/tests/" not in name[at:]:
+                return f"{name[at + 1 :]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def replaced(value: Any, function: Any) -> Any:
+    """Return nested arguments with each tensor replaced by what ``function`` returns for it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(replaced(each, function) for each in value)
+    return value
+
+
+@functools.cache
+def written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return which positional arguments an operator writes to, and which named ones."""
+    arguments = func._schema.arguments
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    places = tuple(i for i, a in enumerate(arguments) if writes[i])
+    return places, tuple(arguments[i].name for i in places)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether rows of a matrix begin at multiples of 16 bytes; other formats than those of 16 bits always do."""
+    if tensor.dim() < 2 or tensor.element_size() != 2:
+        return True
+    starts = [stride for stride in tensor.stride() if stride > 1] + [tensor.storage_offset()]
+    return all(start * 2 % ALIGNMENT == 0 for start in starts)
+
+
+@dataclass
+class Operator:
+    """What one operator on the device has read and written, storages by number."""
+
+    name: str
+    place: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass
+class Seen:
+    """What the watch has seen in one phase of a run; places as of ``place_of``.
+
+    Attributes:
+        reads: waits of the host for the device, by what and where.
+        blocking: copies between host and device that hold the host.
+        mixed: operators on the device that were given a tensor of the host with dimensions.
+        launches: operators by name.
+        unaligned: products of 16-bit matrices of which one begins, or has rows, off the multiples of 16 bytes.
+        masks: calls of attention with a mask.
+    """
+
+    reads: Counter[str] = field(default_factory=Counter)
+    blocking: Counter[str] = field(default_factory=Counter)
+    mixed: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    unaligned: Counter[str] = field(default_factory=Counter)
+    masks: Counter[str] = field(default_factory=Counter)
+
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for a process and all that are forked from it, which know the shapes that it has seen."""
+
+
+class Device(TorchDispatchMode):
+    """The device, within a ``with`` block.
+
+    Attributes:
+        seen: of this phase; a run puts another one in its place where the next begins.
+        operators: all that ran, in the order of the log, whose rows name them by their place here.
+    """
+
+    def __init__(self, library: FakeCuda) -> None:
+        super().__init__()
+        self.library = library
+        self.small = SMALL
+        self.fake = FAKE
+        self.seen = Seen()
+        self.operators: list[Operator] = []
+        self._numbers: dict[int, torch.Tensor] = {}
+        self._shared: set[int] = set()  # page-locked memory that the device has read or written beside the host
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fakes = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)]
+        target = kwargs.get("device")
+        if not fakes and (target is None or torch.device(target).type != "cuda"):
+            self._look(func, args, kwargs)
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name == "prim::device":
+            return args[0].fake_device
+        if name == "_local_scalar_dense":
+            return self._read(args[0], "item")
+        if name == "record_stream":
+            self.library.note(Kind.KEEP, self.storage(args[0]), args[1].stream_id)
+            return None
+        if name in ("_to_copy", "copy_"):
+            crossing = self._crossing(func, name, args, kwargs)
+            if crossing is not None:
+                return crossing
+        elif any(not isinstance(t, FakeTensor) and t.dim() for t in tensors_in((args, kwargs))):
+            self.seen.mixed[f"{name} in {self.place()}"] += 1
+        by_booleans = name in ("index", "index_put_", "index_put") and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if name in SIZED_BY_DATA or by_booleans or (name == "repeat_interleave" and func._overloadname == "Tensor"):
+            self.seen.reads[f"{name} in {self.place()}"] += 1
+        with self.fake:
+            out = func(*args, **kwargs)
+        self._note(func, name, args, kwargs, fakes, out)
+        return out
+
+    def place(self) -> str:
+        return place_of(sys._getframe(2))
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        """Return the number of the storage of a tensor of the device."""
+        number: int = self.library.storage(tensor.untyped_storage()._cdata)
+        return number
+
+    def pinned(self, tensor: torch.Tensor) -> int:
+        """Return a number for the place in page-locked memory where a tensor of the host begins; 0: it is elsewhere."""
+        if isinstance(tensor, FakeTensor) or not tensor.numel():
+            return 0
+        storage = tensor.untyped_storage().data_ptr()
+        number: int = self.library.pinned(storage)
+        return number and number * 2**40 + tensor.data_ptr() - storage
+
+    # What the host asks.
+
+    def _read(self, tensor: torch.Tensor, how: str) -> Any:
+        self.seen.reads[f"{how} in {self.place()}"] += 1
+        self.library.note(Kind.HOST_STREAM, self.library.stream(), 0)
+        return self.numbers(tensor).item()
+
+    def look_at(self, tensor: torch.Tensor) -> None:
+        """Take note that the host reads a tensor of its own without an operator."""
+        if self._shared and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
+            number = self.pinned(tensor)
+            if number in self._shared and number:
+                self.host_uses("read", (number,))
+
+    def tolist(self, tensor: torch.Tensor) -> Any:
+        """Return what ``tensor.tolist()`` gives."""
+        self.seen.reads[f"tolist in {self.place()}"] += 1
+        self.library.note(Kind.HOST_STREAM, self.library.stream(), 0)
+        return self.numbers(tensor).tolist()
+
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a tensor of the device, on the host: known ones where it is small, else ones."""
+        if tensor.untyped_storage().nbytes() > SMALL:
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return self._shadow(tensor)
+
+    def _shadow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of the known numbers of a small storage as ``tensor`` has them."""
+        number = self.storage(tensor)
+        nbytes, size = tensor.untyped_storage().nbytes(), tensor.element_size()
+        held = self._numbers.get(number)
+        if held is None or held.numel() < nbytes:
+            fresh = torch.ones(max(1, -(-nbytes // size)), dtype=tensor.dtype)
+            held = self._numbers[number] = fresh.view(torch.uint8)
+        flat = held[: held.numel() // size * size].view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    # What moves between host and device.
+
+    def _crossing(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Return what a copy between host and device gives; None where it is none."""
+        if name == "copy_":
+            target, source = args[0], args[1]
+            is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            if isinstance(target, FakeTensor) == isinstance(source, FakeTensor):
+                return None
+            out = target
+        else:
+            source, wanted = args[0], kwargs.get("device")
+            is_asynchronous = kwargs.get("non_blocking", False)
+            if wanted is None or (torch.device(wanted).type == "cuda") == isinstance(source, FakeTensor):
+                return None
+            out = None
+        to_device = not isinstance(source, FakeTensor)
+        if out is None and to_device:
+            with self.fake:
+                out = func(*args, **kwargs)
+        elif out is None:
+            dtype = kwargs.get("dtype") or source.dtype
+            is_pinned = bool(is_asynchronous or kwargs.get("pin_memory"))
+            out = torch.empty(source.shape, dtype=dtype, pin_memory=is_pinned)
+        elif to_device:
+            with self.fake:
+                func(*args, **kwargs)
+        host, fake = (source, out) if to_device else (out, source)
+        if to_device and fake.untyped_storage().nbytes() <= SMALL:
+            self._shadow(fake).copy_(host)
+        elif not to_device:
+            out.copy_(self.numbers(source))
+        place = self.place()
+        way = "to the device" if to_device else "to the host"
+        if host.dim() and not (is_asynchronous and host.is_pinned()):
+            self.seen.blocking[f"{way} in {place}"] += 1
+            if not to_device:
+                self.seen.reads[f"copy in {place}"] += 1
+        held = self.pinned(host)
+        self._shared.add(held)
+        read, written = (held, self.storage(fake)) if to_device else (self.storage(fake), held)
+        self._add(f"copy {way}", (read,), (written,))
+        if not (is_asynchronous and held):
+            self.library.note(Kind.HOST_STREAM, self.library.stream(), 0)
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Take note where the host looks at page-locked memory that the device reads or writes, or changes it."""
+        if not self._shared or func.is_view:
+            return
+        found = {
+            id(t): number
+            for t in tensors_in((args, kwargs))
+            if t.device.type == "cpu" and (number := self.pinned(t)) in self._shared
+        }
+        if not any(found.values()):
+            return
+        places, names = written_by(func)
+        written = [t for i in places if i < len(args) for t in tensors_in(args[i])]
+        written += [t for each in names if each in kwargs for t in tensors_in(kwargs[each])]
+        writes = {found[id(t)] for t in written if id(t) in found}
+        self.host_uses(func._schema.name, tuple(set(found.values()) - writes), tuple(writes))
+
+    def host_uses(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> None:
+        self.operators.append(Operator(name, place_of(sys._getframe(2)), reads, writes))
+        self.library.note(Kind.OPERATOR, len(self.operators) - 1, HOST)
+
+    # What the device does.
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[Any], out: Any) -> None:
+        if func.is_view:
+            return
+        if name in ROOMS:
+            for made in tensors_in(out):
+                self.storage(made)  # of the stream that asks for the memory, which may not be the first to use it
+            return
+        places, names = written_by(func)
+        written = [t for i in places if i < len(args) for t in tensors_in(args[i])]
+        written += [t for each in names if each in kwargs for t in tensors_in(kwargs[each])]
+        numbers = {id(t): self.storage(t) for t in fakes}
+        writes = {numbers[id(t)] for t in written if id(t) in numbers}
+        made = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
+        known = set(numbers.values())
+        writes |= {self.storage(t) for t in made} - (known if written else set())
+        reads = known - ({numbers[id(t)] for t in written if id(t) in numbers} if name.endswith("zero_") else set())
+        self._add(name, tuple(reads), tuple(writes))
+        self.seen.launches[name] += 1
+        if name in PRODUCTS and not all(map(is_aligned, tensors_in((args, kwargs, out)))):
+            self.seen.unaligned[f"{name} in {self.place()}"] += 1
+        if all(t.untyped_storage().nbytes() <= SMALL for t in (*fakes, *made)):
+            self._compute(func, args, kwargs, written, made)
+
+    def _add(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
+        self.operators.append(Operator(name, place_of(sys._getframe(2)), reads, writes))
+        self.library.note(Kind.OPERATOR, len(self.operators) - 1, self.library.stream())
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Any], made: list[Any]) -> None:
+        """Do the same with the known numbers."""
+
+        def known(tensor: torch.Tensor) -> torch.Tensor:
+            return self._shadow(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+        named = {key: torch.device("cpu") if key == "device" else replaced(v, known) for key, v in kwargs.items()}
+        try:
+            result = func(*replaced(args, known), **named)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            IndexError,
+        ):  # CUDA's own kernel, or unknown ids
+            return
+        if not written:
+            for tensor, values in zip(made, tensors_in(result), strict=False):
+                self._shadow(tensor).copy_(values)

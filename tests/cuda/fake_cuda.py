@@ -1,0 +1,111 @@
+"""The device of fake_cuda.cpp: built once, and loaded ahead of torch, which then takes it for CUDA.
+
+``load()`` comes ahead of the first import of torch in a process, for torch asks only once what devices there are; the
+process can then do nothing with tensors of "cuda" but what a fake tensor can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from enum import IntEnum
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+LOADED_FIRST = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so")
+
+
+class Kind(IntEnum):
+    """What a row of the log tells, and of which two numbers; as in fake_cuda.cpp."""
+
+    OPERATOR = 0  # number of the note
+    RECORD = 1  # event, stream
+    WAIT = 2  # event, stream
+    HOST_STREAM = 3  # stream
+    HOST_EVENT = 4  # event
+    HOST_DEVICE = 5
+    QUERY = 6  # event
+    MADE = 7  # storage, stream on which its memory was asked for
+    FREE = 8  # storage
+    KEEP = 9  # storage, stream: Tensor.record_stream
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build() -> Path:
+    """Return the library, which is compiled where there is none of this source and this torch.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    release = importlib.metadata.version("torch")
+    name = hashlib.sha256(SOURCE.read_bytes() + release.encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"fake-cuda-{os.getuid()}-{name}.so"
+    if built.exists():
+        return built
+    found = compiler()
+    if found is None:
+        raise RuntimeError("the device without CUDA needs a C++ compiler (g++ or $CXX), found none")
+    torch = _torch_folder()
+    partial = built.with_suffix(f".{os.getpid()}")
+    done = subprocess.run(
+        [
+            found, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch / 'include'}",
+            f"-I{torch / 'include/torch/csrc/api/include'}", str(SOURCE), "-o", str(partial), f"-L{torch / 'lib'}",
+            "-lc10", "-ltorch_cpu",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the device without CUDA cannot be compiled by {found}:\n{done.stderr[-4000:]}")
+    os.replace(partial, built)
+    return built
+
+
+def load() -> FakeCuda:
+    """Make torch, which must not be imported yet, take this process for one with a GPU."""
+    if "torch" in sys.modules:
+        raise RuntimeError("the device without CUDA must be loaded ahead of torch, which is imported already")
+    built = build()
+    for name in LOADED_FIRST:
+        ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    return FakeCuda(ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL))
+
+
+def _torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+class FakeCuda:
+    """The functions of the library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.note = library.fake_cuda_note
+        self.note.argtypes, self.note.restype = [ctypes.c_int64] * 3, None
+        self.storage = library.fake_cuda_storage
+        self.storage.argtypes, self.storage.restype = [ctypes.c_void_p], ctypes.c_int64
+        self.stream = library.fake_cuda_stream
+        self.stream.argtypes, self.stream.restype = [], ctypes.c_int64
+        self.pinned = library.fake_cuda_pinned
+        self.pinned.argtypes, self.pinned.restype = [ctypes.c_void_p], ctypes.c_int64
+        self._length = library.fake_cuda_length
+        self._length.restype = ctypes.c_int64
+        self._take = library.fake_cuda_take
+
+    def take_log(self) -> list[tuple[int, int, int]]:
+        """Return the rows of the log so far, and empty it."""
+        rows = (ctypes.c_int64 * (3 * self._length()))()
+        self._take(rows)
+        return list(zip(rows[0::3], rows[1::3], rows[2::3], strict=True))

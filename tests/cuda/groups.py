@@ -1,0 +1,265 @@
+"""``torch.distributed`` on the device without CUDA: one process stands for its rank, the others are not there.
+
+| what | does |
+|---|---|
+| a group | knows its ranks and the backend that was asked for |
+| NCCL | runs on a stream of its own for each communicator, behind what was given to the current stream; ``wait`` lets the current stream go on behind it |
+| gloo | is done at once |
+| sums | are this rank's numbers times the size; gathered parts are this rank's |
+| a broadcast, a message of the host | is sent where the other rank is a process, too: the stages of one pipeline are |
+
+What a backend cannot send is noted in ``wrong``.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import pickle
+import socket
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
+
+from tds import torch_api
+from tests.cuda.device import Device, Operator, tensors_in
+from tests.cuda.fake_cuda import Kind
+
+FIRST_STREAM, FIRST_EVENT = 2**30, 2**40
+"""Numbers of NCCL's own streams and events, behind all others."""
+SOURCES = {
+    "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
+    "all_gather_single": (1,), "all_to_all_single": (1,), "reduce_scatter_tensor": (1,),
+    "reduce_scatter_single": (1,), "reduce": (0,), "isend": (0,), "send": (0,), "irecv": (), "recv": (),
+}  # fmt: skip
+"""Which arguments a collective reads; all tensors of the first argument are written but for a send."""
+
+
+PLAIN = {name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")}
+"""torch's own functions."""
+
+
+class Line:
+    """Messages to and from the process of another rank in one run, each under a key."""
+
+    def __init__(self, end: socket.socket, run: int = 0) -> None:
+        self._file, self._run = end.makefile("rwb"), run
+        self._kept: dict[Any, deque[Any]] = defaultdict(deque)
+
+    def send(self, key: Any, value: Any) -> None:
+        pickle.dump((self._run, key, value), self._file)
+        self._file.flush()
+
+    def receive(self, key: Any) -> Any:
+        while not self._kept[key]:
+            run, found, value = pickle.load(self._file)
+            if run == self._run:  # else an earlier run left it
+                self._kept[found].append(value)
+        return self._kept[key].popleft()
+
+
+class Work:
+    """An operation that was started; ``tensors`` are kept until it is waited for, as NCCL's are."""
+
+    def __init__(self, groups: Groups, event: int | None, tensors: Any = (), on_wait: Any = None) -> None:
+        self._groups, self._event, self._tensors, self._on_wait = groups, event, tensors, on_wait
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._on_wait is not None:
+            self._on_wait()
+        if self._event is not None:
+            self._groups.library.note(Kind.WAIT, self._event, self._groups.library.stream())
+        self._tensors, self._on_wait = (), None
+        return True
+
+    def is_completed(self) -> bool:
+        if self._event is not None:
+            self._groups.library.note(Kind.QUERY, self._event, 0)
+        return True
+
+
+class Groups:
+    """What ``install`` puts in the place of torch's functions.
+
+    Args:
+        lines: by rank, to those that are processes.
+
+    Attributes:
+        wrong: what a backend could not have sent: a tensor of the other device, or one that is not contiguous.
+        started: collectives by name and backend.
+        on_missing: given a tensor of the host that a rank sends which is no process; fills it.
+    """
+
+    def __init__(self, device: Device, rank: int, size: int, lines: dict[int, Line] | None = None) -> None:
+        self.device, self.library = device, device.library
+        self.rank, self.size, self.lines = rank, size, lines or {}
+        self.wrong: Counter[str] = Counter()
+        self.started: Counter[str] = Counter()
+        self.asked: dict[Any, str] = {}
+        self.on_missing: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._held: list[Any] = []
+        self._streams: dict[Any, int] = {}
+        self._events = itertools.count(FIRST_EVENT)
+
+    def install(self) -> None:
+        """Let ``torch.distributed`` be this from now on."""
+        init, new_group = PLAIN["init_process_group"], PLAIN["new_group"]
+
+        def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+            init("fake", store=dist.HashStore(), rank=self.rank, world_size=self.size)
+            self.asked[dist.group.WORLD] = str(backend)
+
+        def make_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+            group = new_group(ranks, backend="fake")
+            self.asked[group] = backend or self.asked[dist.group.WORLD]
+            return group
+
+        functions: dict[str, Callable[..., Any]] = {name: self._collective(name) for name in SOURCES}
+        functions |= {
+            "init_process_group": init_process_group, "new_group": make_group, "get_backend": self.backend,
+            "barrier": lambda group=None, **_: self._count("barrier", group),
+            "all_gather_object": self._gather_objects, "broadcast_object_list": self._broadcast_objects,
+            "gather_object": self._gather_object, "destroy_process_group": lambda group=None: None,
+        }  # fmt: skip
+        for name, function in functions.items():
+            setattr(dist, name, function)
+            setattr(c10d, name, function)
+        c10d._set_pg_timeout = lambda *_: None
+        torch_api.backend = lambda group, device: SimpleNamespace(name=lambda: self.backend(group))
+        torch_api.sends_from_host = lambda group: self.backend(group) == "gloo"
+        torch_api.open_world = torch_api.nccl_options = lambda *_: None
+        torch_api.split_world = lambda pairs, device, backend, *_: self._split(make_group, pairs, backend)
+
+    def _split(self, make_group: Callable[..., Any], pairs: list[list[int]], backend: str) -> Any:
+        """Return the group of this rank among those of disjoint ``pairs``, or None."""
+        made = [make_group(pair, backend=backend) for pair in pairs]
+        self._count("split_group", None)
+        return next((group for group, pair in zip(made, pairs, strict=True) if self.rank in pair), None)
+
+    def backend(self, group: Any = None) -> str:
+        return self.asked.get(group or dist.group.WORLD, "nccl")
+
+    def _count(self, name: str, group: Any) -> None:
+        self.started[f"{name} {self.backend(group)}"] += 1
+
+    def _ranks(self, group: Any) -> list[int]:
+        return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    # Objects travel over the host.
+
+    def _gather_objects(self, into: list[Any], value: Any, group: Any = None) -> None:
+        self._count("all_gather_object", group)
+        into[:] = [value] * len(into)
+
+    def _gather_object(self, value: Any, into: Any = None, dst: int = 0, group: Any = None, **_: Any) -> None:
+        self._count("gather_object", group)
+        if into is not None:
+            into[:] = [value] * len(into)
+
+    def _broadcast_objects(self, box: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
+        self._count("broadcast_object_list", group)
+
+    # Tensors.
+
+    def _collective(self, name: str) -> Callable[..., Any]:
+        names = list(inspect.signature(PLAIN[name]).parameters)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs |= dict(zip(names, args, strict=False))
+            args = tuple(kwargs.pop(each) for each in names[:2] if each in kwargs)
+            group, async_op = kwargs.pop("group", None), kwargs.pop("async_op", False)
+            self._count(name, group)
+            tensors = list(tensors_in(args))
+            kind = self.backend(group)
+            for tensor in tensors:
+                is_fake = isinstance(tensor, FakeTensor)
+                if is_fake != (kind != "gloo"):
+                    self.wrong[f"{name}: {kind} was given a tensor of {tensor.device} in {self.device.place()}"] += 1
+                if not tensor.is_contiguous():
+                    self.wrong[f"{name} was given a tensor that is not contiguous in {self.device.place()}"] += 1
+            work = self._start(name, args, kwargs, group, tensors)
+            if async_op or name in ("isend", "irecv"):
+                return work
+            work.wait()
+            return None
+
+        return call
+
+    def _start(self, name: str, args: Any, kwargs: Any, group: Any, tensors: list[torch.Tensor]) -> Work:
+        on_wait = self._move(name, args, kwargs, group)
+        if not tensors or not isinstance(tensors[0], FakeTensor):
+            return Work(self, None, on_wait=on_wait)
+        note, is_message = self.library.note, name in ("isend", "irecv", "send", "recv")
+        stream = self._streams.setdefault((group, is_message), FIRST_STREAM + len(self._streams))
+        begins, ends = next(self._events), next(self._events)
+        sources = [t for place in SOURCES[name] for t in tensors_in(args[place])]
+        targets = [] if name in ("isend", "send") else list(tensors_in(args[0]))
+        reads = tuple(self.device.storage(t) for t in sources)
+        writes = tuple(self.device.storage(t) for t in targets)
+        note(Kind.RECORD, begins, self.library.stream())
+        note(Kind.WAIT, begins, stream)
+        self.device.operators.append(Operator(name, self.device.place(), reads, writes))
+        note(Kind.OPERATOR, len(self.device.operators) - 1, stream)
+        note(Kind.RECORD, ends, stream)
+        work = Work(self, ends, tensors, on_wait)
+        self._held.append(work)  # what nobody waits for keeps its tensors
+        return work
+
+    def _move(self, name: str, args: Any, kwargs: Any, group: Any) -> Callable[[], None] | None:
+        """Give tensors the numbers that they get; return what is to be done when they are waited for."""
+        size = len(self._ranks(group))
+        if name == "all_reduce":
+            op = args[1] if len(args) > 1 else dist.ReduceOp.SUM
+            if op == dist.ReduceOp.SUM:
+                self._change(args[0], lambda numbers: numbers.mul_(size))
+        elif name in ("all_gather", "all_gather_into_tensor", "all_gather_single"):
+            self._gather(args[0], args[1], size)
+        elif name == "broadcast":
+            self._broadcast(args[0], args[1] if len(args) > 1 else 0, group)
+        elif name in ("isend", "irecv", "send", "recv") and not isinstance(args[0], FakeTensor):
+            peer, key = args[1], ("message", kwargs.get("tag", 0))
+            if name in ("isend", "send"):
+                self.lines[peer].send(key, args[0].clone())
+            else:
+                return lambda: args[0].copy_(self.lines[peer].receive(key))
+        return None
+
+    def _change(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> None:
+        if not isinstance(tensor, FakeTensor):
+            change(tensor)
+        elif tensor.untyped_storage().nbytes() <= self.device.small:
+            change(self.device.numbers(tensor))
+
+    def _gather(self, into: Any, part: torch.Tensor, size: int) -> None:
+        if isinstance(part, FakeTensor):
+            part = self.device.numbers(part) if part.untyped_storage().nbytes() <= self.device.small else torch.ones(1)
+        if isinstance(into, torch.Tensor):
+            if part.numel() * size == into.numel():
+                self._change(into, lambda numbers: numbers.copy_(torch.cat([part.reshape(-1)] * size).view_as(numbers)))
+            return
+        for each in into:
+            if part.numel() == each.numel():
+                self._change(each, lambda numbers: numbers.copy_(part.view_as(numbers)))
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> None:
+        ranks = self._ranks(group)
+        key = "broadcast", tuple(ranks)
+        is_known = not isinstance(tensor, FakeTensor) or tensor.untyped_storage().nbytes() <= self.device.small
+        if not is_known:
+            return
+        numbers = self.device.numbers(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if source == self.rank:
+            for rank, line in self.lines.items():
+                if rank in ranks:
+                    line.send(key, numbers.clone())
+        elif source in self.lines:
+            numbers.copy_(self.lines[source].receive(key))
+        elif not isinstance(tensor, FakeTensor):
+            self.on_missing(tensor)

@@ -1,0 +1,301 @@
+"""A run on the device without CUDA: the project's own start and engine, two steps, an evaluation, a copy for a save."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron import device
+from megatron.arguments import resolve_dtype
+from megatron.checkpoint import shard_file
+from megatron.checkpoint.saving import StagingBuffer
+from megatron.config import parse
+from megatron.models.registry import FAMILIES, has_part, load
+from megatron.mpu import data
+from megatron.training import global_vars, initialize, setup, train_state
+from megatron.training.data import RunData
+from megatron.training.parity import mock_tokenizer, random_data
+from tests.cuda.device import Device, Seen
+from tests.cuda.fake_cuda import FakeCuda
+from tests.cuda.groups import PLAIN as PLAIN_GROUPS
+from tests.cuda.groups import Groups, Line
+from tests.cuda.order import Order
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = (dict, list, set, deque, defaultdict, OrderedDict)
+CACHED = type(functools.cache(lambda: None))
+PHASES = ("start", "build", "step 1", "step 2", "evaluation", "save")
+
+
+@dataclass
+class Outcome:
+    """What one rank has seen, by phase."""
+
+    phases: dict[str, Seen] = field(default_factory=dict)
+    wrong: Counter[str] = field(default_factory=Counter)
+    started: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=dict)
+    loss: float = 0.0
+    cpu_s: float = 0.0
+
+
+PLAIN = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+READS = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
+BROADCAST = data._broadcast
+
+
+def program_of(family: str) -> Any:
+    """Return the pretrain program of a family."""
+    folder = ROOT if family in ("gpt2", "t5") else ROOT / "examples" / family
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(f"pretrain_{family}")
+
+
+def import_all() -> None:
+    """Import what runs import by themselves, once for all that are forked."""
+    import deepspeed.pipe
+    import torch._dynamo  # noqa: F401
+
+    deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # of a compiler that costs 3 s to import
+    for family in FAMILIES:
+        program_of(family)
+        for part in ("model", "pipeline", "cost", "data"):
+            if has_part(family, part):
+                load(family, part)
+
+
+LEFT_IN = ("megatron", "tds", "deepspeed", "torch.distributed")
+"""Packages whose modules a run leaves something in."""
+
+
+@contextlib.contextmanager
+def leaving_nothing(library: FakeCuda) -> Iterator[None]:
+    """Put back behind a run what it leaves in modules, in torch and in the environment, for the next one."""
+    modules = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(tuple(f"{p}." for p in LEFT_IN))]
+    names = [(vars(module), dict(vars(module))) for module in modules]
+    held = {
+        id(value): (value, value.copy())
+        for _, before in names
+        for name, value in before.items()
+        if type(value) in FULL and not name.startswith("__")
+    }
+    environment = dict(os.environ)
+    library.take_log()
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            PLAIN_GROUPS["destroy_process_group"]()
+        for now, before in names:
+            for name in [name for name in now if name not in before]:
+                del now[name]
+            now.update(before)
+        for value, before in held.values():
+            value.clear()
+            value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+        for _, before in names:
+            for value in before.values():
+                if isinstance(value, CACHED):
+                    value.cache_clear()
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(False)
+        gc.collect()
+
+
+def become(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
+    """Let ``parameter`` be ``fake`` and stay the object that it is, with the attributes that it has."""
+    kind, parts = type(fake), dict(fake.__dict__)
+    torch._C._swap_tensor_impl(parameter, fake)
+    parameter.__class__ = kind if kind is FakeTensor else torch.nn.Parameter
+    parameter.__dict__.update(parts)
+
+
+def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Let ``parameter`` hold ``tensor``, as ``megatron.device.give`` does."""
+    if isinstance(parameter, FakeTensor) == isinstance(tensor, FakeTensor):
+        parameter.data = tensor
+        return
+    become(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
+
+
+def move(module: torch.nn.Module, place: torch.device) -> None:
+    """Put ``module`` on the device, as ``tds.device.move`` does where ``Parameter.data`` can be set."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, FakeTensor):
+            become(parameter, torch.nn.Parameter(parameter.detach().to(place), parameter.requires_grad))
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = buffer.to(place)
+
+
+def move_as_asked(module: torch.nn.Module, *asked: Any, **named: Any) -> torch.nn.Module:
+    """Take the place of ``Module.to``, which would put other objects in the place of the parameters."""
+    place = next((torch.device(each) for each in asked if isinstance(each, (str, torch.device))), None)
+    if place is not None and place.type == "cuda":
+        move(module, place)
+    return module
+
+
+class Run:
+    """One rank of a run."""
+
+    def __init__(self, library: FakeCuda, case: Any, rank: int, lines: dict[int, Line]) -> None:
+        self.case, self.rank = case, rank
+        self.device = Device(library)
+        self.groups = Groups(self.device, rank, case.size, lines)
+        self.outcome = Outcome()
+        self.names: list[str] = []
+        self.shapes: dict[str, torch.Size] = {}
+
+    def tell_shapes(self, table: torch.Tensor) -> None:
+        """Fill what the first tensor rank would tell, which is no process: the shapes of the tensors of a batch."""
+        for row, name in zip(table, self.names, strict=True):
+            shape = self.shapes[name]
+            row[: len(shape)] = torch.tensor(shape)
+
+    def phase(self, name: str) -> None:
+        self.device.seen = self.outcome.phases[name] = Seen()
+
+    def take(self) -> Outcome:
+        """Do all phases."""
+        self._began = time.process_time()
+        self.groups.install()
+        _patch(self)
+        with self.device:
+            self._start_and_step()
+        self.outcome.wrong, self.outcome.started = self.groups.wrong, self.groups.started
+        self.outcome.cpu_s = time.process_time() - self._began
+        order = Order()
+        order.follow(self.device.library.take_log(), self.device.operators)
+        self.outcome.faults = order.faults
+        return self.outcome
+
+    def _start_and_step(self) -> None:
+        program = program_of(self.case.family)
+        config = parse(
+            self.case.argv,
+            world_size=self.case.size,
+            family=self.case.family,
+            defaults=getattr(program, "DEFAULTS", None),
+        )
+        self.phase("start")
+        here = initialize.start(config)
+        config = resolve_dtype(config, device.default_precision(here.kind))
+        streams = setup.make_streams(config, here)
+        global_vars.set_current(config, mock_tokenizer(config), streams)
+        self.phase("build")
+        engine = setup.build_engine(config, here, streams, program.model_provider, program.forward_step)
+        found = RunData({"train": random_data(config), "valid": random_data(config)} if here.reads_data else {}, None)
+        batches = found.batches("train", config, here)
+        samples = RunData({"train": random_data(config)}, None).batches("train", config, here)
+        self.shapes = {name: tensor.shape for name, tensor in next(iter(samples)).items()}
+        for step in range(self.case.steps):
+            self.phase(f"step {step + 1}")
+            self.outcome.loss = engine.train_step(batches, step, num_micro_batches=min(step + 1, self.case.gas)).loss
+        if not self.case.is_whole:
+            return
+        self.phase("evaluation")
+        engine.evaluate_batch(found.batches("valid", config, here))
+        self.phase("save")
+        progress = train_state.TrainState(2, 2, 0)
+        parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
+        train_state.save_state(Path(), progress, fingerprint=None, write=self._save, **parts)
+
+    def _save(self, root: Path, step: int, records: list[Any], *more: Any, **kept: Any) -> None:
+        """Copy as for ``--async-save``, and look at the copies; then write as a save that is waited for."""
+        copies, _ = StagingBuffer().copy(records)
+        for copy in copies:
+            if copy.is_owner and not copy.tensor.is_meta:
+                copy.tensor.numpy()
+        tensors = {f"{i}": record.tensor for i, record in enumerate(records) if record.is_owner}
+        with tempfile.TemporaryDirectory() as folder:
+            shard_file.write_shard_file(Path(folder) / "shard", tensors)
+
+
+def made_on_the_host(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.tensor``, which copies numbers to the device and waits."""
+
+    def make(values: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made = plain(values, *args, **kwargs)
+        return made if device is None else made.to(device)
+
+    return make
+
+
+def as_on_a_gpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``scaled_dot_product_attention`` by the kernel that a GPU has for it, of which a CPU build has the shapes.
+
+    16-bit numbers without a mask go to flash attention, all others to the memory-efficient kernel.
+    """
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def looking(device: Device, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``plain``, a method of tensors by which the host reads them, under the watch of ``device``."""
+
+    def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device.look_at(tensor)
+        return plain(tensor, *args, **kwargs)
+
+    return look
+
+
+def _patch(run: Run) -> None:
+    """Put aside what fake tensors cannot do: a parameter's ``data`` cannot be a fake tensor where it was none."""
+    setup.move = move
+    device.give = give
+    for name in PLAIN:
+        setattr(torch, name, made_on_the_host(PLAIN[name]))
+
+    def broadcast(names: list[str], *args: Any) -> Any:
+        run.names = names
+        return BROADCAST(names, *args)
+
+    data._broadcast = broadcast
+    run.groups.on_missing = run.tell_shapes
+    initialize.rendezvous = lambda *_: None
+    torch.nn.Module.to = move_as_asked
+    for name, read in READS.items():  # which no operator stands for
+        setattr(torch.Tensor, name, looking(run.device, read))
+    FakeTensor.tolist = lambda tensor: run.device.tolist(tensor)
+    FakeTensor.data_ptr = lambda tensor: run.device.storage(tensor) * 2**40 + tensor.storage_offset()
+    torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is not None:
+            run.device.seen.masks[run.device.place()] += 1
+        return as_on_a_gpu(query, key, value, attn_mask, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = attention

@@ -1,0 +1,164 @@
+"""Two processes with the device without CUDA, for the first and the second rank of a case, which take case after case.
+
+``python -m tests.cuda.worker`` imports all that a run needs and forks once. Each process reads pickled requests, a case
+and the number of the run, and answers with the outcome or with a traceback; behind one of these both end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120
+MOST_RANKS = 2
+"""Of a case that are processes."""
+GONE = "gone"
+"""A rank's words that the other one, or its process, is not there."""
+
+
+class Case(NamedTuple):
+    """One run: ``ranks`` are those that are processes, of ``size``; an evaluation and a save where it ``is_whole``."""
+
+    family: str
+    argv: tuple[str, ...]
+    size: int
+    ranks: tuple[int, ...]
+    steps: int = 2
+    gas: int = 2
+    is_whole: bool = True
+
+
+class Failed(AssertionError):
+    """A rank of a case has failed; the text is its traceback."""
+
+
+class Worker:
+    """The processes, as a test run sees them; a ``with`` block ends them."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._files: list[tuple[IO[bytes], IO[bytes]]] = []  # of each process: requests, answers
+        self._number = 0
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def run(self, case: Case) -> list[Any]:
+        """Return what each rank of ``case`` has seen.
+
+        Raises:
+            Failed: of a rank.
+        """
+        if self._process is None:
+            self._start()
+        self._number += 1
+        used = self._files[: len(case.ranks)]
+        for requests, _ in used:
+            pickle.dump((case, self._number), requests)
+            requests.flush()
+        found = [_answer(answers) for _, answers in used]
+        failed = [each for each in found if isinstance(each, str)]
+        if failed:
+            self._stop()
+            raise Failed(f"{case}\n" + "\n".join(sorted(failed, key=lambda text: GONE in text)))
+        return found
+
+    def _start(self) -> None:
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
+        pipes = [(os.pipe(), os.pipe()) for _ in range(MOST_RANKS)]
+        theirs = [end for (requests, _), (_, answers) in pipes for end in (requests, answers)]
+        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, theirs)]
+        self._process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=theirs)
+        self._files = [(os.fdopen(requests, "wb"), os.fdopen(answers, "rb")) for (_, requests), (answers, _) in pipes]
+        for end in theirs:
+            os.close(end)
+
+    def _stop(self) -> None:
+        for requests, answers in self._files:
+            with contextlib.suppress(BrokenPipeError):
+                requests.close()
+            answers.close()
+        self._files = []
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+
+def _answer(answers: IO[bytes]) -> Any:
+    try:
+        return pickle.load(answers)
+    except EOFError:
+        return f"{GONE}: the rank died"
+
+
+def serve(ends: list[int]) -> None:
+    """Load the device, import, become two processes and answer requests; ``ends`` are theirs of the pipes."""
+    from tests.cuda import fake_cuda
+
+    library = fake_cuda.load()
+    os.dup2(2, 1)  # DeepSpeed talks
+    from tests.cuda import torch_cuda
+
+    torch_cuda.install()
+    from tests.cuda import runs
+
+    runs.import_all()
+    gc.freeze()
+    lines = socket.socketpair()
+    other = os.fork()
+    place = 0 if other else 1
+    lines[1 - place].close()
+    for end in ends[2 * (1 - place) :][:2]:
+        os.close(end)
+    requests, answers = (os.fdopen(ends[2 * place + n], mode) for n, mode in enumerate(("rb", "wb")))
+    while True:
+        try:
+            case, number = pickle.load(requests)
+        except EOFError:
+            break
+        signal.alarm(DEADLINE_S)
+        answer = _outcome(library, case, number, place, lines[place])
+        signal.alarm(0)
+        pickle.dump(answer, answers)
+        answers.flush()
+        if isinstance(answer, str):
+            break
+    lines[place].close()
+    if other:
+        os.waitpid(other, 0)
+    os._exit(0)
+
+
+def _outcome(library: Any, case: Case, number: int, place: int, end: socket.socket) -> Any:
+    """Return what the rank of this process has seen, or a traceback."""
+    from tests.cuda.groups import Line
+    from tests.cuda.runs import Run, leaving_nothing
+
+    rank = case.ranks[place]
+    peers = {peer: Line(end, number) for peer in case.ranks if peer != rank}
+    own = {"RANK": rank, "WORLD_SIZE": case.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": case.size}
+    try:
+        with leaving_nothing(library):
+            os.environ.update({name: str(value) for name, value in own.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+            return Run(library, case, rank, peers).take()
+    except BaseException as error:
+        return f"{GONE if isinstance(error, EOFError) else 'failed'}: {traceback.format_exc()}"
+
+
+if __name__ == "__main__":
+    serve([int(each) for each in sys.argv[1:]])
