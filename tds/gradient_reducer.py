@@ -41,6 +41,10 @@ class BucketSchedule:
         """Return the parameters of one chunk of layers, whose gradients its last backward makes final."""
         raise NotImplementedError
 
+    def every(self) -> list[Bucket]:
+        """Return all buckets, the late ones too."""
+        return [*self._buckets, *self.late]
+
     def is_taken(self, parameter: torch.Tensor) -> bool:
         """Return whether the bucket of ``parameter`` has been given out."""
         return parameter in self._number_of and self._number_of[parameter] < self._next
@@ -144,6 +148,9 @@ class AgreedOrder(BucketSchedule):
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
         return self._parameters
 
+    def every(self) -> list[Bucket]:
+        return super().every() or list(_buckets_of_sums(self._parameters))
+
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         if not self._agreed:
             self._agree([int(not all(map(will_reach, bucket))) for bucket in self._guessed()])
@@ -206,6 +213,8 @@ class GradientReducer:
         dtype: in which sums travel and are taken; None: the gradients' own.
         starts_early: False: all sums start after the last backward, to the same numbers.
         way_out: what helps where a gradient comes behind its sum; the end of the error.
+        scatter: starts the sum of a bucket of which each replica gets its parts alone; None: an all-reduce of what
+            ``gradient_of`` returns.
     """
 
     def __init__(
@@ -217,6 +226,7 @@ class GradientReducer:
         dtype: torch.dtype | None = None,
         starts_early: bool = True,
         way_out: str = "Recompute with use_reentrant=False",
+        scatter: Callable[[Bucket], Any] | None = None,
     ) -> None:
         self.order = order
         self.dtype = dtype
@@ -224,9 +234,15 @@ class GradientReducer:
         self._gradient_of = gradient_of
         self._group = group
         self._way_out = way_out
+        self._scatter = scatter
         self._hooks: list[Any] = []
         self._ready: set[torch.Tensor] = set()
-        self._started: list[GradientBucket] = []
+        self._started: list[Any] = []  # ``GradientBucket`` or what ``scatter`` returns
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each replica gets its parts of the sums alone."""
+        return self._scatter is not None
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
@@ -303,5 +319,8 @@ class GradientReducer:
     @torch.no_grad()
     def _start(self, ready: Iterable[Bucket]) -> None:
         for bucket in ready:
+            if self._scatter is not None:
+                self._started.append(self._scatter(bucket))
+                continue
             gradients = [self._gradient_of(p) for p in bucket]
             self._started.append(GradientBucket.start_all_reduce(gradients, self._group, self.dtype))

@@ -118,15 +118,17 @@ class GradientBucket:
     ) -> GradientBucket:
         """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
 
+        It is made in place where they lie one behind the other in memory, else in a copy.
+
         Args:
             dtype: in which they travel and are added up; None: their own.
 
         Raises:
             ValueError: one of them is sparse.
         """
-        _refuse_sparse(gradients)
-        is_whole = len(gradients) == 1 and gradients[0].is_contiguous()
-        flat = gradients[0].view(-1) if is_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        refuse_sparse(gradients)
+        run = one_run(gradients)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) if run is None else run
         flat = flat if dtype is None else flat.to(dtype)
         return cls(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
 
@@ -140,7 +142,20 @@ class GradientBucket:
                 gradient.copy_(part.view_as(gradient))
 
 
-def _refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the memory in which all ``tensors`` lie, one behind the other; None where they do not."""
+    first = tensors[0]
+    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        is_next = tensor.storage_offset() == end and tensor.untyped_storage().data_ptr() == memory
+        if not is_next or not tensor.is_contiguous():
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if one of ``gradients`` is sparse."""
     if any(gradient.is_sparse for gradient in gradients):
         raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
 
@@ -175,7 +190,7 @@ def reduce_gradients(
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
         return
-    _refuse_sparse(gradients)  # ahead of the first sum
+    refuse_sparse(gradients)  # ahead of the first sum
     runs = buckets(gradients, limit=bucket_bytes)
     for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
         bucket.wait(scale)

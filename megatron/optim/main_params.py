@@ -13,6 +13,7 @@ import torch
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import Shard, is_partial, set_shard, shard_of
+from megatron.optim.grad_buffer import GradBuffer, scatters
 from megatron.optim.zero.partition import (
     NOTHING,
     OffloadConfig,
@@ -22,7 +23,7 @@ from megatron.optim.zero.partition import (
     gather_all,
     partition_of,
 )
-from tds.gradient_reducer import AgreedOrder, GradientReducer
+from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
 from tds.gradients import WIDE, multiply
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
@@ -85,6 +86,11 @@ class MainParams:
             if self._param_init is not None:
                 self._param_init.leave(parameter)
         return self.of[parameter]
+
+    @property
+    def are_shared_out(self) -> bool:
+        """Whether replicas have parts of the masters, from ZeRO 1 on."""
+        return self._is_cut and self.data_group.size > 1
 
     def is_cut(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether each replica has a part of ``parameter`` only."""
@@ -165,19 +171,21 @@ class MainParams:
         return part if self._param_init is None else part.to(self._param_init.device)
 
 
-# The gradients of a step, added up over its micro-batches: whole ones, which the engine sums over the replicas.
+# The gradients of a step, added up over its micro-batches.
 
 
 class Gradients(Protocol):
     """What a step needs of the gradients that its micro-batches leave.
 
     Attributes:
-        holders: the replicas over which a sum over all gradients is taken; one alone where each has the whole of them.
         are_summed: over the replicas, by themselves: the engine must not do it again.
     """
 
-    holders: Group
     are_summed: bool
+
+    @property
+    def holders(self) -> Group:
+        """The replicas over which a sum over all gradients is taken; one alone where each has the whole of them."""
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         """Take what backward leaves in ``parameter``, which has its dtype, from now on."""
@@ -208,22 +216,55 @@ class Gradients(Protocol):
 
 
 class MainGradients:
-    """Gradients that each replica holds whole: ZeRO 0 and 1.
+    """Gradients that each replica adds up whole: ZeRO 0 and 1, whose sums over the replicas the engine makes.
 
-    Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
+    | | where they lie |
+    |---|---|
+    | several replicas | in a ``GradBuffer``, whose buckets are summed in place: those of the engine (``follow``) |
+    | one, 16 bits | added up in fp32 and freed at once |
+    | one, 32 or 64 bits | where autograd leaves them |
+
+    With ZeRO 1 on NCCL the sums in the engine's buckets leave each replica its own parts.
     """
 
-    holders, are_summed = SINGLE, False
+    are_summed = False
 
     def __init__(self, masters: MainParams) -> None:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        group = masters.data_group
+        self._order = AgreedOrder(group.handle)
+        self.buffer = GradBuffer(self._order, group) if group.size > 1 else None
+
+    def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of ``order`` from now on.
+
+        Returns:
+            what starts the sum of a bucket of which each replica gets its parts; None where each gets the whole.
+        """
+        group = self._masters.data_group
+        is_scattered = self._masters.are_shared_out and scatters(group)
+        self.buffer = GradBuffer(order, group, self._masters.cut if is_scattered else None)
+        return self.buffer.start_reduce_scatter if is_scattered else None
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the sums leave each replica its parts alone."""
+        return self.buffer is not None and self.buffer.is_scattered
+
+    @property
+    def holders(self) -> Group:
+        return self._masters.data_group if self.is_scattered else SINGLE
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.dtype not in WIDE:
+        self._order.register(parameter)
+        if parameter.dtype not in WIDE or (parameter.requires_grad and self.buffer is not None):
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if self.buffer is not None:
+            self.buffer.add(parameter)  # of a parameter without a hook, such as one unfrozen since
+            return self.buffer.main_grad(parameter)
         if parameter.dtype not in WIDE:
             if parameter not in self._sums:
                 self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -233,13 +274,13 @@ class MainGradients:
         return parameter.grad
 
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(parameter)
+        return shard_of(self._masters.of[parameter] if self.is_scattered else parameter)
 
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._masters.part(parameter, self.of(parameter))
+        return self.of(parameter) if self.is_scattered else self._masters.part(parameter, self.of(parameter))
 
     def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        return True
+        return not self.is_scattered or self._masters.is_cut(parameter) or self.holders.rank == 0
 
     def begin_last_backward(self) -> None:
         """Nothing is summed here."""
@@ -252,8 +293,13 @@ class MainGradients:
 
     def clear(self) -> None:
         self._sums.clear()
+        if self.buffer is not None:
+            self.buffer.clear()
 
     def _add_to_sum(self, parameter: torch.Tensor) -> None:
+        if self.buffer is not None:
+            self.buffer.add(parameter)  # type: ignore[arg-type]
+            return
         if parameter.grad is None:
             return
         if parameter in self._sums:
@@ -275,6 +321,10 @@ class EngineGradients:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+
+    def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of ``order``; return what starts sums that leave each replica its parts."""
+        return self._optimizer.lay_gradients_out(order)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter`` yet."""
@@ -320,14 +370,10 @@ class OverlappedMainGradients(MainGradients):
     def __init__(self, masters: MainParams) -> None:
         super().__init__(masters)
         group = masters.data_group.handle
-        self._order = AgreedOrder(group)
+        scatter = self.follow(self._order)
         way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
-        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out)
+        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out, scatter=scatter)
         self._is_last = False
-
-    def register(self, parameter: torch.nn.Parameter) -> None:
-        super().register(parameter)
-        self._order.register(parameter)
 
     def begin_last_backward(self) -> None:
         self._is_last = True

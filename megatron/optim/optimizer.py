@@ -25,6 +25,7 @@ from megatron.optim.main_params import (
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
+from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
@@ -228,6 +229,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def weights_gathered(self) -> AbstractContextManager[None]:
         """Return a context in which every replica has all weights of its part, under ZeRO 3 too. Collective."""
         return nullcontext() if self._units is None else self._units.gathered()
+
+    def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of an engine that sums them (``MainGradients.follow``)."""
+        return self._gradients.follow(order) if isinstance(self._gradients, MainGradients) else None
 
     def begin_last_backward(self) -> None:
         """Take note that the next backward is the last of the step: sums over the replicas may start in it.

@@ -234,12 +234,16 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
+    order = ChunkOrder(module.parameters(), chunks, tied)
+    follow = getattr(gradients, "follow", None)  # a source of a program's own may lack it
+    scatter = None if follow is None or engine.sums_dtype is not None else follow(order)
     return GradientReducer(
-        ChunkOrder(module.parameters(), chunks, tied),
+        order,
         gradients.of,
         engine.grid.get_data_parallel_group(),
         dtype=engine.sums_dtype,
         starts_early=overlaps_reduction(engine.pipeline_section),
+        scatter=scatter,
     )
 
 

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
-from tds.gradients import GradientBucket, buckets, clip, global_norm, multiply, reduce_gradients, sum_tied
+from tds.gradients import (
+    GradientBucket,
+    buckets,
+    clip,
+    global_norm,
+    multiply,
+    one_run,
+    reduce_gradients,
+    sum_tied,
+)
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, preload_zero
 
@@ -194,3 +203,14 @@ def _without_optimizer(rank: int) -> str:
 
 def test_an_engine_without_optimizer_only_evaluates() -> None:
     assert "optimizer" in run_ranks(1, _without_optimizer)[0]
+
+
+def test_what_lies_apart_is_no_run() -> None:
+    memory = torch.arange(12.0)
+    for parts in ([memory[:4], memory[4:6], memory[6:]], [memory[2:5].view(3, 1), memory[5:7]]):
+        run = one_run(parts)
+        assert run is not None and torch.equal(run, torch.cat([part.flatten() for part in parts]))
+        assert run.data_ptr() == parts[0].data_ptr()
+    apart = ([memory[:4], memory[5:]], [memory[4:6], memory[:4]], [memory[:4], memory[4:].clone()], [memory[::2]])
+    assert all(one_run(parts) is None for parts in apart)
+    assert one_run([memory.view(3, 4).t(), memory[:0]]) is None

@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import WHOLE, tokens_at_once
@@ -15,7 +14,7 @@ from megatron.models.common.norms import make_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.linear_cross_entropy import linear_cross_entropy, aligned_logits
+from megatron.mpu.linear_cross_entropy import aligned_logits, linear_cross_entropy
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import softcapped

@@ -55,6 +55,21 @@ class ParamPartition:
         """Return the view of one replica's part of ``tensor``, which has the shape of the parameter."""
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
+    def room(self, tensor: torch.Tensor) -> int:
+        """Return the numbers of the largest part of ``tensor``."""
+        return tensor.numel() // tensor.shape[self.dim] * max(length for _, _, length in self.runs)
+
+    def pairs(self, whole: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of ``whole`` and of where they lie in ``slots``: one for each length of a part, three at most.
+
+        Args:
+            slots: [d, room or more], the part of each replica at its start.
+        """
+        for first, number, length in self.runs:
+            run = whole.narrow(self.dim, self.bounds[first], number * length)
+            parts = run.unflatten(self.dim, (number, length)).movedim(self.dim, 0)  # [number, ..., length, ...]
+            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+
     def shard(self, whole: Shard, replica: int) -> Shard:
         """Return where one replica's part lies in the global tensor of which this tensor rank holds ``whole``."""
         first, real = 0, whole.global_shape[self.dim]
@@ -99,20 +114,11 @@ class Piece:
     @property
     def room(self) -> int:
         """Numbers of the largest part, which each replica's has room for: so all send alike."""
-        longest = max(length for _, _, length in self.cut.runs)
-        return self.parameter.numel() // self.parameter.shape[self.cut.dim] * longest
+        return self.cut.room(self.parameter)
 
     def received(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the parameter and of what belongs there: as many as parts have lengths, not one a replica.
-
-        Args:
-            slots: [d, room], what the replicas have sent.
-        """
-        dim = self.cut.dim
-        for first, number, length in self.cut.runs:
-            run = self.parameter.narrow(dim, self.cut.bounds[first], number * length)
-            parts = run.unflatten(dim, (number, length)).movedim(dim, 0)  # [number, ..., length, ...]
-            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+        """Yield views of the parameter and of what belongs there of ``slots``, [d, room], which replicas have sent."""
+        return self.cut.pairs(self.parameter, slots)
 
 
 def gather_all(pieces: Iterable[Piece], group: Group) -> None:
