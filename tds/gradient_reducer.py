@@ -90,6 +90,7 @@ class ChunkOrder(BucketSchedule):
         chunks: those of each chunk, in the order of its layers.
         tied: those that other stages hold, too.
         bucket_bytes: None: ``BUCKET_BYTES``.
+        numbers: of a bucket, in place of its bytes; None: the bytes count.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class ChunkOrder(BucketSchedule):
         chunks: Sequence[Sequence[torch.nn.Parameter]],
         tied: Iterable[torch.nn.Parameter] = (),
         bucket_bytes: int | None = None,
+        numbers: int | None = None,
     ) -> None:
         super().__init__()
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._numbers = bucket_bytes, numbers
         self._every = list(dict.fromkeys(every))
         self._chunks = [list(dict.fromkeys(reversed(chunk))) for chunk in chunks]
         holders = Counter(p for chunk in self._chunks for p in chunk)
@@ -117,10 +119,15 @@ class ChunkOrder(BucketSchedule):
         if trained == self._trained:
             super().reset()
             return
-        self._trained, late, limit = trained, self._not_of_one, self._bucket_bytes
-        self.late = list(buckets([p for p in self._every if p in late and p.requires_grad], limit=limit))
+        self._trained, late = trained, self._not_of_one
+        self.late = list(self._buckets_of([p for p in self._every if p in late and p.requires_grad]))
         self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
-        self._arrange([bucket for own in reversed(self._of_chunk) for bucket in buckets(own, limit=limit)])
+        self._arrange([bucket for own in reversed(self._of_chunk) for bucket in self._buckets_of(own)])
+
+    def _buckets_of(self, parameters: Bucket) -> Iterator[Bucket]:
+        if self._numbers is None:
+            return buckets(parameters, limit=self._bucket_bytes)
+        return buckets(parameters, torch.Tensor.numel, limit=self._numbers)
 
 
 class AgreedOrder(BucketSchedule):
@@ -131,10 +138,16 @@ class AgreedOrder(BucketSchedule):
     fill, for a weight of it gets no gradient, would hold up all behind it: such buckets come last. Replicas agree on
     that in the first backward: at its first gradient by what autograd's graph says, and at its end by what has come.
     So ``arrived`` and ``rest`` are collective in the first backward.
+
+    Args:
+        numbers: tells of a device how many numbers a bucket has there; None: ``BUCKET_BYTES`` count.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, numbers: Callable[[torch.device], int | None] = lambda place: None
+    ) -> None:
         super().__init__()
+        self._numbers = numbers
         self._parameters: list[torch.nn.Parameter] = []
         self._group = group
         self._guess: list[Bucket] = []
@@ -149,7 +162,7 @@ class AgreedOrder(BucketSchedule):
         return self._parameters
 
     def every(self) -> list[Bucket]:
-        return super().every() or list(_buckets_of_sums(self._parameters))
+        return super().every() or list(self._buckets_of_sums())
 
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         if not self._agreed:
@@ -176,7 +189,7 @@ class AgreedOrder(BucketSchedule):
 
     def _guessed(self) -> list[Bucket]:
         place = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._guess = sorted(_buckets_of_sums(self._parameters), key=lambda bucket: -place[bucket[0]])
+        self._guess = sorted(self._buckets_of_sums(), key=lambda bucket: -place[bucket[0]])
         self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
         self._arrange(self._guess)
         return self._guess
@@ -195,12 +208,15 @@ class AgreedOrder(BucketSchedule):
         agreed = latest.tolist()
         self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
-
-def _buckets_of_sums(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Bucket]:
-    """Yield the buckets in which ``reduce_gradients`` sums the gradients of 32 bits, or 64, of ``parameters``."""
-    return buckets(
-        parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
-    )
+    def _buckets_of_sums(self) -> Iterator[Bucket]:
+        """Yield the buckets in which gradients of 32 bits, or 64, are summed; on a host as ``reduce_gradients`` does."""
+        parameters = self._parameters
+        numbers = self._numbers(parameters[0].device) if parameters else None
+        if numbers is not None:
+            return buckets(parameters, torch.Tensor.numel, lambda p: accurate_dtype(p.dtype), numbers)
+        return buckets(
+            parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
+        )
 
 
 class GradientReducer:

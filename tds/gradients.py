@@ -18,6 +18,8 @@ from tds.device import is_host
 
 BUCKET_BYTES = 32 * 2**20
 """Of what travels together; what is larger travels alone."""
+LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
+"""Numbers of a bucket on a device: at least so many, and so many for each replica, among which it is cut."""
 
 T = TypeVar("T")
 WIDE = (torch.float32, torch.float64)
@@ -101,6 +103,23 @@ def buckets(
             bucket.append(item)
             size += num_bytes(item)
         yield bucket
+
+
+def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | None:
+    """Return how many numbers a bucket has; None: as many as ``BUCKET_BYTES`` allow, as on a host.
+
+    A ring cuts a bucket among the replicas: on a device it grows with them, so that what each message carries does not
+    shrink below what a network is quick at. gloo adds up a number as its place in a bucket says, so that on a host
+    buckets of another size would give other bits with three replicas or more.
+
+    Args:
+        asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0: nobody has asked.
+
+    Source: Megatron-LM's distributed_data_parallel.py, whose default is ``max(40000000, 1000000 * dp)``.
+    """
+    if asked:
+        return asked
+    return None if is_host(place) else max(LEAST_BUCKET, BUCKET_OF_REPLICA * replicas)
 
 
 @dataclass(frozen=True)

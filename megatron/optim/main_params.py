@@ -24,7 +24,7 @@ from megatron.optim.zero.partition import (
     partition_of,
 )
 from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
-from tds.gradients import WIDE, multiply
+from tds.gradients import WIDE, bucket_numbers, multiply
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -45,6 +45,8 @@ class MainParams:
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
+        reduce_bucket_size, allgather_bucket_size: numbers of a bucket of gradients that are summed, and of weights that
+            are gathered after an update; 0: as ``tds.gradients.bucket_numbers`` has it.
 
     Attributes:
         are_apart: a parameter is not its own master: an update is to be brought into it.
@@ -57,12 +59,16 @@ class MainParams:
         zero_stage: int = 0,
         offload: OffloadConfig = NOTHING,
         param_init: ParamInit | None = None,
+        reduce_bucket_size: int = 0,
+        allgather_bucket_size: int = 0,
     ) -> None:
         self.data_group = data
+        self._asked = {"reduce": reduce_bucket_size, "allgather": allgather_bucket_size}
         self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.are_apart = False
+        self._zero_stage = zero_stage
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, ParamPartition] = {}
@@ -86,6 +92,16 @@ class MainParams:
             if self._param_init is not None:
                 self._param_init.leave(parameter)
         return self.of[parameter]
+
+    def bucket_numbers(self, place: torch.device, of: str = "reduce") -> int | None:
+        """Return how many numbers travel together on ``place``; None: as many as ``BUCKET_BYTES`` allow.
+
+        Sums of ZeRO 2 and 3 are made in copies of buckets, which grow if they are asked to alone.
+        """
+        asked = self._asked[of]
+        if of == "reduce" and self._zero_stage > 1:
+            return asked or None
+        return bucket_numbers(place, self.data_group.size, asked)
 
     @property
     def are_shared_out(self) -> bool:
@@ -122,7 +138,10 @@ class MainParams:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         away = self.homes if self._are_away else {}
         cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
-        gather_all((Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()), self.data_group)
+        pieces = [Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()]
+        if pieces:
+            numbers = self.bucket_numbers(pieces[0].parameter.device, "allgather")
+            gather_all(pieces, self.data_group, numbers)
 
     @torch.no_grad()
     def from_parameters(self) -> None:
@@ -233,7 +252,7 @@ class MainGradients:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         group = masters.data_group
-        self._order = AgreedOrder(group.handle)
+        self._order = AgreedOrder(group.handle, masters.bucket_numbers)
         self.buffer = GradBuffer(self._order, group) if group.size > 1 else None
 
     def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:

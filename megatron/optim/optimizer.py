@@ -122,6 +122,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
 
+        reduce_bucket_size, allgather_bucket_size: as ``MainParams``.
+
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
         raw_norm: ``norm_of_sums`` of the gradients that lie there, where somebody has asked for it already.
@@ -149,6 +151,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         overlaps_sums: bool = False,
         offload: OffloadConfig = NOTHING,
         param_init: ParamInit | None = None,
+        reduce_bucket_size: int = 0,
+        allgather_bucket_size: int = 0,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
@@ -159,7 +163,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = MainParams(data, zero_stage=zero_stage, offload=offload, param_init=param_init)
+        self._masters = MainParams(
+            data,
+            zero_stage=zero_stage,
+            offload=offload,
+            param_init=param_init,
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_bucket_size=allgather_bucket_size,
+        )
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._units: ParamUnits | None = None

@@ -144,8 +144,8 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "sums within the backward are cut into other buckets than those behind it",
         REDUCER,
-        "parameters, lambda p: p.numel()",
-        "parameters, lambda p: 2 * p.numel()",
+        "parameters, lambda p: p.numel() *",
+        "parameters, lambda p: 2 * p.numel() *",
         (FOUR,),
     ),
     Mutant(

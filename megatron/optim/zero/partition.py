@@ -121,14 +121,24 @@ class Piece:
         return self.cut.pairs(self.parameter, slots)
 
 
-def gather_all(pieces: Iterable[Piece], group: Group) -> None:
+def gather_all(pieces: Iterable[Piece], group: Group, numbers: int | None = None) -> None:
     """Round every replica's masters into the parameters of all, bucket by bucket. Collective over ``group``.
 
     Args:
         pieces: of parameters on one device, the same in the same order on every replica.
+        numbers: of a bucket; None: ``BUCKET_BYTES`` count.
     """
-    for bucket in buckets(pieces, lambda piece: piece.parameter.nbytes, lambda piece: piece.parameter.dtype):
+    for bucket in buckets_of_pieces(pieces, numbers):
         gather(bucket, group)
+
+
+def buckets_of_pieces(pieces: Iterable[Piece], numbers: int | None = None) -> Iterator[list[Piece]]:
+    """Yield ``pieces`` in runs of one dtype that are gathered together; as in ``gather_all``."""
+
+    def size(piece: Piece) -> int:
+        return piece.parameter.nbytes if numbers is None else piece.parameter.numel()
+
+    return buckets(pieces, size, lambda piece: piece.parameter.dtype, numbers)
 
 
 def gather(bucket: Sequence[Piece], group: Group) -> None:

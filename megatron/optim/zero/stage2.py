@@ -166,7 +166,7 @@ class PartitionedGradients:
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._order = AgreedOrder(self.holders.handle)
+        self._order = AgreedOrder(self.holders.handle, masters.bucket_numbers)
         self._pending: Sum | None = None
 
     def register(self, parameter: torch.nn.Parameter) -> None:
