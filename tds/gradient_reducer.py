@@ -209,7 +209,7 @@ class AgreedOrder(BucketSchedule):
         self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
     def _buckets_of_sums(self) -> Iterator[Bucket]:
-        """Yield the buckets in which gradients of 32 bits, or 64, are summed; on a host as ``reduce_gradients`` does."""
+        """Yield the buckets in which gradients of 32 or 64 bits are summed; on a host as ``reduce_gradients`` does."""
         parameters = self._parameters
         numbers = self._numbers(parameters[0].device) if parameters else None
         if numbers is not None:

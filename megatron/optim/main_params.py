@@ -14,6 +14,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import Shard, is_partial, set_shard, shard_of
 from megatron.optim.grad_buffer import GradBuffer, scatters
+from megatron.optim.zero.param_gather import ParamGather, gathers_later
 from megatron.optim.zero.partition import (
     NOTHING,
     OffloadConfig,
@@ -121,14 +122,25 @@ class MainParams:
         cut = self._cuts.get(parameter)
         return whole if cut is None else cut.part(whole, self.data_group.rank).contiguous()
 
+    def gather_later(self, module: torch.nn.Module) -> ParamGather | None:
+        """Let ``module`` wait for updated weights where it needs them; None where they are here at once (gloo)."""
+        if not self._cuts or self._has_homes or self.data_group.size == 1 or not gathers_later(self.data_group):
+            return None
+        weights = [parameter for parameter in module.parameters() if parameter in self._cuts]
+        return ParamGather(module, weights, self.data_group) if len(weights) == len(self._cuts) else None
+
     def send_away(self) -> dict[torch.nn.Parameter, Piece]:
         """Let the whole weights of which there are homes be somebody else's from now on; return how they are made."""
         self._are_away = True
         return {p: Piece(p.detach(), home, self._cuts[p]) for p, home in self.homes.items()}
 
     @torch.no_grad()
-    def to_parameters(self) -> None:
-        """Round the masters into the parameters. Collective over the replicas where masters are cut."""
+    def to_parameters(self, later: ParamGather | None = None) -> None:
+        """Round the masters into the parameters. Collective over the replicas where masters are cut.
+
+        Args:
+            later: what lets the parts of the other replicas come where they are needed; None: they are here at once.
+        """
         for parameter, home in self.homes.items():
             if home.data_ptr() != self.of[parameter].data_ptr():
                 home.copy_(self.of[parameter])
@@ -138,10 +150,14 @@ class MainParams:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         away = self.homes if self._are_away else {}
         cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
-        pieces = [Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()]
-        if pieces:
-            numbers = self.bucket_numbers(pieces[0].parameter.device, "allgather")
-            gather_all(pieces, self.data_group, numbers)
+        pieces = {p: Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()}
+        if not pieces:
+            return
+        numbers = self.bucket_numbers(next(iter(pieces)).device, "allgather")
+        if later is None:
+            gather_all(pieces.values(), self.data_group, numbers)
+        else:
+            later.start(pieces, numbers)
 
     @torch.no_grad()
     def from_parameters(self) -> None:

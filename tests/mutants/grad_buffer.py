@@ -1,4 +1,4 @@
-"""Mistakes in contiguous gradients, and in sums of which each replica gets its part."""
+"""Mistakes in contiguous gradients, in sums of which each replica gets its part, and in weights that come later."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ HELD = f"{OWN}::test_there_is_no_second_copy_of_the_gradients[False]"
 SENT = f"{OWN}::test_zero_1_sends_each_gradient_once_in_place_of_twice[4]"
 STAGES = "tests/parity/test_scattered_sums.py::test_stages_with_tied_weights_equal_one_process"
 FILE = "megatron/optim/grad_buffer.py"
+GATHERS = "tests/optim/zero/test_param_gather.py"
+LATER = f"{GATHERS}::test_weights_that_come_later_have_the_bits_of_those_that_come_at_once[2]"
+READERS = f"{GATHERS}::test_whoever_reads_weights_outside_of_a_forward_waits_for_them"
+AHEAD = f"{GATHERS}::test_a_forward_waits_for_the_layer_that_it_calls_alone"
+GATHER_FILE = "megatron/optim/zero/param_gather.py"
 HOLDERS = "megatron/optim/main_params.py"
 
 GRAD_BUFFER = (
@@ -114,5 +119,48 @@ GRAD_BUFFER = (
         "        scatter=None,\n",
         (STAGES,),
         refuses=True,
+    ),
+    Mutant(
+        "a layer does not wait for its weights",
+        GATHER_FILE,
+        "            layer.register_forward_pre_hook(lambda *_, own=own: self.wait(own), prepend=True)\n",
+        "            pass\n",
+        (LATER,),
+    ),
+    Mutant(
+        "a model does not wait for what is in no layer",
+        GATHER_FILE,
+        "        module.register_forward_pre_hook(lambda *_: self.wait(rest), prepend=True)\n",
+        "",
+        (LATER,),
+    ),
+    Mutant(
+        "a model waits for all weights at once",
+        GATHER_FILE,
+        "lambda *_: self.wait(rest), prepend=True)",
+        "lambda *_: self.wait(), prepend=True)",
+        (AHEAD,),
+    ),
+    Mutant(
+        "a layer is saved ahead of its weights",
+        GATHER_FILE,
+        "        for inner in module.modules():\n",
+        "        for inner in [module]:\n",
+        (READERS,),
+    ),
+    Mutant(
+        "what a replica compares are weights that have not come",
+        "megatron/optim/optimizer.py",
+        "        self.finish_gathers()\n        return self._masters.homes.get(parameter, parameter)\n",
+        "        return self._masters.homes.get(parameter, parameter)\n",
+        (READERS,),
+    ),
+    Mutant(
+        "a part is sent ahead of its update",
+        "megatron/optim/optimizer.py",
+        "            self.update_masters()\n            if self._gathers is not None:\n",
+        "            if self._gathers is not None:\n                self._masters.to_parameters(self._gathers)\n"
+        "            self.update_masters()\n            if False:\n",
+        (LATER,),
     ),
 )

@@ -1,11 +1,18 @@
-"""ZeRO 1 whose sums are reduce-scattered, as on NCCL, in every layout and on both engines: one process (row E09)."""
+"""ZeRO 1 as on NCCL, in every layout and on both engines: one process (row E09).
+
+Sums are reduce-scattered, and updated weights come while the next forward runs; what has not come is NaN.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from megatron.optim import grad_buffer
+from megatron.optim.zero import param_gather
 from megatron.training.parity import Trace, compare
+from tds import gradients
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import batches, check_fp64, flags, serial, trace_rank
 
@@ -13,9 +20,21 @@ STEPS = 3
 
 
 def scattered(rank: int, argv: list[str], size: int) -> Trace:
-    """Train with reduce-scatters, which gloo makes of all-reduces."""
-    grad_buffer.SCATTERS = True
-    return trace_rank(rank, argv, size, STEPS, 0)
+    """Train with reduce-scatters, which gloo makes of all-reduces, and evaluate after each step."""
+    grad_buffer.SCATTERS = param_gather.GATHERS_LATER = True
+    start = param_gather.ParamGather.start
+
+    def spoiling(self: Any, pieces: Any, numbers: Any) -> None:
+        start(self, pieces, numbers)
+        assert self._due
+        for piece in pieces.values():
+            own = piece.cut.part(piece.parameter, self._group.rank).clone()
+            piece.parameter.fill_(float("nan"))
+            piece.cut.part(piece.parameter, self._group.rank).copy_(own)
+
+    param_gather.ParamGather.start = spoiling  # type: ignore[method-assign]
+    gradients.BUCKET_BYTES = 10_000
+    return trace_rank(rank, argv, size, STEPS, 1)
 
 
 def check(tensor: int, pipe: int, data: int, extra: str = "", on_pipe: str = "") -> None:
@@ -24,7 +43,7 @@ def check(tensor: int, pipe: int, data: int, extra: str = "", on_pipe: str = "")
     size = tensor * pipe * data
     argv = flags(tensor, pipe, micro=micro, gas=gas, extra=f"--fp64 --zero-stage 1 {extra} {on_pipe}")
     traces = run_ranks(size, scattered, argv, size, deadline_s=100.0)
-    reference = serial(*batches(1, 2), f"--fp64 {extra}")
+    reference = serial(*batches(1, 2), f"--fp64 {extra}", eval_every=1)
     check_fp64(compare(reference, traces))
     held, whole = (sum(part.numel() for _, part in trace.gradients.values()) for trace in (traces[0], reference))
     assert 0 < held < 0.6 * whole, "each replica has its parts of the gradients alone"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 
@@ -147,18 +148,41 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     Args:
         bucket: parameters of one dtype and device, the same in the same order on every replica of ``group``.
     """
-    rooms = [piece.room for piece in bucket]
-    mine = bucket[0].parameter.new_empty(sum(rooms))
-    for piece, slot in zip(bucket, mine.split(rooms), strict=True):
-        place = slot[: piece.master.numel()].view(piece.master.shape)
-        place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
-    every = mine
-    if group.size > 1:
+    Gather.start(bucket, group).finish()
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Parts on their way to all replicas: ``every`` holds those of each once ``work`` is done."""
+
+    bucket: Sequence[Piece]
+    every: torch.Tensor
+    work: Any
+
+    @classmethod
+    @torch.no_grad()
+    def start(cls, bucket: Sequence[Piece], group: Group) -> Gather:
+        """Send this replica's masters as they are now; as ``gather``. Collective."""
+        rooms = [piece.room for piece in bucket]
+        mine = bucket[0].parameter.new_empty(sum(rooms))
+        for piece, slot in zip(bucket, mine.split(rooms), strict=True):
+            place = slot[: piece.master.numel()].view(piece.master.shape)
+            place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
+        if group.size == 1:
+            return cls(bucket, mine.view(1, -1), None)
         every = mine.new_empty(group.size * len(mine))
-        all_gather_single(every, mine, group=group.handle)
-    for piece, slots in zip(bucket, every.view(group.size, -1).split(rooms, dim=1), strict=True):
-        for parts, sent in piece.received(slots):
-            parts.copy_(sent)
+        work = all_gather_single(every, mine, group=group.handle, async_op=True)
+        return cls(bucket, every.view(group.size, -1), work)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the parts and put them into the parameters."""
+        if self.work is not None:
+            self.work.wait()
+        rooms = [piece.room for piece in self.bucket]
+        for piece, slots in zip(self.bucket, self.every.split(rooms, dim=1), strict=True):
+            for parts, sent in piece.received(slots):
+                parts.copy_(sent)
 
 
 # What lies on the CPU while the model is on a device: offload of the optimizer, and with ZeRO 3 of the weights.
