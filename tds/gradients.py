@@ -164,9 +164,9 @@ class GradientBucket:
 def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the memory in which all ``tensors`` lie, one behind the other; None where they do not."""
     first = tensors[0]
-    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    end = first.storage_offset()
     for tensor in tensors:
-        is_next = tensor.storage_offset() == end and tensor.untyped_storage().data_ptr() == memory
+        is_next = tensor.storage_offset() == end and torch_api.shares_memory(first, tensor)
         if not is_next or not tensor.is_contiguous():
             return None
         end += tensor.numel()

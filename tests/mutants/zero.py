@@ -94,8 +94,8 @@ ZERO_1 = (
     Mutant(
         "what is loaded is not gathered",
         "megatron/optim/main_params.py",
-        "        gather_all((Piece(",
-        "        if not any(m.grad is None for m in self.of.values()):\n            gather_all((Piece(",
+        "        if not pieces:\n",
+        "        if any(m.grad is None for m in self.of.values()):\n",
         (SAVED,),
     ),
     Mutant(
