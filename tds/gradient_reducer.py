@@ -41,6 +41,10 @@ class BucketSchedule:
         """Return the parameters of one chunk of layers, whose gradients its last backward makes final."""
         raise NotImplementedError
 
+    def every(self) -> list[Bucket]:
+        """Return all buckets, the late ones too."""
+        return [*self._buckets, *self.late]
+
     def is_taken(self, parameter: torch.Tensor) -> bool:
         """Return whether the bucket of ``parameter`` has been given out."""
         return parameter in self._number_of and self._number_of[parameter] < self._next
@@ -86,6 +90,7 @@ class ChunkOrder(BucketSchedule):
         chunks: those of each chunk, in the order of its layers.
         tied: those that other stages hold, too.
         bucket_bytes: None: ``BUCKET_BYTES``.
+        numbers: of a bucket, in place of its bytes; None: the bytes count.
     """
 
     def __init__(
@@ -94,9 +99,10 @@ class ChunkOrder(BucketSchedule):
         chunks: Sequence[Sequence[torch.nn.Parameter]],
         tied: Iterable[torch.nn.Parameter] = (),
         bucket_bytes: int | None = None,
+        numbers: int | None = None,
     ) -> None:
         super().__init__()
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._numbers = bucket_bytes, numbers
         self._every = list(dict.fromkeys(every))
         self._chunks = [list(dict.fromkeys(reversed(chunk))) for chunk in chunks]
         holders = Counter(p for chunk in self._chunks for p in chunk)
@@ -113,10 +119,15 @@ class ChunkOrder(BucketSchedule):
         if trained == self._trained:
             super().reset()
             return
-        self._trained, late, limit = trained, self._not_of_one, self._bucket_bytes
-        self.late = list(buckets([p for p in self._every if p in late and p.requires_grad], limit=limit))
+        self._trained, late = trained, self._not_of_one
+        self.late = list(self._buckets_of([p for p in self._every if p in late and p.requires_grad]))
         self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
-        self._arrange([bucket for own in reversed(self._of_chunk) for bucket in buckets(own, limit=limit)])
+        self._arrange([bucket for own in reversed(self._of_chunk) for bucket in self._buckets_of(own)])
+
+    def _buckets_of(self, parameters: Bucket) -> Iterator[Bucket]:
+        if self._numbers is None:
+            return buckets(parameters, limit=self._bucket_bytes)
+        return buckets(parameters, torch.Tensor.numel, limit=self._numbers)
 
 
 class AgreedOrder(BucketSchedule):
@@ -127,10 +138,16 @@ class AgreedOrder(BucketSchedule):
     fill, for a weight of it gets no gradient, would hold up all behind it: such buckets come last. Replicas agree on
     that in the first backward: at its first gradient by what autograd's graph says, and at its end by what has come.
     So ``arrived`` and ``rest`` are collective in the first backward.
+
+    Args:
+        numbers: tells of a device how many numbers a bucket has there; None: ``BUCKET_BYTES`` count.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, numbers: Callable[[torch.device], int | None] = lambda place: None
+    ) -> None:
         super().__init__()
+        self._numbers = numbers
         self._parameters: list[torch.nn.Parameter] = []
         self._group = group
         self._guess: list[Bucket] = []
@@ -143,6 +160,9 @@ class AgreedOrder(BucketSchedule):
 
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
         return self._parameters
+
+    def every(self) -> list[Bucket]:
+        return super().every() or list(self._buckets_of_sums())
 
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         if not self._agreed:
@@ -169,7 +189,7 @@ class AgreedOrder(BucketSchedule):
 
     def _guessed(self) -> list[Bucket]:
         place = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._guess = sorted(_buckets_of_sums(self._parameters), key=lambda bucket: -place[bucket[0]])
+        self._guess = sorted(self._buckets_of_sums(), key=lambda bucket: -place[bucket[0]])
         self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
         self._arrange(self._guess)
         return self._guess
@@ -188,12 +208,15 @@ class AgreedOrder(BucketSchedule):
         agreed = latest.tolist()
         self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
-
-def _buckets_of_sums(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Bucket]:
-    """Yield the buckets in which ``reduce_gradients`` sums the gradients of 32 bits, or 64, of ``parameters``."""
-    return buckets(
-        parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
-    )
+    def _buckets_of_sums(self) -> Iterator[Bucket]:
+        """Yield the buckets in which gradients of 32 or 64 bits are summed; on a host as ``reduce_gradients`` does."""
+        parameters = self._parameters
+        numbers = self._numbers(parameters[0].device) if parameters else None
+        if numbers is not None:
+            return buckets(parameters, torch.Tensor.numel, lambda p: accurate_dtype(p.dtype), numbers)
+        return buckets(
+            parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
+        )
 
 
 class GradientReducer:
@@ -206,6 +229,8 @@ class GradientReducer:
         dtype: in which sums travel and are taken; None: the gradients' own.
         starts_early: False: all sums start after the last backward, to the same numbers.
         way_out: what helps where a gradient comes behind its sum; the end of the error.
+        scatter: starts the sum of a bucket of which each replica gets its parts alone; None: an all-reduce of what
+            ``gradient_of`` returns.
     """
 
     def __init__(
@@ -217,6 +242,7 @@ class GradientReducer:
         dtype: torch.dtype | None = None,
         starts_early: bool = True,
         way_out: str = "Recompute with use_reentrant=False",
+        scatter: Callable[[Bucket], Any] | None = None,
     ) -> None:
         self.order = order
         self.dtype = dtype
@@ -224,9 +250,15 @@ class GradientReducer:
         self._gradient_of = gradient_of
         self._group = group
         self._way_out = way_out
+        self._scatter = scatter
         self._hooks: list[Any] = []
         self._ready: set[torch.Tensor] = set()
-        self._started: list[GradientBucket] = []
+        self._started: list[Any] = []  # ``GradientBucket`` or what ``scatter`` returns
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each replica gets its parts of the sums alone."""
+        return self._scatter is not None
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
@@ -303,5 +335,8 @@ class GradientReducer:
     @torch.no_grad()
     def _start(self, ready: Iterable[Bucket]) -> None:
         for bucket in ready:
+            if self._scatter is not None:
+                self._started.append(self._scatter(bucket))
+                continue
             gradients = [self._gradient_of(p) for p in bucket]
             self._started.append(GradientBucket.start_all_reduce(gradients, self._group, self.dtype))

@@ -18,6 +18,8 @@ from tds.device import is_host
 
 BUCKET_BYTES = 32 * 2**20
 """Of what travels together; what is larger travels alone."""
+LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
+"""Numbers of a bucket on a device: at least so many, and so many for each replica, among which it is cut."""
 
 T = TypeVar("T")
 WIDE = (torch.float32, torch.float64)
@@ -103,6 +105,23 @@ def buckets(
         yield bucket
 
 
+def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | None:
+    """Return how many numbers a bucket has; None: as many as ``BUCKET_BYTES`` allow, as on a host.
+
+    A ring cuts a bucket among the replicas: on a device it grows with them, so that what each message carries does not
+    shrink below what a network is quick at. gloo adds up a number as its place in a bucket says, so that on a host
+    buckets of another size would give other bits with three replicas or more.
+
+    Args:
+        asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0: nobody has asked.
+
+    Source: Megatron-LM's distributed_data_parallel.py, whose default is ``max(40000000, 1000000 * dp)``.
+    """
+    if asked:
+        return asked
+    return None if is_host(place) else max(LEAST_BUCKET, BUCKET_OF_REPLICA * replicas)
+
+
 @dataclass(frozen=True)
 class GradientBucket:
     """A sum on its way: ``flat`` holds that of ``gradients``, one behind the other, once ``work`` is done."""
@@ -118,15 +137,17 @@ class GradientBucket:
     ) -> GradientBucket:
         """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
 
+        It is made in place where they lie one behind the other in memory, else in a copy.
+
         Args:
             dtype: in which they travel and are added up; None: their own.
 
         Raises:
             ValueError: one of them is sparse.
         """
-        _refuse_sparse(gradients)
-        is_whole = len(gradients) == 1 and gradients[0].is_contiguous()
-        flat = gradients[0].view(-1) if is_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        refuse_sparse(gradients)
+        run = one_run(gradients)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) if run is None else run
         flat = flat if dtype is None else flat.to(dtype)
         return cls(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
 
@@ -140,7 +161,20 @@ class GradientBucket:
                 gradient.copy_(part.view_as(gradient))
 
 
-def _refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the memory in which all ``tensors`` lie, one behind the other; None where they do not."""
+    first = tensors[0]
+    end = first.storage_offset()
+    for tensor in tensors:
+        is_next = tensor.storage_offset() == end and torch_api.shares_memory(first, tensor)
+        if not is_next or not tensor.is_contiguous():
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if one of ``gradients`` is sparse."""
     if any(gradient.is_sparse for gradient in gradients):
         raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
 
@@ -175,7 +209,7 @@ def reduce_gradients(
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
         return
-    _refuse_sparse(gradients)  # ahead of the first sum
+    refuse_sparse(gradients)  # ahead of the first sum
     runs = buckets(gradients, limit=bucket_bytes)
     for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
         bucket.wait(scale)

@@ -25,6 +25,11 @@ def changes_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both lie in the same storage."""
+    return bool(torch._C._is_alias_of(tensor, other))
+
+
 def runs_backward() -> bool:
     """Return whether a backward runs now, in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -294,6 +294,9 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
     for name in ("cpu_offload", "cpu_offload_params"):
         if _is_stated(section.get(name)):
             yield deepspeed_keys.ZERO[name].field, (f"zero_optimization.{name}", section[name])
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        if _is_stated(section.get(name)) and section[name]:
+            yield name, (f"zero_optimization.{name}", min(int(section[name]), LARGEST_INT))
     for name, field in deepspeed_keys.OFFLOADS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):
@@ -437,11 +440,16 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
         train_micro_batch_size_per_gpu=config.batch.batch_size,
         gradient_accumulation_steps=config.batch.gas,
         gradient_clipping=0.0,
-        zero_optimization={"stage": 0},
+        zero_optimization={"stage": 0} | _bucket_size(config),
     )
     if config.parallel.has_pipeline:
         engine["pipeline"] = engine.get("pipeline", {}) | _pipeline_section(config)
     return engine
+
+
+def _bucket_size(config: Config) -> dict[str, int]:
+    size = config.parallel.reduce_bucket_size
+    return {"reduce_bucket_size": size} if size else {}
 
 
 def _pipeline_section(config: Config) -> dict[str, Any]:

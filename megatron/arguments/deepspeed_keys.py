@@ -67,7 +67,7 @@ def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Ke
 
 
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
-_BUCKETS = "sums travel in buckets of 32 MiB while backward goes on"
+_BUCKETS = "sums travel in contiguous buckets while backward goes on"
 _GATHERED = "weights are gathered by the layer, one layer ahead"
 FP16 |= _neutral("ids have no number format", "auto_cast") | _held(
     _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
@@ -84,11 +84,13 @@ ZERO = {
     "offload_optimizer": Key(OBJECT),
     "offload_param": Key(OBJECT),
     "cpu_offload": Key(BOOLEAN, "offload_optimizer", "its old name"),
+    "reduce_bucket_size": Key(NUMBER, "reduce_bucket_size", "0: by itself"),
+    "allgather_bucket_size": Key(NUMBER, "allgather_bucket_size", "0: by itself"),
     "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
     **_neutral(
-        _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
-        "allgather_bucket_size", "allgather_partitions", "round_robin_gradients", "use_multi_rank_bucket_allreduce",
-        "grad_hooks", "ignore_unused_parameters", "use_all_reduce_for_fetch_params",
+        _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
+        "round_robin_gradients", "use_multi_rank_bucket_allreduce", "grad_hooks", "ignore_unused_parameters",
+        "use_all_reduce_for_fetch_params",
     ),
     **_neutral(
         _GATHERED, "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",

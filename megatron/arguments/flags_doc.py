@@ -53,6 +53,8 @@ SAID = {
     "fp16.enabled": "as `--fp16`",
     "bf16.enabled": "as `--bf16`",
     "zero_optimization.stage": "0 to 3; as `--zero-stage`",
+    "zero_optimization.reduce_bucket_size": "as `--reduce-bucket-size`; 0: by itself",
+    "zero_optimization.allgather_bucket_size": "as `--allgather-bucket-size`; 0: by itself",
     "zero_optimization.offload_optimizer": "the rows below",
     "zero_optimization.offload_optimizer.device": "cpu: as `--offload-optimizer`; disks (nvme) are refused",
     "zero_optimization.offload_optimizer.pin_memory": "false: as `--no-pin-memory`",

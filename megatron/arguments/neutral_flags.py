@@ -152,7 +152,7 @@ GROUPS = {
     "initial values come from a counter, the same on every device and in every layout": """
         --use-cpu-initialization --no-initialization""",
     # ranks and messages
-    "ZeRO is switched by --zero-stage; sums travel in buckets of 32 MiB while backward goes on": """
+    "ZeRO is switched by --zero-stage; sums travel in buckets, see --reduce-bucket-size": """
         --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size=
         --zero-allgather-bucket-size= --overlap-param-gather --overlap-param-gather-with-optimizer-step
         --no-align-param-gather --align-param-gather --num-distributed-optimizer-instances= --ddp-bucket-size=

@@ -13,6 +13,8 @@ import torch
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import Shard, is_partial, set_shard, shard_of
+from megatron.optim.grad_buffer import GradBuffer, scatters
+from megatron.optim.zero.param_gather import ParamGather, gathers_later
 from megatron.optim.zero.partition import (
     NOTHING,
     OffloadConfig,
@@ -22,8 +24,8 @@ from megatron.optim.zero.partition import (
     gather_all,
     partition_of,
 )
-from tds.gradient_reducer import AgreedOrder, GradientReducer
-from tds.gradients import WIDE, multiply
+from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
+from tds.gradients import WIDE, bucket_numbers, multiply
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -44,6 +46,8 @@ class MainParams:
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
+        reduce_bucket_size, allgather_bucket_size: numbers of a bucket of gradients that are summed, and of weights that
+            are gathered after an update; 0: as ``tds.gradients.bucket_numbers`` has it.
 
     Attributes:
         are_apart: a parameter is not its own master: an update is to be brought into it.
@@ -56,12 +60,16 @@ class MainParams:
         zero_stage: int = 0,
         offload: OffloadConfig = NOTHING,
         param_init: ParamInit | None = None,
+        reduce_bucket_size: int = 0,
+        allgather_bucket_size: int = 0,
     ) -> None:
         self.data_group = data
+        self._asked = {"reduce": reduce_bucket_size, "allgather": allgather_bucket_size}
         self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.are_apart = False
+        self._zero_stage = zero_stage
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, ParamPartition] = {}
@@ -86,6 +94,21 @@ class MainParams:
                 self._param_init.leave(parameter)
         return self.of[parameter]
 
+    def bucket_numbers(self, place: torch.device, of: str = "reduce") -> int | None:
+        """Return how many numbers travel together on ``place``; None: as many as ``BUCKET_BYTES`` allow.
+
+        Sums of ZeRO 2 and 3 are made in copies of buckets, which grow if they are asked to alone.
+        """
+        asked = self._asked[of]
+        if of == "reduce" and self._zero_stage > 1:
+            return asked or None
+        return bucket_numbers(place, self.data_group.size, asked)
+
+    @property
+    def are_shared_out(self) -> bool:
+        """Whether replicas have parts of the masters, from ZeRO 1 on."""
+        return self._is_cut and self.data_group.size > 1
+
     def is_cut(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether each replica has a part of ``parameter`` only."""
         return parameter in self._cuts
@@ -99,14 +122,25 @@ class MainParams:
         cut = self._cuts.get(parameter)
         return whole if cut is None else cut.part(whole, self.data_group.rank).contiguous()
 
+    def gather_later(self, module: torch.nn.Module) -> ParamGather | None:
+        """Let ``module`` wait for updated weights where it needs them; None where they are here at once (gloo)."""
+        if not self._cuts or self._has_homes or self.data_group.size == 1 or not gathers_later(self.data_group):
+            return None
+        weights = [parameter for parameter in module.parameters() if parameter in self._cuts]
+        return ParamGather(module, weights, self.data_group) if len(weights) == len(self._cuts) else None
+
     def send_away(self) -> dict[torch.nn.Parameter, Piece]:
         """Let the whole weights of which there are homes be somebody else's from now on; return how they are made."""
         self._are_away = True
         return {p: Piece(p.detach(), home, self._cuts[p]) for p, home in self.homes.items()}
 
     @torch.no_grad()
-    def to_parameters(self) -> None:
-        """Round the masters into the parameters. Collective over the replicas where masters are cut."""
+    def to_parameters(self, later: ParamGather | None = None) -> None:
+        """Round the masters into the parameters. Collective over the replicas where masters are cut.
+
+        Args:
+            later: what lets the parts of the other replicas come where they are needed; None: they are here at once.
+        """
         for parameter, home in self.homes.items():
             if home.data_ptr() != self.of[parameter].data_ptr():
                 home.copy_(self.of[parameter])
@@ -116,7 +150,14 @@ class MainParams:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         away = self.homes if self._are_away else {}
         cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
-        gather_all((Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()), self.data_group)
+        pieces = {p: Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()}
+        if not pieces:
+            return
+        numbers = self.bucket_numbers(next(iter(pieces)).device, "allgather")
+        if later is None:
+            gather_all(pieces.values(), self.data_group, numbers)
+        else:
+            later.start(pieces, numbers)
 
     @torch.no_grad()
     def from_parameters(self) -> None:
@@ -165,19 +206,21 @@ class MainParams:
         return part if self._param_init is None else part.to(self._param_init.device)
 
 
-# The gradients of a step, added up over its micro-batches: whole ones, which the engine sums over the replicas.
+# The gradients of a step, added up over its micro-batches.
 
 
 class Gradients(Protocol):
     """What a step needs of the gradients that its micro-batches leave.
 
     Attributes:
-        holders: the replicas over which a sum over all gradients is taken; one alone where each has the whole of them.
         are_summed: over the replicas, by themselves: the engine must not do it again.
     """
 
-    holders: Group
     are_summed: bool
+
+    @property
+    def holders(self) -> Group:
+        """The replicas over which a sum over all gradients is taken; one alone where each has the whole of them."""
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         """Take what backward leaves in ``parameter``, which has its dtype, from now on."""
@@ -208,22 +251,55 @@ class Gradients(Protocol):
 
 
 class MainGradients:
-    """Gradients that each replica holds whole: ZeRO 0 and 1.
+    """Gradients that each replica adds up whole: ZeRO 0 and 1, whose sums over the replicas the engine makes.
 
-    Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
+    | | where they lie |
+    |---|---|
+    | several replicas | in a ``GradBuffer``, whose buckets are summed in place: those of the engine (``follow``) |
+    | one, 16 bits | added up in fp32 and freed at once |
+    | one, 32 or 64 bits | where autograd leaves them |
+
+    With ZeRO 1 on NCCL the sums in the engine's buckets leave each replica its own parts.
     """
 
-    holders, are_summed = SINGLE, False
+    are_summed = False
 
     def __init__(self, masters: MainParams) -> None:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        group = masters.data_group
+        self._order = AgreedOrder(group.handle, masters.bucket_numbers)
+        self.buffer = GradBuffer(self._order, group) if group.size > 1 else None
+
+    def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of ``order`` from now on.
+
+        Returns:
+            what starts the sum of a bucket of which each replica gets its parts; None where each gets the whole.
+        """
+        group = self._masters.data_group
+        is_scattered = self._masters.are_shared_out and scatters(group)
+        self.buffer = GradBuffer(order, group, self._masters.cut if is_scattered else None)
+        return self.buffer.start_reduce_scatter if is_scattered else None
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the sums leave each replica its parts alone."""
+        return self.buffer is not None and self.buffer.is_scattered
+
+    @property
+    def holders(self) -> Group:
+        return self._masters.data_group if self.is_scattered else SINGLE
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.dtype not in WIDE:
+        self._order.register(parameter)
+        if parameter.dtype not in WIDE or (parameter.requires_grad and self.buffer is not None):
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if self.buffer is not None:
+            self.buffer.add(parameter)  # of a parameter without a hook, such as one unfrozen since
+            return self.buffer.main_grad(parameter)
         if parameter.dtype not in WIDE:
             if parameter not in self._sums:
                 self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -233,13 +309,13 @@ class MainGradients:
         return parameter.grad
 
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(parameter)
+        return shard_of(self._masters.of[parameter] if self.is_scattered else parameter)
 
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._masters.part(parameter, self.of(parameter))
+        return self.of(parameter) if self.is_scattered else self._masters.part(parameter, self.of(parameter))
 
     def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        return True
+        return not self.is_scattered or self._masters.is_cut(parameter) or self.holders.rank == 0
 
     def begin_last_backward(self) -> None:
         """Nothing is summed here."""
@@ -252,8 +328,13 @@ class MainGradients:
 
     def clear(self) -> None:
         self._sums.clear()
+        if self.buffer is not None:
+            self.buffer.clear()
 
     def _add_to_sum(self, parameter: torch.Tensor) -> None:
+        if self.buffer is not None:
+            self.buffer.add(parameter)  # type: ignore[arg-type]
+            return
         if parameter.grad is None:
             return
         if parameter in self._sums:
@@ -275,6 +356,10 @@ class EngineGradients:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+
+    def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of ``order``; return what starts sums that leave each replica its parts."""
+        return self._optimizer.lay_gradients_out(order)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter`` yet."""
@@ -320,14 +405,10 @@ class OverlappedMainGradients(MainGradients):
     def __init__(self, masters: MainParams) -> None:
         super().__init__(masters)
         group = masters.data_group.handle
-        self._order = AgreedOrder(group)
+        scatter = self.follow(self._order)
         way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
-        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out)
+        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out, scatter=scatter)
         self._is_last = False
-
-    def register(self, parameter: torch.nn.Parameter) -> None:
-        super().register(parameter)
-        self._order.register(parameter)
 
     def begin_last_backward(self) -> None:
         self._is_last = True

@@ -22,9 +22,11 @@ from megatron.optim.main_params import (
     OverlappedMainGradients,
     SequenceParallelGradients,
 )
+from megatron.optim.zero.param_gather import ParamGather
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
+from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
@@ -121,6 +123,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
 
+        reduce_bucket_size, allgather_bucket_size: as ``MainParams``.
+
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
         raw_norm: ``norm_of_sums`` of the gradients that lie there, where somebody has asked for it already.
@@ -148,6 +152,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         overlaps_sums: bool = False,
         offload: OffloadConfig = NOTHING,
         param_init: ParamInit | None = None,
+        reduce_bucket_size: int = 0,
+        allgather_bucket_size: int = 0,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
@@ -158,10 +164,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = MainParams(data, zero_stage=zero_stage, offload=offload, param_init=param_init)
+        self._masters = MainParams(
+            data,
+            zero_stage=zero_stage,
+            offload=offload,
+            param_init=param_init,
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_bucket_size=allgather_bucket_size,
+        )
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._units: ParamUnits | None = None
+        self._gathers: ParamGather | None = None
         masters = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
@@ -190,8 +204,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
         return is_writer and is_counted_in_norm(parameter, self.tensor_group.rank)
 
+    def finish_gathers(self) -> None:
+        """Have the updated weights of all replicas here: for who reads them outside of the model's forward."""
+        if self._gathers is not None:
+            self._gathers.wait()
+
     def kept(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return what this rank keeps of ``parameter`` between two passes: with ZeRO 3 its part."""
+        self.finish_gathers()
         return self._masters.homes.get(parameter, parameter)
 
     @property
@@ -221,13 +241,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._gradients.shard(parameter) if parameter in self._masters.of else shard_of(parameter)
 
     def cut_weights(self, module: torch.nn.Module) -> None:
-        """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed."""
+        """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed.
+
+        With ZeRO 1 and 2 on NCCL let it wait for updated weights where it needs them.
+        """
+        if self._gathers is None:
+            self._gathers = self._masters.gather_later(module)
         if self._masters.homes and self._units is None:
             self._units = ParamUnits(module, self._masters.send_away(), self._masters.data_group)
 
     def weights_gathered(self) -> AbstractContextManager[None]:
         """Return a context in which every replica has all weights of its part, under ZeRO 3 too. Collective."""
+        self.finish_gathers()
         return nullcontext() if self._units is None else self._units.gathered()
+
+    def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Let gradients lie in the buckets of an engine that sums them (``MainGradients.follow``)."""
+        return self._gradients.follow(order) if isinstance(self._gradients, MainGradients) else None
 
     def begin_last_backward(self) -> None:
         """Take note that the next backward is the last of the step: sums over the replicas may start in it.
@@ -267,6 +297,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if self._units is not None:
             self._units.check()
+        self.finish_gathers()
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
         norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor
         self._global_grad_norm = norm
@@ -275,7 +306,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if not self.overflow and not self.was_refused:
             self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
             self.update_masters()
-            if self._masters.are_apart:
+            if self._gathers is not None:
+                self.zero_grad()  # ahead of the weights, which take the room of the gradients
+                self._masters.to_parameters(self._gathers)
+            elif self._masters.are_apart:
                 self.copy_masters_to_parameters()
         if not self.was_refused:
             self.scaler.update(self.overflow)
@@ -294,6 +328,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Bring what the masters hold into the parameters. With ZeRO collective over the replicas."""
         if self._units is not None:
             self._units.free()  # what is gathered would be of before
+        self.finish_gathers()
         self._masters.to_parameters()
 
     @torch.no_grad()
@@ -323,6 +358,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def refresh_fp32_params(self) -> None:
         """Let the masters take what the parameters hold: DeepSpeed's name, called when weights alone were loaded."""
+        self.finish_gathers()
         self._masters.from_parameters()
 
     def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -72,6 +72,8 @@ def build_optimizer(
     offload: OffloadConfig = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
     param_init: ParamInit | None = None,
+    reduce_bucket_size: int = 0,
+    allgather_bucket_size: int = 0,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -122,6 +124,8 @@ def build_optimizer(
         overlaps_sums=overlaps_sums,
         offload=offload,
         param_init=param_init,
+        reduce_bucket_size=reduce_bucket_size,
+        allgather_bucket_size=allgather_bucket_size,
     )
 
 

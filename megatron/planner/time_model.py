@@ -193,7 +193,8 @@ def _scores(work: Work) -> float:
 # | tensor | sum of activations of X bytes over t ranks | 2 (t - 1) / t X |
 # | ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more, which zb-h1 and compiled layers keep) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
-# | data | sum of gradients over d replicas, ZeRO 0 and 1 | 2 (d - 1) / d x 4 bytes of a parameter |
+# | data | sum of gradients over d replicas, ZeRO 0, and 1 on CPUs | 2 (d - 1) / d x 4 bytes of a parameter |
+# | ... ZeRO 1 on GPUs, in place of it | each replica's part of the sum | (d - 1) / d x 4 |
 # | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
 # | ... ZeRO 2 | micro-batch, in place of the sum | (d - 1) / d x 4 |
 # | ... ZeRO 3 | micro-batch: the same, and weights gathered twice | (d - 1) / d x (4 + 2 x a weight) |
@@ -339,7 +340,10 @@ class Messages:
         m, stage = layout.num_micro_batches, layout.zero_stage
         hiding = 0.0 if machine.is_cpu else backward_s
         gradients, weights = held * state.gradient, held * state.width
-        if stage < 2:
+        leaves_parts = stage == 1 and not machine.is_cpu and (layout.overlaps_sums or layout.pipe > 1)
+        if leaves_parts:
+            sent = group.scattered(gradients).behind(hiding if layout.overlaps_sums else 0.0)
+        elif stage < 2:
             sent = group.summed(gradients).behind(hiding if layout.overlaps_sums else 0.0)
         else:
             sent = group.scattered(gradients).behind(hiding).times(m)

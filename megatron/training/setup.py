@@ -336,6 +336,8 @@ def make_optimizer(
         offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
         adam=_adam(config),
         param_init=param_init,
+        reduce_bucket_size=config.parallel.reduce_bucket_size,
+        allgather_bucket_size=config.parallel.allgather_bucket_size,
     )
 
 

@@ -19,7 +19,7 @@ from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
 from tds.gradient_reducer import ChunkOrder, GradientReducer
-from tds.gradients import GradientSource
+from tds.gradients import GradientSource, bucket_numbers
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
@@ -158,6 +158,13 @@ def max_ctas(section: Mapping[str, Any]) -> int:
     return asked
 
 
+def reduce_bucket_size(given: Mapping[str, Any]) -> int:
+    """Return how many numbers "zero_optimization" of the JSON asks for in a bucket; 0 where it does not say."""
+    section = given.get("zero_optimization")
+    asked = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
+    return int(asked) if isinstance(asked, (int, float)) else 0  # "auto" says nothing
+
+
 def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
     asked = section.get(key, default)
     if not isinstance(asked, bool):
@@ -234,12 +241,18 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
+    replicas, place = engine.grid.data_parallel_size, torch.device(engine.device)
+    numbers = bucket_numbers(place, replicas, reduce_bucket_size(engine.config_given))
+    order = ChunkOrder(module.parameters(), chunks, tied, numbers=numbers)
+    follow = getattr(gradients, "follow", None)  # a source of a program's own may lack it
+    scatter = None if follow is None or engine.sums_dtype is not None else follow(order)
     return GradientReducer(
-        ChunkOrder(module.parameters(), chunks, tied),
+        order,
         gradients.of,
         engine.grid.get_data_parallel_group(),
         dtype=engine.sums_dtype,
         starts_early=overlaps_reduction(engine.pipeline_section),
+        scatter=scatter,
     )
 
 

@@ -62,10 +62,14 @@ def finish(
         source.read_ahead()
     doing = "adding up the gradients of tied weights and replicas"
     with collective_scope(engine.stage_id, doing), engine.report.part(REDUCTION):
-        add_up_tied(engine, gradients)
+        leaves_parts = reducer is not None and reducer.is_scattered
+        if not leaves_parts:
+            add_up_tied(engine, gradients)
         if gradients.are_multiplied_in_step:
             if engine.grid.data_parallel_size > 1:
                 add_up_replicas(engine, gradients, reducer, 1.0)
+            if leaves_parts:  # of which each replica then has its own alone: less to send between stages
+                add_up_tied(engine, gradients)
             read_with_norm(engine.optimizer, agreement)
         else:
             is_here = is_host(torch.device(engine.device))

@@ -32,6 +32,7 @@ from tds.deepspeed_api import (
     make_contiguous,
     summed_already,
 )
+from tds.gradient_reducer import BucketSchedule
 from tds.gradients import GradientSource
 
 
@@ -52,6 +53,9 @@ class Gradients:
     @property
     def clips_itself(self) -> bool:
         return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
+
+    def follow(self, order: BucketSchedule) -> None:
+        """Gradients stay where the optimizer has them."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = self._place(parameter)

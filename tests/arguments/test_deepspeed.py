@@ -244,6 +244,19 @@ def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key
     assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in message
 
 
+def test_buckets_have_the_size_of_the_json_or_of_a_flag(tmp_path):
+    sizes = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 7000000}}
+    for content, words in ((sizes, ""), ({}, "--reduce-bucket-size 500000000 --allgather-bucket-size 7000000")):
+        config = merged(tmp_path, content, words, 2)
+        assert (config.parallel.reduce_bucket_size, config.parallel.allgather_bucket_size) == (500_000_000, 7_000_000)
+        assert engine_dict(config, 2)["zero_optimization"] == {"stage": 0, "reduce_bucket_size": 500_000_000}
+    for silent in (0, "auto"):
+        config = merged(tmp_path, {"zero_optimization": {"reduce_bucket_size": silent}}, "", 2)
+        assert config.parallel.reduce_bucket_size == 0 and engine_dict(config, 2)["zero_optimization"] == {"stage": 0}
+    message = error_of(tmp_path, sizes, "--reduce-bucket-size 1000", 2)
+    assert "got --reduce-bucket-size 1000 and zero_optimization.reduce_bucket_size 500000000" in message
+
+
 def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_path):
     line = "--pipe-parallel-size 2 --num-layers 12"
     off = {"pipeline": {"overlap_reduction": False}}

@@ -36,8 +36,8 @@ GRADIENTS = (
     Mutant(
         "gradients are not summed over the replicas",
         "tds/gradient_reducer.py",
-        "        for bucket in ready:\n            gradients =",
-        "        for bucket in []:\n            gradients =",
+        "        for bucket in ready:\n            if self._scatter",
+        "        for bucket in []:\n            if self._scatter",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(

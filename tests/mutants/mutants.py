@@ -25,6 +25,7 @@ from tests.mutants.fused_dropout import FUSED_DROPOUT
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
+from tests.mutants.grad_buffer import GRAD_BUFFER
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
 from tests.mutants.host_copies import HOST_COPIES
@@ -97,6 +98,7 @@ IN_SPEED = (
     *CAUSAL_KERNEL,
     *COMPILED_LAYERS,
     *OVERLAPPED_GRADIENTS,
+    *GRAD_BUFFER,
     *HOST_READS,
     *UPLOADS,
     *FUSED_DROPOUT,

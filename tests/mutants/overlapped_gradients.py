@@ -28,9 +28,10 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "the last micro-batch in 16 bits comes behind the sum",
         FILE,
-        "        super().register(parameter)\n        self._order.register(parameter)\n",
-        "        parameter.register_post_accumulate_grad_hook(lambda p: self._is_last and self._reducer._arrive(p))\n"
-        "        super().register(parameter)\n        self._order.register(parameter)\n",
+        "            parameter.register_post_accumulate_grad_hook(self._add_to_sum)\n",
+        "            early = lambda p: getattr(self, '_is_last', False) and self._reducer._arrive(p)\n"
+        "            parameter.register_post_accumulate_grad_hook(early)\n"
+        "            parameter.register_post_accumulate_grad_hook(self._add_to_sum)\n",
         (BITS,),
         refuses=True,  # a gradient that is added to when its sum has started
     ),
@@ -143,8 +144,8 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "sums within the backward are cut into other buckets than those behind it",
         REDUCER,
-        "parameters, lambda p: p.numel()",
-        "parameters, lambda p: 2 * p.numel()",
+        "parameters, lambda p: p.numel() *",
+        "parameters, lambda p: 2 * p.numel() *",
         (FOUR,),
     ),
     Mutant(

@@ -51,7 +51,7 @@ ZERO_1 = (
         "a replica's own part stays as it was in 16 bits",
         "megatron/optim/zero/partition.py",
         "            parts.copy_(sent)\n",
-        "            theirs = torch.arange(len(parts)) != group.rank - piece.cut.runs[0][0]\n"
+        "            theirs = torch.arange(len(parts)) != torch.distributed.get_rank() - piece.cut.runs[0][0]\n"
         "            parts[theirs] = sent[theirs]\n",
         (STEPS,),
     ),
@@ -94,8 +94,8 @@ ZERO_1 = (
     Mutant(
         "what is loaded is not gathered",
         "megatron/optim/main_params.py",
-        "        gather_all((Piece(",
-        "        if not any(m.grad is None for m in self.of.values()):\n            gather_all((Piece(",
+        "        if not pieces:\n",
+        "        if any(m.grad is None for m in self.of.values()):\n",
         (SAVED,),
     ),
     Mutant(

@@ -26,8 +26,8 @@ ZERO_PARTS = (
     Mutant(
         "a reduce-scatter sends other numbers to other replicas",
         "megatron/optim/zero/stage2.py",
-        ".view(parts.shape).copy_(parts)\n",
-        ".view(parts.shape).copy_(parts * (1 + first))\n",
+        "            place.copy_(parts)\n",
+        "            place.copy_(parts * torch.arange(1, 1 + len(parts)).view(-1, *[1] * (parts.dim() - 1)))\n",
         (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
     ),
     Mutant(
@@ -234,9 +234,9 @@ ZERO_PARTS = (
     ),
     Mutant(
         "a run of equal parts goes to the first replicas",
-        "megatron/optim/zero/stage2.py",
-        "places[first : first + number,",
-        "places[:number,",
+        "megatron/optim/zero/partition.py",
+        "slots[first : first + number,",
+        "slots[:number,",
         (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
     ),
 )

@@ -81,9 +81,7 @@ def test_a_hidden_state_crosses_each_boundary_there_and_back() -> None:
     assert cut.traffic[PIPELINE].bytes == 2 * 8 * hidden / 4
 
 
-@pytest.mark.parametrize(
-    ("stage", "of_parameter"), [(0, 2 * 4), (1, 2 * 4 + 2), (2, 3 * 4 + 2), (3, 3 * 4 + 3 * 2 * 2)]
-)
+@pytest.mark.parametrize(("stage", "of_parameter"), [(0, 2 * 4), (1, 4 + 2), (2, 3 * 4 + 2), (3, 3 * 4 + 3 * 2 * 2)])
 def test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says(stage: int, of_parameter: int) -> None:
     found = estimate(data=8, num_micro_batches=3, zero_stage=stage).traffic[DATA]
     assert found.bytes == pytest.approx(7 / 8 * of_parameter * PLANNER.costs.num_parameters)

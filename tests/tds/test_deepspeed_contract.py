@@ -183,6 +183,8 @@ def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     torch._foreach_mul_([weight.data], 2.0)
     assert weight.tolist() == [4.0] * 3
     assert torch._foreach_norm([weight.data], 2, dtype=torch.float64)[0].item() == 48**0.5
+    memory = torch.zeros(4)
+    assert torch._C._is_alias_of(memory[:2], memory[2:]) and not torch._C._is_alias_of(memory, torch.zeros(4))
     assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
 
 

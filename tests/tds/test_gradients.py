@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
-from tds.gradients import GradientBucket, buckets, clip, global_norm, multiply, reduce_gradients, sum_tied
+from tds.engine.build import reduce_bucket_size
+from tds.gradient_reducer import AgreedOrder, ChunkOrder
+from tds.gradients import (
+    GradientBucket,
+    bucket_numbers,
+    buckets,
+    clip,
+    global_norm,
+    multiply,
+    one_run,
+    reduce_gradients,
+    sum_tied,
+)
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, preload_zero
 
@@ -194,3 +206,37 @@ def _without_optimizer(rank: int) -> str:
 
 def test_an_engine_without_optimizer_only_evaluates() -> None:
     assert "optimizer" in run_ranks(1, _without_optimizer)[0]
+
+
+def test_what_lies_apart_is_no_run() -> None:
+    memory = torch.arange(12.0)
+    for parts in ([memory[:4], memory[4:6], memory[6:]], [memory[2:5].view(3, 1), memory[5:7]]):
+        run = one_run(parts)
+        assert run is not None and torch.equal(run, torch.cat([part.flatten() for part in parts]))
+        assert run.data_ptr() == parts[0].data_ptr()
+    apart = ([memory[:4], memory[5:]], [memory[4:6], memory[:4]], [memory[:4], memory[4:].clone()], [memory[::2]])
+    assert all(one_run(parts) is None for parts in apart)
+    assert one_run([memory.view(3, 4).t(), memory[:0]]) is None
+
+
+def test_a_bucket_on_a_device_grows_with_the_replicas_and_one_on_a_host_keeps_its_bytes() -> None:
+    host, there = torch.device("cpu"), torch.device("cuda")
+    assert bucket_numbers(host, 512) is None
+    assert [bucket_numbers(there, replicas) for replicas in (2, 40, 64)] == [40_000_000, 40_000_000, 64_000_000]
+    assert bucket_numbers(host, 2, 7_000_000) == bucket_numbers(there, 512, 7_000_000) == 7_000_000
+
+
+def test_buckets_have_the_numbers_that_were_asked_for() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (6, 4, 3, 9, 1)]
+    of_chunks = ChunkOrder(weights, [weights], numbers=10)
+    assert [sum(p.numel() for p in bucket) for bucket in of_chunks.every()] == [10, 7, 6]
+    agreed = AgreedOrder(None, lambda place: 10)  # type: ignore[arg-type]
+    for weight in weights:
+        agreed.register(weight)
+    assert [sum(p.numel() for p in bucket) for bucket in agreed.every()] == [10, 3, 10]
+
+
+@pytest.mark.parametrize(("section", "numbers"), [({}, 0), ({"reduce_bucket_size": 5e8}, 500_000_000), ("auto", 0)])
+def test_the_json_says_how_many_numbers_a_bucket_has(section: Any, numbers: int) -> None:
+    given = {"reduce_bucket_size": "auto"} if section == "auto" else section
+    assert reduce_bucket_size({"zero_optimization": given}) == numbers and reduce_bucket_size({}) == 0

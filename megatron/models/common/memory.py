@@ -21,9 +21,10 @@ from typing import Any
 # | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 # | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
 #
-# Sums and gathers on their way are ``CommunicationBuffers``. Not counted: what backward has left in a bucket
-# that is not full, and the gradients that a step copies to the CPU. Parts are whole vectors (``ParamPartition``),
-# so some replicas hold a row more of a weight; a recomputed run of several layers is gathered together.
+# Sums on their way are ``CommunicationBuffers``. Not counted: what backward has left in a bucket that is not full, what
+# ZeRO 1 and 2 gather after an update, and the gradients that a step copies to the CPU. Parts are whole vectors
+# (``ParamPartition``), so some replicas hold a row more of a weight; a recomputed run of several layers is gathered
+# together.
 #
 # Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 # models", section 4, without scores, which a fused kernel makes once more. The memory in which a GPT-2's attention
@@ -226,12 +227,10 @@ def kernel_numbers(length: int, size: int) -> int:
 #
 # | message | bytes on a rank |
 # |---|---|
-# | sums of gradients over the replicas, ZeRO 0 and 1 | a flat copy of weights below 32 MiB, which share buckets |
+# | sums of gradients over the replicas, ZeRO 0 and 1 | none: they are made where the gradients lie |
 # | ... ZeRO 2 and 3 | two buckets, or what there is |
 # | boundary of stages | one hidden state received ahead and one gradient, and one on its way out |
 # | sequence parallelism | the whole input of the product that is running, and its gradient |
-#
-# The first is there when the last backward has freed most activations: what counts is by how much it exceeds these.
 
 BUCKET_BYTES = 32 * 2**20
 """``tds.gradients.BUCKET_BYTES``."""
@@ -258,12 +257,9 @@ class CommunicationBuffers:
     def placed(self, memory: Memory, gradient: int, zero: Zero) -> Memory:
         """Return ``memory`` with its buffers; ``gradient`` bytes of a parameter."""
         steady = AHEAD * self.message + 2 * self.gathered
-        if zero.replicas == 1:
+        if zero.replicas == 1 or zero.stage < CUT_GRADIENTS:
             return replace(memory, buffers=steady)
-        copied = self.small * gradient
-        if zero.stage >= CUT_GRADIENTS:
-            return replace(memory, buffers=steady + min(copied, 2 * BUCKET_BYTES))
-        return replace(memory, buffers=steady + max(copied - memory.activations - memory.logits, 0))
+        return replace(memory, buffers=steady + min(self.small * gradient, 2 * BUCKET_BYTES))
 
 
 # What GPUs can do at best.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 
@@ -55,6 +56,21 @@ class ParamPartition:
         """Return the view of one replica's part of ``tensor``, which has the shape of the parameter."""
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
+    def room(self, tensor: torch.Tensor) -> int:
+        """Return the numbers of the largest part of ``tensor``."""
+        return tensor.numel() // tensor.shape[self.dim] * max(length for _, _, length in self.runs)
+
+    def pairs(self, whole: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of ``whole`` and of where they lie in ``slots``: one for each length of a part, three at most.
+
+        Args:
+            slots: [d, room or more], the part of each replica at its start.
+        """
+        for first, number, length in self.runs:
+            run = whole.narrow(self.dim, self.bounds[first], number * length)
+            parts = run.unflatten(self.dim, (number, length)).movedim(self.dim, 0)  # [number, ..., length, ...]
+            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+
     def shard(self, whole: Shard, replica: int) -> Shard:
         """Return where one replica's part lies in the global tensor of which this tensor rank holds ``whole``."""
         first, real = 0, whole.global_shape[self.dim]
@@ -99,30 +115,31 @@ class Piece:
     @property
     def room(self) -> int:
         """Numbers of the largest part, which each replica's has room for: so all send alike."""
-        longest = max(length for _, _, length in self.cut.runs)
-        return self.parameter.numel() // self.parameter.shape[self.cut.dim] * longest
+        return self.cut.room(self.parameter)
 
     def received(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the parameter and of what belongs there: as many as parts have lengths, not one a replica.
-
-        Args:
-            slots: [d, room], what the replicas have sent.
-        """
-        dim = self.cut.dim
-        for first, number, length in self.cut.runs:
-            run = self.parameter.narrow(dim, self.cut.bounds[first], number * length)
-            parts = run.unflatten(dim, (number, length)).movedim(dim, 0)  # [number, ..., length, ...]
-            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+        """Yield views of the parameter and of what belongs there of ``slots``, [d, room], which replicas have sent."""
+        return self.cut.pairs(self.parameter, slots)
 
 
-def gather_all(pieces: Iterable[Piece], group: Group) -> None:
+def gather_all(pieces: Iterable[Piece], group: Group, numbers: int | None = None) -> None:
     """Round every replica's masters into the parameters of all, bucket by bucket. Collective over ``group``.
 
     Args:
         pieces: of parameters on one device, the same in the same order on every replica.
+        numbers: of a bucket; None: ``BUCKET_BYTES`` count.
     """
-    for bucket in buckets(pieces, lambda piece: piece.parameter.nbytes, lambda piece: piece.parameter.dtype):
+    for bucket in buckets_of_pieces(pieces, numbers):
         gather(bucket, group)
+
+
+def buckets_of_pieces(pieces: Iterable[Piece], numbers: int | None = None) -> Iterator[list[Piece]]:
+    """Yield ``pieces`` in runs of one dtype that are gathered together; as in ``gather_all``."""
+
+    def size(piece: Piece) -> int:
+        return piece.parameter.nbytes if numbers is None else piece.parameter.numel()
+
+    return buckets(pieces, size, lambda piece: piece.parameter.dtype, numbers)
 
 
 def gather(bucket: Sequence[Piece], group: Group) -> None:
@@ -131,18 +148,41 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     Args:
         bucket: parameters of one dtype and device, the same in the same order on every replica of ``group``.
     """
-    rooms = [piece.room for piece in bucket]
-    mine = bucket[0].parameter.new_empty(sum(rooms))
-    for piece, slot in zip(bucket, mine.split(rooms), strict=True):
-        place = slot[: piece.master.numel()].view(piece.master.shape)
-        place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
-    every = mine
-    if group.size > 1:
+    Gather.start(bucket, group).finish()
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Parts on their way to all replicas: ``every`` holds those of each once ``work`` is done."""
+
+    bucket: Sequence[Piece]
+    every: torch.Tensor
+    work: Any
+
+    @classmethod
+    @torch.no_grad()
+    def start(cls, bucket: Sequence[Piece], group: Group) -> Gather:
+        """Send this replica's masters as they are now; as ``gather``. Collective."""
+        rooms = [piece.room for piece in bucket]
+        mine = bucket[0].parameter.new_empty(sum(rooms))
+        for piece, slot in zip(bucket, mine.split(rooms), strict=True):
+            place = slot[: piece.master.numel()].view(piece.master.shape)
+            place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
+        if group.size == 1:
+            return cls(bucket, mine.view(1, -1), None)
         every = mine.new_empty(group.size * len(mine))
-        all_gather_single(every, mine, group=group.handle)
-    for piece, slots in zip(bucket, every.view(group.size, -1).split(rooms, dim=1), strict=True):
-        for parts, sent in piece.received(slots):
-            parts.copy_(sent)
+        work = all_gather_single(every, mine, group=group.handle, async_op=True)
+        return cls(bucket, every.view(group.size, -1), work)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the parts and put them into the parameters."""
+        if self.work is not None:
+            self.work.wait()
+        rooms = [piece.room for piece in self.bucket]
+        for piece, slots in zip(self.bucket, self.every.split(rooms, dim=1), strict=True):
+            for parts, sent in piece.received(slots):
+                parts.copy_(sent)
 
 
 # What lies on the CPU while the model is on a device: offload of the optimizer, and with ZeRO 3 of the weights.

@@ -134,10 +134,8 @@ def _in_slots(shares: Sequence[GradientShard], replicas: int) -> torch.Tensor:
         if share.gradient is None:
             continue
         assert share.cut is not None  # the others are summed whole
-        for first, number, length in share.cut.runs:  # one copy for all parts of a length
-            run = share.gradient.narrow(share.cut.dim, share.cut.bounds[first], number * length)
-            parts = run.unflatten(share.cut.dim, (number, length)).movedim(share.cut.dim, 0)
-            places[first : first + number, : parts[0].numel()].view(parts.shape).copy_(parts)
+        for parts, place in share.cut.pairs(share.gradient, places):
+            place.copy_(parts)
     return every
 
 
@@ -168,7 +166,7 @@ class PartitionedGradients:
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._order = AgreedOrder(self.holders.handle)
+        self._order = AgreedOrder(self.holders.handle, masters.bucket_numbers)
         self._pending: Sum | None = None
 
     def register(self, parameter: torch.nn.Parameter) -> None:

@@ -214,6 +214,7 @@ class Debugger(Callback):
     def _dump_weights(self, writer: Writer) -> None:
         """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""
         are_whole = self.config.optimizer.zero_stage < 3
+        self.engine.optimizer.finish_gathers()
         for name, parameter in named_parameters(self.engine.module):
             if self._pattern.search(name):
                 is_own = are_whole or not parameter.requires_grad
