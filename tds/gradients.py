@@ -256,10 +256,13 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``square_of_norm`` of all: one scalar for each, or on a device, whose sums are trees, one for all of a
-    type: kernels for each weight would take longer to start than to run."""
-    if any(is_host(gradient.device) for gradient in gradients):
-        return [square_of_norm(gradient) for gradient in gradients]
+    """Return what adds up to the ``square_of_norm`` of all: on a host one scalar for each, else one for each type."""
+    is_host_work = not gradients or is_host(gradients[0].device)
+    return [square_of_norm(gradient) for gradient in gradients] if is_host_work else _squares_by_dtype(gradients)
+
+
+def _squares_by_dtype(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For a device, whose sums are trees: kernels for each weight would take longer to start than to run."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -47,7 +47,7 @@ class GradBuffer:
     Args:
         order: of all parameters; it may rearrange its buckets while no gradients are held.
         replicas: of these parameters.
-        cut_of: with slots, how the replicas cut a parameter, None for one that is summed whole. None: the layout is
+        own_cut: with slots, how the replicas cut a parameter, None for one that is summed whole. None: the layout is
             plain.
     """
 
@@ -55,11 +55,11 @@ class GradBuffer:
         self,
         order: BucketSchedule,
         replicas: Group,
-        cut_of: Callable[[torch.nn.Parameter], ParamPartition | None] | None = None,
+        own_cut: Callable[[torch.nn.Parameter], ParamPartition | None] | None = None,
     ) -> None:
         self.replicas = replicas
         self._order = order
-        self._cut_of = cut_of
+        self._own_cut = own_cut
         self._layout: list[list[int]] = []
         self._buckets: dict[torch.Tensor, _BucketMemory] = {}
         self._is_held = False
@@ -67,7 +67,7 @@ class GradBuffer:
     @property
     def is_scattered(self) -> bool:
         """Whether a replica has its parts of the sums alone."""
-        return self._cut_of is not None
+        return self._own_cut is not None
 
     @torch.no_grad()
     def add(self, parameter: torch.nn.Parameter) -> None:
@@ -121,7 +121,7 @@ class GradBuffer:
             self._buckets = {p: memory for memory in map(self._memory, buckets) for p in memory.parameters}
 
     def _memory(self, bucket: Sequence[Any]) -> _BucketMemory:
-        cuts = {parameter: self._cut_of(parameter) if self._cut_of is not None else None for parameter in bucket}
+        cuts = {parameter: self._own_cut(parameter) if self._own_cut is not None else None for parameter in bucket}
         return _BucketMemory(cuts, self.replicas)
 
 

@@ -251,25 +251,71 @@ class Gradients(Protocol):
 
 
 class MainGradients:
-    """Gradients that each replica adds up whole: ZeRO 0 and 1, whose sums over the replicas the engine makes.
+    """Gradients of one replica, or those that each replica holds whole: ZeRO 0 and 1.
 
-    | | where they lie |
-    |---|---|
-    | several replicas | in a ``GradBuffer``, whose buckets are summed in place: those of the engine (``follow``) |
-    | one, 16 bits | added up in fp32 and freed at once |
-    | one, 32 or 64 bits | where autograd leaves them |
-
-    With ZeRO 1 on NCCL the sums in the engine's buckets leave each replica its own parts.
+    Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
     """
 
-    are_summed = False
+    are_summed, holders = False, SINGLE
 
     def __init__(self, masters: MainParams) -> None:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        group = masters.data_group
-        self._order = AgreedOrder(group.handle, masters.bucket_numbers)
-        self.buffer = GradBuffer(self._order, group) if group.size > 1 else None
+
+    def register(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.dtype not in WIDE:
+            parameter.register_post_accumulate_grad_hook(self._add_to_sum)
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if parameter.dtype not in WIDE:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            return self._sums[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def shard(self, parameter: torch.nn.Parameter) -> Shard:
+        return shard_of(parameter)
+
+    def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return self._masters.part(parameter, self.of(parameter))
+
+    def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
+        return True
+
+    def begin_last_backward(self) -> None:
+        """Nothing is summed here."""
+
+    def end_micro_batch(self) -> None:
+        """Nothing is summed here."""
+
+    def finish(self, factor: float) -> None:
+        multiply([self.of(parameter) for parameter in self._masters.of], factor)
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def _add_to_sum(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if parameter in self._sums:
+            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
+        else:
+            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
+        parameter.grad = None
+
+
+class BufferedGradients(MainGradients):
+    """Gradients of several replicas with ZeRO 0 or 1, in a ``GradBuffer``: their sums are made where they lie.
+
+    The engine makes them, in its own buckets (``follow``). With ZeRO 1 on NCCL they leave each replica its parts.
+    """
+
+    def __init__(self, masters: MainParams) -> None:
+        super().__init__(masters)
+        self._order = AgreedOrder(masters.data_group.handle, masters.bucket_numbers)
+        self.buffer = GradBuffer(self._order, masters.data_group)
 
     def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
         """Let gradients lie in the buckets of ``order`` from now on.
@@ -283,65 +329,32 @@ class MainGradients:
         return self.buffer.start_reduce_scatter if is_scattered else None
 
     @property
-    def is_scattered(self) -> bool:
-        """Whether the sums leave each replica its parts alone."""
-        return self.buffer is not None and self.buffer.is_scattered
-
-    @property
-    def holders(self) -> Group:
-        return self._masters.data_group if self.is_scattered else SINGLE
+    def holders(self) -> Group:  # type: ignore[override]
+        return self._masters.data_group if self.buffer.is_scattered else SINGLE
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         self._order.register(parameter)
-        if parameter.dtype not in WIDE or (parameter.requires_grad and self.buffer is not None):
+        if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if self.buffer is not None:
-            self.buffer.add(parameter)  # of a parameter without a hook, such as one unfrozen since
-            return self.buffer.main_grad(parameter)
-        if parameter.dtype not in WIDE:
-            if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-            return self._sums[parameter]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+        self.buffer.add(parameter)  # of a parameter without a hook, such as one unfrozen since
+        return self.buffer.main_grad(parameter)
 
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(self._masters.of[parameter] if self.is_scattered else parameter)
+        return shard_of(self._masters.of[parameter] if self.buffer.is_scattered else parameter)
 
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self.of(parameter) if self.is_scattered else self._masters.part(parameter, self.of(parameter))
+        return self.of(parameter) if self.buffer.is_scattered else super().part(parameter)
 
     def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        return not self.is_scattered or self._masters.is_cut(parameter) or self.holders.rank == 0
-
-    def begin_last_backward(self) -> None:
-        """Nothing is summed here."""
-
-    def end_micro_batch(self) -> None:
-        """Nothing is summed here."""
-
-    def finish(self, factor: float) -> None:
-        multiply([self.of(parameter) for parameter in self._masters.of], factor)
+        return not self.buffer.is_scattered or self._masters.is_cut(parameter) or self.holders.rank == 0
 
     def clear(self) -> None:
-        self._sums.clear()
-        if self.buffer is not None:
-            self.buffer.clear()
+        self.buffer.clear()
 
     def _add_to_sum(self, parameter: torch.Tensor) -> None:
-        if self.buffer is not None:
-            self.buffer.add(parameter)  # type: ignore[arg-type]
-            return
-        if parameter.grad is None:
-            return
-        if parameter in self._sums:
-            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
-        else:
-            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
-        parameter.grad = None
+        self.buffer.add(parameter)  # type: ignore[arg-type]
 
 
 class EngineGradients:
@@ -397,8 +410,8 @@ class EngineGradients:
 # goes last.
 
 
-class OverlappedMainGradients(MainGradients):
-    """``MainGradients`` that are summed over the replicas by themselves."""
+class OverlappedMainGradients(BufferedGradients):
+    """``BufferedGradients`` that are summed over the replicas by themselves."""
 
     are_summed = True
 

@@ -15,6 +15,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.main_params import (
+    BufferedGradients,
     EngineGradients,
     Gradients,
     MainGradients,
@@ -256,8 +257,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return nullcontext() if self._units is None else self._units.gathered()
 
     def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
-        """Let gradients lie in the buckets of an engine that sums them (``MainGradients.follow``)."""
-        return self._gradients.follow(order) if isinstance(self._gradients, MainGradients) else None
+        """Let gradients lie in the buckets of an engine that sums them (``BufferedGradients.follow``)."""
+        return self._gradients.follow(order) if isinstance(self._gradients, BufferedGradients) else None
 
     def begin_last_backward(self) -> None:
         """Take note that the next backward is the last of the step: sums over the replicas may start in it.
@@ -306,14 +307,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if not self.overflow and not self.was_refused:
             self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
             self.update_masters()
-            if self._gathers is not None:
-                self.zero_grad()  # ahead of the weights, which take the room of the gradients
-                self._masters.to_parameters(self._gathers)
-            elif self._masters.are_apart:
-                self.copy_masters_to_parameters()
+            if self._masters.are_apart:
+                self._send_weights()
         if not self.was_refused:
             self.scaler.update(self.overflow)
         self.zero_grad()
+
+    def _send_weights(self) -> None:
+        """Bring what the masters hold into the parameters, with ZeRO 1 and 2 on NCCL while the next forward runs."""
+        if self._gathers is None:
+            self.copy_masters_to_parameters()
+            return
+        self.zero_grad()  # ahead of the weights, which take the room of the gradients
+        self._masters.to_parameters(self._gathers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of masters and parameters."""
@@ -441,6 +447,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
 
 def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[MainParams], Gradients]:
-    if zero_stage > 1 and data.size > 1:
+    if data.size == 1:
+        return MainGradients
+    if zero_stage > 1:
         return PartitionedGradients
-    return OverlappedMainGradients if overlaps_sums and data.size > 1 else MainGradients
+    return OverlappedMainGradients if overlaps_sums else BufferedGradients

@@ -37,7 +37,7 @@ GRAD_BUFFER = (
     Mutant(
         "the norm of scattered sums is that of one replica",
         HOLDERS,
-        "        return self._masters.data_group if self.is_scattered else SINGLE\n",
+        "        return self._masters.data_group if self.buffer.is_scattered else SINGLE\n",
         "        return SINGLE\n",
         (TRAINED,),
         refuses=True,  # replicas clip otherwise, and fp16 skips steps on some of them
@@ -158,9 +158,8 @@ GRAD_BUFFER = (
     Mutant(
         "a part is sent ahead of its update",
         "megatron/optim/optimizer.py",
-        "            self.update_masters()\n            if self._gathers is not None:\n",
-        "            if self._gathers is not None:\n                self._masters.to_parameters(self._gathers)\n"
-        "            self.update_masters()\n            if False:\n",
+        "            self.update_masters()\n            if self._masters.are_apart:\n                self._send_weights()\n",
+        "            if self._masters.are_apart:\n                self._send_weights()\n            self.update_masters()\n",
         (LATER,),
     ),
 )

@@ -28,7 +28,9 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "the last micro-batch in 16 bits comes behind the sum",
         FILE,
+        "        if parameter.requires_grad:\n"
         "            parameter.register_post_accumulate_grad_hook(self._add_to_sum)\n",
+        "        if parameter.requires_grad:\n"
         "            early = lambda p: getattr(self, '_is_last', False) and self._reducer._arrive(p)\n"
         "            parameter.register_post_accumulate_grad_hook(early)\n"
         "            parameter.register_post_accumulate_grad_hook(self._add_to_sum)\n",

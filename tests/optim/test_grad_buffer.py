@@ -77,15 +77,15 @@ def test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are
 
 def test_a_weight_alone_in_its_bucket_lends_it_the_memory_of_its_gradient() -> None:
     weight = nn.Parameter(torch.zeros(64, 32))
-    for cut_of in (None, lambda w: partition_of(w, 4)):
-        buffer = GradBuffer(order_of([weight]), Group((0, 1, 2, 3), 1), cut_of)
+    for own_cut in (None, lambda w: partition_of(w, 4)):
+        buffer = GradBuffer(order_of([weight]), Group((0, 1, 2, 3), 1), own_cut)
         weight.grad = torch.randn(64, 32)
         memory = weight.grad.data_ptr()
         wanted = weight.grad.clone()
         buffer.add(weight)
         part = buffer.main_grad(weight)
-        assert torch.equal(part, wanted if cut_of is None else wanted[16:32])
-        assert part.data_ptr() == memory + (0 if cut_of is None else 16 * 32 * 4)
+        assert torch.equal(part, wanted if own_cut is None else wanted[16:32])
+        assert part.data_ptr() == memory + (0 if own_cut is None else 16 * 32 * 4)
 
 
 def test_a_frozen_weight_moves_the_others_together() -> None:
