@@ -158,8 +158,10 @@ GRAD_BUFFER = (
     Mutant(
         "a part is sent ahead of its update",
         "megatron/optim/optimizer.py",
-        "            self.update_masters()\n            if self._masters.are_apart:\n                self._send_weights()\n",
-        "            if self._masters.are_apart:\n                self._send_weights()\n            self.update_masters()\n",
+        "            self.update_masters()\n            if self._masters.are_apart:\n"
+        "                self._send_weights()\n",
+        "            if self._masters.are_apart:\n                self._send_weights()\n"
+        "            self.update_masters()\n",
         (LATER,),
     ),
 )
