@@ -32,8 +32,8 @@ ROOMS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 """Operators that write nothing."""
 SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-ALIGNMENT = 16
-"""Bytes that the fast kernels of cuBLAS load at once."""
+FEW, ALIGNMENT = 8, 16
+"""Rows or columns of a matrix that is no matter; bytes that the fast kernels of cuBLAS load at once."""
 HOST = -1
 """The host, as a stream."""
 
@@ -80,8 +80,9 @@ def written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether rows of a matrix begin at multiples of 16 bytes; other formats than those of 16 bits always do."""
-    if tensor.dim() < 2 or tensor.element_size() != 2:
+    """Return whether rows of a matrix begin at multiples of 16 bytes, as those of other formats than 16 bits always do;
+    a matrix of a few rows or columns costs nothing."""
+    if tensor.dim() < 2 or tensor.element_size() != 2 or min(tensor.shape) < FEW:
         return True
     starts = [stride for stride in tensor.stride() if stride > 1] + [tensor.storage_offset()]
     return all(start * 2 % ALIGNMENT == 0 for start in starts)

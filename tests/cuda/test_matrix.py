@@ -14,6 +14,8 @@ FIRST = {
     "tolist in tds/gradient_reducer.py:_agree": 2,  # the order of the buckets, once in a run
 }
 STEADY = {"tolist in tds/loss.py:read": 1}
+MASKED = {"t5", "mpt", "bert"}
+"""Families whose attention has a bias, or padding."""
 BUDGET = {"step 1": FIRST, "step 2": STEADY, "evaluation": STEADY}
 """Phase -> what makes the host wait for the device, and how often at most. A new line needs a reason."""
 
@@ -30,7 +32,10 @@ def check(case: Case, outcomes: list[Any]) -> None:
             assert not seen.phases[phase].blocking, f"a copy holds the host in {phase}, on rank {rank}"
         mixed = {phase: dict(of.mixed) for phase, of in seen.phases.items() if of.mixed}
         assert not mixed, "an operator of the device is given a tensor of the host"
-        assert seen.phases["step 2"].reads["tolist in tds/loss.py:read"] == 1, "the watch sees nothing"
+        step = seen.phases["step 2"]
+        assert step.reads["tolist in tds/loss.py:read"] == 1, "the watch sees nothing"
+        assert not step.unaligned, "cuBLAS takes slow kernels for these"
+        assert bool(step.masks) == (case.family in MASKED), "with a mask attention is not the fast kernel"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in named(all_pairs())])
