@@ -37,7 +37,7 @@ from tds.p2p.process_groups import routes
 from tds.schedule import Kind
 
 CPU = torch.device("cpu")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NOTHING = -1
 
 
@@ -155,6 +155,8 @@ def trace(schedule: str, num_stages: int, num_micro_batches: int, chunks: int = 
             thread.join(DEADLINE_S)
     if problems:
         raise problems[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"a stage has not done its actions within {DEADLINE_S} s, on a machine that is too busy")
     return [steps_of[stage] for stage in range(num_stages)]
 
 

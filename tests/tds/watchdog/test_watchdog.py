@@ -157,7 +157,12 @@ def test_an_engine_that_is_gone_leaves_neither_thread_nor_file(tmp_path: Path) -
 
 def _watching(rank: int, store: Any, limit_s: float = math.inf) -> Any:
     exchange = SimpleNamespace(
-        action=None, waiting=None, waits=[], history=deque(), links=SimpleNamespace(ranks=[0, 1])
+        action=None,
+        waiting=None,
+        waits=[],
+        history=deque(),
+        links=SimpleNamespace(ranks=[0, 1]),
+        action_of_device=lambda: None,
     )
     return EngineWatchdog(exchange, store, rank, [f"rank {i}" for i in range(2)], limit_s)
 
