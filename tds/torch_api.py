@@ -27,7 +27,7 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether both lie in the same storage."""
-    return bool(torch._C._is_alias_of(tensor, other))
+    return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def runs_backward() -> bool:
