@@ -24,8 +24,6 @@ from tds.watchdog.diagnosis import Report, State, format_history, report
 LOOK_S = 0.3
 STOPPED_S = 1.0
 """A thread that slept so much longer than it asked was stopped or starved, its process too: that is not late."""
-GRACE_S = 1.0
-"""An engine's timer raises the alarm this long after the limit, where a wait cannot time out (on GPUs)."""
 NOTES_PER_S = 500
 """How often all ranks together leave word of where they are: the store has one thread for all of them."""
 REARM_S = 1.0
@@ -302,7 +300,7 @@ class EngineWatchdog(Watchdog):
 
     def _may_last(self, state: State) -> float:
         is_waiting = state.waiting is not None or state.together is not None
-        return self.limit_s + GRACE_S if is_waiting else float("inf")
+        return self.limit_s if is_waiting else float("inf")
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
