@@ -140,6 +140,11 @@ class StageLinks:
         return len(self.ranks)
 
 
+GLOO_GRACE = timedelta(seconds=1)
+"""A wait over gloo fails this long after the limit. The error cuts this rank's connections, and the others leave with
+errors of their own: by then the watchdog has raised the alarm, and all have said what they wait for."""
+
+
 @dataclass
 class P2PHandle:
     """A message on its way in or out; ``buffer`` must live until it is there."""
@@ -240,7 +245,7 @@ class Transport:
         is_over_gloo = transfer.kind is Kind.HEADER or is_host(self.links.device) or isinstance(transfer.work, Copied)
         try:
             if is_over_gloo and self.links.timeout is not None:
-                transfer.work.wait(self.links.timeout)
+                transfer.work.wait(self.links.timeout + GLOO_GRACE)
             else:
                 transfer.work.wait()
         except RuntimeError as error:

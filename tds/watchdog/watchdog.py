@@ -24,8 +24,6 @@ from tds.watchdog.diagnosis import Report, State, format_history, on_device, rep
 LOOK_S = 0.3
 STOPPED_S = 1.0
 """A thread that slept so much longer than it asked was stopped or starved, its process too: that is not late."""
-GRACE_S = 1.0
-"""An engine's timer raises the alarm this long after the limit, where a wait cannot time out (on GPUs)."""
 NOTES_PER_S = 500
 """How often all ranks together leave word of where they are: the store has one thread for all of them."""
 REARM_S = 1.0
@@ -306,7 +304,7 @@ class EngineWatchdog(Watchdog):
 
     def _may_last(self, state: State) -> float:
         is_waiting = state.waiting is not None or state.together is not None
-        return self.limit_s + GRACE_S if is_waiting else float("inf")
+        return self.limit_s if is_waiting else float("inf")
 
     def _past(self) -> list[str]:
         """On a device, whose operations the host only starts, with those that torch's flight recorder has."""
