@@ -207,6 +207,7 @@ HOOKS = frozenset(
         "finish_copies",
         "identity",
         "is_busy",
+        "model_name",
         "name",
         "peak_memory_bytes",
         "synchronize",

@@ -380,7 +380,7 @@ LAUNCH_S, INTRA_LATENCY_S, INTER_LATENCY_S = 4e-6, 8e-6, 2e-5
 RESERVED = 4 * 10**9
 """Bytes of a GPU for its context, NCCL and what lies between tensors."""
 
-SLOWER = (1.04, 1.14)
+SLOWER = (1.1, 1.14)
 """Steps of published runs with fused attention over their plans, least and most (docs/planner.md)."""
 
 
