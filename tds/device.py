@@ -64,6 +64,11 @@ def has_events(device: torch.device) -> bool:
     return not is_host(device) and not get_accelerator().is_synchronized_device()
 
 
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream, for work that is not behind what the current one has; None where no work is queued."""
+    return torch.Stream(device) if has_events(device) else None
+
+
 def timing_event(device: torch.device) -> Any:
     """Return an event that can tell the time to another one."""
     return torch.Event(device, enable_timing=True)

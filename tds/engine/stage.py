@@ -35,8 +35,8 @@ from tds.schedule import (
     sent,
     validate,
 )
+from tds.schedule.limits import Posts, receive_posts, send_window
 from tds.schedule.schedules import Order
-from tds.schedule.simulate import late_receives, send_window
 
 if TYPE_CHECKING:
     from tds.timers import Recorder
@@ -67,7 +67,7 @@ class SchedulePlan:
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
-        self._limits: dict[tuple[int, bool], tuple[int, frozenset[Action]]] = {}
+        self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
@@ -84,17 +84,17 @@ class SchedulePlan:
         """Return the actions of an eval_batch."""
         return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
 
-    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, frozenset[Action]]:
+    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
         """Return what ``P2PCommunicator.set_limits`` takes: how many messages of a kind may wait for a neighbour, and
-        the actions whose receive is not posted ahead."""
+        when each receive is posted."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:
                 self._prove(num_micro_batches)
             order = self.order if is_training else _forwards(self.num_chunks)
             window = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
-            late = late_receives(order, self.num_stages, num_micro_batches, self.num_chunks, window)
-            self._limits[key] = window, late[self.stage]
+            posts = receive_posts(order, self.num_stages, num_micro_batches, self.num_chunks)
+            self._limits[key] = window, posts[self.stage]
         return self._limits[key]
 
 

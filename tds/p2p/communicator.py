@@ -1,11 +1,11 @@
-"""P2PCommunicator: isend, irecv one action ahead, waiting for a neighbour or a collective; errors of lost peers."""
+"""P2PCommunicator: isend, irecv ahead of the action, waiting for a neighbour or a collective; errors of lost peers."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tds import torch_api
-from tds.device import is_host
+from tds.device import is_host, side_stream
 from tds.p2p.boundary import (
     HEADER_SIZE,
     Place,
@@ -37,6 +37,7 @@ from tds.p2p.boundary import (
 from tds.p2p.host_copies import Copied
 from tds.p2p.packed_layout import PackedLayout, Slice
 from tds.schedule import Action, Kind, Message, received
+from tds.schedule.limits import Posts
 from tds.timers import Clock, HostClock
 
 # The words for a rank that is gone: gloo and NCCL say neither who waited nor for what.
@@ -163,7 +164,7 @@ class Transport:
 
     For those who watch: ``waits`` holds a pair of the ``clock``'s marks for each message that was waited for in this
     call, ``action`` is what the stage is at, ``history`` the last messages that were sent or came in, and ``waiting``
-    what is being waited for, or was when waiting failed.
+    what is being waited for, or was when waiting failed. ``beside``: the stream on which a device receives.
     """
 
     links: StageLinks
@@ -173,6 +174,7 @@ class Transport:
     window: int | None = None
     history: deque[tuple[str, Kind, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY))
     waiting: tuple[str, Kind, Message] | None = None
+    beside: Any = None
     _sending: dict[Kind, deque[P2PHandle]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
@@ -194,6 +196,8 @@ class Transport:
         """Return the bytes of a message that was started to be received, once they are there."""
         before = self.clock.mark()
         self._wait(transfer, "receiving")
+        if self.beside is not None and transfer.kind is not Kind.HEADER:  # its memory is that of the other stream
+            transfer.buffer.record_stream(torch.accelerator.current_stream(self.links.device))
         self.waits.append((before, self.clock.mark()))
         self.history.append(("received", transfer.kind, transfer.message))
         return transfer.buffer
@@ -262,17 +266,16 @@ class Transport:
         )
 
 
-# What crosses between stages: asynchronous, receives posted one action ahead, one message per boundary.
+# What crosses between stages: asynchronous, receives posted ahead of their action, one message per boundary.
 #
 # One call of train_batch or eval_batch is one ``begin`` ... ``finish``. Messages of one kind from one neighbour go in
 # the order of the schedule, so none carries a number. A header with shapes and dtypes goes ahead of the first
 # activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
 # that they answer. The header is mostly that of the call before: then both sides go on with the form that they have.
 #
-# While a stage runs an action, the receive of the next one is posted, as far as its size is known, and nothing further.
-# On a GPU a posted receive is a kernel that holds processors and waits: one whose message depended on what the stage
-# has still to run would stop the pipeline at the first wait for the whole device. ``late_receives`` says where that
-# would be so of the next one, too.
+# ``tds.schedule.limits`` says behind which action each receive is posted. On a device it lies on a stream of its own and
+# does not wait for what that action has given to the computation. On a host, where nothing waits for a whole device, it
+# is posted one action earlier, as far as its size is known: gloo sends nothing before.
 
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
@@ -337,7 +340,8 @@ class P2PCommunicator(Transport):
         self.module = module
         self.num_chunks = num_chunks
         self.is_dynamic = is_dynamic
-        self.late_receives: frozenset[Action] = frozenset()
+        self.beside = side_stream(links.device)
+        self.posts: Posts = ()
         self._marks: list[tuple[Action, Any]] = []  # of the clock, ahead of each action of this call, on a device
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
@@ -365,10 +369,10 @@ class P2PCommunicator(Transport):
         self._expected = {kind: deque(each) for kind, each in expected.items()}
         self._num_begun = 0
 
-    def set_limits(self, window: int | None, late_receives: frozenset[Action] = frozenset()) -> None:
-        """Let the calls that follow keep to what ``tds.schedule.simulate`` says of their schedule: ``send_window`` and
-        ``late_receives``."""
-        self.window, self.late_receives = window, late_receives
+    def set_limits(self, window: int | None, posts: Posts = ()) -> None:
+        """Let the calls that follow keep to what ``tds.schedule.limits`` says of their schedule: ``send_window`` and
+        ``receive_posts`` of this stage; ``()``: each receive is posted by its own action."""
+        self.window, self.posts = window, posts
 
     def action_of_device(self) -> Action | None:
         """Return the last action that the device has reached, which the host may be far ahead of; None if unknown. Asks
@@ -377,14 +381,17 @@ class P2PCommunicator(Transport):
         return reached[-1] if reached else None
 
     def begin_action(self, action: Action) -> None:
-        """Note that the stage begins the next of its actions; post what it receives, and what the one after it does."""
+        """Note that the stage begins the next of its actions; post the receives that are due."""
         self.action = action
-        if not is_host(self.links.device):
-            self._marks.append((action, self.clock.mark()))
         place, self._num_begun = self._num_begun, self._num_begun + 1
-        self._post_for(place)
-        if place + 1 < len(self._actions) and self._actions[place + 1] not in self.late_receives:
-            self._post_for(place + 1)
+        last = place + 1
+        if is_host(self.links.device):
+            last += 1
+        else:
+            self._marks.append((action, self.clock.mark()))
+        for due in self.posts[place:last]:
+            for number in due:
+                self._post_for(number)
 
     def forget(self) -> None:
         super().forget()
@@ -514,11 +521,14 @@ class P2PCommunicator(Transport):
             raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
         return self.wait_for(posted.popleft())
 
-    def _post_for(self, place: int) -> None:
-        """Start the receives of one action: of its message, and of the header ahead of it if there is one."""
-        message = self._messages[place]
+    def _post_for(self, number: int) -> None:
+        """Start the receives of one action: of its message, and of the header ahead of it if there is one. For a device
+        the header is waited for: the message behind it must be posted here."""
+        message = self._messages[number]
         if message is not None:
             self._post(Kind.HEADER, message)
+            if self._posted[Kind.HEADER] and not is_host(self.links.device):
+                self._take_header(message)
             self._post(message.kind, message)
 
     def _post(self, kind: Kind, message: Message) -> None:
@@ -530,13 +540,15 @@ class P2PCommunicator(Transport):
             return
         if kind is Kind.HEADER:
             buffer = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+            self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
         else:
             crossing = (self.incoming if kind is Kind.ACTIVATION else self.outgoing).get(self._key(message))
             if crossing is None:
                 return
             layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
-            buffer = layout.new_buffer(self.links.device)
-        self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
+            with self.beside or nullcontext():
+                buffer = layout.new_buffer(self.links.device)
+                self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
 
     def _is_never_sent(self, gradient: Message) -> bool:
         crossing = self.outgoing.get(self._key(gradient))

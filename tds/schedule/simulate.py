@@ -1,13 +1,9 @@
-"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; how many sends may wait and
-which receives are posted late; names and defaults.
-"""
+"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; names and defaults."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -296,84 +292,3 @@ def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], 
         held = ", ".join(f"{peaks[name]} ({name})" for name in tied)
         reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {held}"
     return reason
-
-
-# How many messages a stage may have on their way to a neighbour before it waits for the oldest.
-#
-# Without a limit a stage that runs ahead, as the first does in an evaluation, would keep all that it has sent. With one
-# a schedule can come to stand still: every stage waits to send, and none gets to the action that would take a message;
-# around a ring of chunks this really happens. Which limits are safe depends on the whole schedule, so each is tried on
-# it. The trial is strict: it counts messages that are not taken, while a real sender is freed when the receive is
-# posted, which is earlier, and it holds the action back, while a real stage does it first and waits after.
-
-
-@functools.lru_cache(maxsize=32)
-def send_window(
-    order: Callable[[int, int, int], Sequence[Action]],
-    num_stages: int,
-    num_micro_batches: int,
-    num_chunks: int = 1,
-    is_training: bool = True,
-) -> int:
-    """Return a limit with which the schedule runs to its end: p + 1 where that is enough.
-
-    Raises:
-        ScheduleError: it does not run whatever the limit.
-    """
-    stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    window, all_of_them = num_stages + 1, num_micro_batches * num_chunks
-    while window < all_of_them:
-        try:
-            validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, window=window)
-            return window
-        except ScheduleError:
-            window *= 2
-    validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training)
-    return all_of_them
-
-
-# Which receives are posted late. A stage posts what its next action receives while it runs the one before. On a GPU a
-# posted receive is a kernel that waits. Should its message depend on what this stage runs meanwhile, whatever waits for
-# the whole device (a synchronize in a layer, an allocator that gives memory back, a kernel that is loaded at its first
-# use) would wait for ever. Such a receive is posted once the action before it is done: where a stage turns from its
-# last forward to its first backward with nothing between them.
-
-
-@functools.lru_cache(maxsize=32)
-def late_receives(
-    order: Callable[[int, int, int], Sequence[Action]],
-    num_stages: int,
-    num_micro_batches: int,
-    num_chunks: int = 1,
-    window: int | None = None,
-) -> tuple[frozenset[Action], ...]:
-    """Return, for each stage, the actions whose message depends on the action ahead of them on their own stage.
-
-    Args:
-        window: as in ``run``: a sender that waits depends on the stage that takes its message.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-    """
-    stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    needed = [[0] * num_stages for _ in stages]  # [stage][other]: how many of the other's actions must have been done
-    sent: defaultdict[Channel, list[list[int]]] = defaultdict(list)
-    taken: defaultdict[Channel, list[list[int]]] = defaultdict(list)
-    waiting: defaultdict[Channel, deque[list[int]]] = defaultdict(deque)
-    late: list[set[Action]] = [set() for _ in stages]
-    for stage, action, source, _, target, _ in run(stages, num_chunks, window):
-        own = needed[stage]
-        if source is not None:
-            message = waiting[source].popleft()
-            if own[stage] and message[stage] == own[stage]:
-                late[stage].add(action)
-            own = list(map(max, own, message))
-        if window is not None and target is not None and len(sent[target]) >= window:
-            own = list(map(max, own, taken[target][len(sent[target]) - window]))
-        needed[stage] = own = [count + (other == stage) for other, count in enumerate(own)]
-        if source is not None:
-            taken[source].append(own)
-        if target is not None:
-            sent[target].append(own)
-            waiting[target].append(own)
-    return tuple(map(frozenset, late))

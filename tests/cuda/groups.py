@@ -34,6 +34,7 @@ from tests.cuda.fake_cuda import Kind
 
 FIRST_STREAM, FIRST_EVENT = 2**30, 2**40
 """Numbers of NCCL's own streams and events, behind all others."""
+COMPUTATION = 0
 SOURCES = {
     "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
     "all_gather_single": (1,), "all_to_all_single": (1,), "reduce_scatter_tensor": (1,),
@@ -197,6 +198,8 @@ class Groups:
         if not tensors or not isinstance(tensors[0], FakeTensor):
             return Work(self, None, on_wait=on_wait)
         note, is_message = self.library.note, name in ("isend", "irecv", "send", "recv")
+        if name == "irecv" and self.library.stream() == COMPUTATION:
+            self.wrong[f"irecv waits for what is given to the computation in {self.device.place()}"] += 1
         stream = self._streams.setdefault((group, is_message), FIRST_STREAM + len(self._streams))
         begins, ends = next(self._events), next(self._events)
         sources = [t for place in SOURCES[name] for t in tensors_in(args[place])]

@@ -104,11 +104,12 @@ class Order:
         if use is None:
             return
         clock = dict(self._clocks[use.made_on])
-        _join(clock, self._clocks[HOST])
+        for stream in (HOST, *use.kept_for):  # for the latter an event of now is waited for
+            _join(clock, self._clocks[stream])
         last = [(at, count, name) for at, (count, name) in use.reads.items()]
         last += [use.write] if use.write is not None else []
         for at, count, name in last:
-            if at not in use.kept_for and not _is_done((at, count, name), clock, use.made_on):
+            if not _is_done((at, count, name), clock, use.made_on):
                 self._fault("freed too early", None, name)
 
     def _fault(self, what: str, operator: Operator | None, other: str) -> None:

@@ -3,13 +3,13 @@
 ``trace`` has every stage, the project's own ``Stage`` and ``P2PCommunicator``, run its actions in a thread, and notes
 what each starts in order. ``stuck`` runs these lists on a model of GPUs:
 
-* each communicator and the computation have a stream, whose work runs in order; a message waits for what was given to
-  the computation ahead of it, and what waits for a message is behind it;
+* each communicator and the computation have a stream, whose work runs in order; a send waits for what was given to the
+  computation ahead of it, and what waits for a message is behind it; a receive waits for nothing;
 * streams share ``num_queues`` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), in which nothing starts ahead of what
   came earlier;
 * a send is done when its receive runs, and the other way round; the messages of a communicator are matched in order;
-* a host may stall at any action until all that it has given to its GPU is done: memory is got from the driver, a kernel
-  is loaded.
+* a host may stall ahead of any action and any kernel until all that it has given to its GPU is done: memory is got from
+  the driver, a kernel is loaded. What a run with more stalls gets through, one with fewer does.
 
 Nothing here takes time: what can go on does, until all is done or nothing can.
 """
@@ -19,9 +19,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -174,13 +175,14 @@ class _Entry:
 
 @dataclass
 class _Gpu:
-    """A stage's host and GPU. ``stalls`` are the actions ahead of which the host waits for all its work."""
+    """A stage's host and GPU. ``stalls``: given the number of an action or kernel, whether the host waits for all its
+    work ahead of it."""
 
     steps: Sequence[Step]
     num_queues: int
-    stalls: Collection[int]
+    stalls: Callable[[int], bool]
     at: int = 0
-    actions: int = 0
+    places: int = 0
     last: dict[Any, _Entry] = field(default_factory=dict)
     queues: list[deque[_Entry]] = field(default_factory=list)
     streams: dict[Any, int] = field(default_factory=dict)
@@ -203,21 +205,22 @@ class _Gpu:
         before = self.at
         while self.at < len(self.steps):
             step = self.steps[self.at]
-            if step.kind == "action":
-                if self.actions in self.stalls and not all(each.is_done for each in self.given):
+            if step.kind in ("action", "kernel"):
+                if self.stalls(self.places) and not all(each.is_done for each in self.given):
                     break
-                self.actions += 1
+                self.places += 1
+                if step.kind == "kernel":
+                    self.give("computation", ())
             elif step.kind == "hear":
                 if (step.route, step.number) not in sent:
                     break
             elif step.kind == "tell":
                 sent.add((step.route, step.number))
-            elif step.kind == "kernel":
-                self.give("computation", ())
             elif step.kind == "wait":
                 self.give("computation", [self.messages[step.route, step.number]])
             else:
-                made = self.give(step.route, [self.last.get("computation")], (step.kind, step.route, step.number))
+                behind = [self.last.get("computation")] if step.kind == "send" else []
+                made = self.give(step.route, behind, (step.kind, step.route, step.number))
                 self.messages[step.route, step.number] = made
             self.at += 1
         return self.at > before
@@ -241,13 +244,17 @@ class _Gpu:
         return moved
 
 
-def stuck(steps: Sequence[Sequence[Step]], num_queues: int = 32, stalls: Any = None) -> str:
+def stuck(
+    steps: Sequence[Sequence[Step]],
+    num_queues: int = 32,
+    stalls: Callable[[int, int], bool] = lambda stage, place: False,
+) -> str:
     """Return where a run of these lists stands still; "" where it ends.
 
     Args:
-        stalls: by stage, numbers of the actions ahead of which its host waits for its GPU.
+        stalls: given a stage and the number of an action or kernel there, whether its host waits for its GPU first.
     """
-    gpus = [_Gpu(each, num_queues, (stalls or {}).get(stage, ())) for stage, each in enumerate(steps)]
+    gpus = [_Gpu(each, num_queues, partial(stalls, stage)) for stage, each in enumerate(steps)]
     sent: set[Any] = set()
     halves: dict[Any, _Entry] = {}
     moved = True

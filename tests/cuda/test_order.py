@@ -51,18 +51,19 @@ def test_the_host_reads_what_has_come() -> None:
 
 
 STREAMS = {
-    "uploads": ("gpt2", "--bf16", 1),
-    "activations on the host": ("gpt2", "--bf16 --checkpoint-activations --checkpoint-in-cpu --num-layers 2", 1),
-    "sums beside the backward": ("gpt2", "--bf16", 2),
-    "sequence parallel": ("llama", "--bf16 --model-parallel-size 2 --sequence-parallel", 2),
+    "uploads": ("gpt2", "--bf16", 1, (0,)),
+    "activations on the host": ("gpt2", "--bf16 --checkpoint-activations --checkpoint-in-cpu --num-layers 2", 1, (0,)),
+    "sums beside the backward": ("gpt2", "--bf16", 2, (0,)),
+    "sequence parallel": ("llama", "--bf16 --model-parallel-size 2 --sequence-parallel", 2, (0,)),
+    "stages": ("gpt2", "--bf16 --pipe-parallel-size 2 --num-layers 2", 2, (0, 1)),
 }
-"""What copies and sums beside the computation: family, flags, ranks."""
+"""What copies, sums and comes beside the computation: family, flags, ranks, those that run."""
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_what_runs_beside_the_computation_is_waited_for(worker: Worker, name: str) -> None:
-    family, extra, size = STREAMS[name]
-    case = Case(family, flags(family, extra), size, (0,))
+    family, extra, size, ranks = STREAMS[name]
+    case = Case(family, flags(family, extra), size, ranks)
     check(case, worker.run(case))
 
 

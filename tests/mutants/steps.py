@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.mutant import EXCHANGE, FP16, LOOP, PIPELINE, RECEIVES, Mutant
 
+FURTHER, HOSTS = (
+    f"tests/tds/p2p/test_receives.py::{name}"
+    for name in (
+        "test_a_receive_is_posted_for_the_next_action_and_further_ahead_only_in_a_ring",
+        "test_on_a_host_it_is_posted_one_action_earlier",
+    )
+)
 SPLITS = "tests/tds/p2p/test_channels.py::test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines"
 
 STEPS = (
@@ -37,32 +44,48 @@ STEPS = (
         (PIPELINE,),
     ),
     Mutant(
-        "receives are posted two actions ahead",
+        "receives are posted one action too early on a device",
         "tds/p2p/communicator.py",
-        "            self._post_for(place + 1)\n",
-        "            self._post_for(place + 1)\n            self._post_for(min(place + 2, len(self._messages) - 1))\n",
+        "        last = place + 1\n",
+        "        last = place + 2\n",
         (RECEIVES,),
     ),
     Mutant(
-        "a receive is posted that depends on the action which runs",
-        "tds/p2p/communicator.py",
-        "        if place + 1 < len(self._actions) and self._actions[place + 1] not in self.late_receives:\n",
-        "        if place + 1 < len(self._actions):\n",
+        "receives are posted as early as they can be",
+        "tds/schedule/limits.py",
+        "        places = [max(each.earliest, each.taken - ahead) for each in travels]\n",
+        "        places = [each.earliest for each in travels]\n",
+        (FURTHER,),
+    ),
+    Mutant(
+        "a receive is posted for the next action though its message depends on the one that runs",
+        "tds/schedule/limits.py",
+        "        places = [max(each.earliest, each.taken - ahead) for each in travels]\n"
+        "        if _ends(travels, places, [len(actions) for actions in stages]):\n"
+        "            break\n",
+        "        places = [max(each.taken - ahead, 0) for each in travels]\n        break\n",
         (RECEIVES,),
     ),
     Mutant(
-        "only what a stage itself has sent counts as what a message depends on",
-        "tds/schedule/simulate.py",
-        "            own = list(map(max, own, message))\n",
-        "            pass\n",
-        (RECEIVES,),
+        "a send is taken for done when it is started",
+        "tds/schedule/limits.py",
+        "        needs[sender][sent + 1].append((receiver, place - 1))  # its receive\n",
+        "",
+        (FURTHER,),
     ),
     Mutant(
         "nothing is posted ahead",
+        "tds/schedule/limits.py",
+        "        places = [max(each.earliest, each.taken - ahead) for each in travels]\n",
+        "        places = [each.taken for each in travels]\n",
+        (FURTHER,),
+    ),
+    Mutant(
+        "on a host receives are posted as on a device",
         "tds/p2p/communicator.py",
-        "            self._post_for(place + 1)\n",
+        "            last += 1\n",
         "            pass\n",
-        (RECEIVES,),
+        (HOSTS,),
     ),
     Mutant(
         "each pair of ranks is a split of its own",

@@ -10,6 +10,7 @@ UPLOADS = f"{BESIDE}[uploads]"
 ON_THE_HOST = f"{BESIDE}[activations on the host]"
 SUMS = f"{BESIDE}[sums beside the backward]"
 SEQUENCE = f"{BESIDE}[sequence parallel]"
+STAGES = f"{BESIDE}[stages]"
 
 WITHOUT_A_GPU = (
     Mutant(
@@ -92,6 +93,34 @@ WITHOUT_A_GPU = (
         "        if layout.specs:\n"
         "            self.send(Kind.GRADIENT, message, layout.pack(gradients))\n"
         "            self.finish()\n",
+        ("tests/cuda/test_rendezvous.py::test_messages_meet_in_every_schedule",),
+    ),
+    Mutant(
+        "the memory of a message may be taken while the stage reads it",
+        "tds/p2p/communicator.py",
+        "            transfer.buffer.record_stream(torch.accelerator.current_stream(self.links.device))\n",
+        "            pass\n",
+        (STAGES,),
+    ),
+    Mutant(
+        "a receive waits for the action that runs",
+        "tds/p2p/communicator.py",
+        "            with self.beside or nullcontext():\n",
+        "            with nullcontext():\n",
+        (STAGES,),
+    ),
+    Mutant(
+        "nobody waits for a message on a device",
+        "tds/p2p/communicator.py",
+        "            else:\n                transfer.work.wait()\n",
+        "            elif transfer.kind is Kind.HEADER:\n                transfer.work.wait()\n",
+        (STAGES,),
+    ),
+    Mutant(
+        "the header is read where the message is taken, and the message is posted there",
+        "tds/p2p/communicator.py",
+        "            if self._posted[Kind.HEADER] and not is_host(self.links.device):\n",
+        "            if False:\n",
         ("tests/cuda/test_rendezvous.py::test_messages_meet_in_every_schedule",),
     ),
 )

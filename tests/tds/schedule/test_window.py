@@ -15,7 +15,7 @@ from tds.schedule import (
     schedule_named,
     validate,
 )
-from tds.schedule.simulate import send_window
+from tds.schedule.limits import send_window
 from tests.helpers.harness import run_ranks
 from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 
