@@ -44,7 +44,7 @@ OVERLAP = (
     ),
     Mutant(
         "a sender's limit is one with which the schedule stands still",
-        "tds/schedule/simulate.py",
+        "tds/schedule/limits.py",
         "            window *= 2\n",
         "            return window\n",
         ("tests/tds/schedule/test_window.py::test_a_schedule_that_would_stand_still_gets_a_larger_limit",),

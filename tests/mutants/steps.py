@@ -148,9 +148,9 @@ STEPS = (
     Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/p2p/communicator.py",
-        "            buffer = layout.new_buffer(self.links.device)\n",
-        "            kept = self.__dict__.setdefault('_kept', {})\n"
-        "            buffer = kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
+        "                buffer = layout.new_buffer(self.links.device)\n",
+        "                kept = self.__dict__.setdefault('_kept', {})\n"
+        "                buffer = kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
         (PIPELINE,),
     ),
     Mutant(
