@@ -85,8 +85,7 @@ class SchedulePlan:
         return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
 
     def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
-        """Return what ``P2PCommunicator.set_limits`` takes: how many messages of a kind may wait for a neighbour, and
-        when each receive is posted."""
+        """Return the limit of sends that wait, and when each receive is posted, for ``P2PCommunicator.set_limits``."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -273,8 +274,8 @@ class Transport:
 # activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
 # that they answer. The header is mostly that of the call before: then both sides go on with the form that they have.
 #
-# ``tds.schedule.limits`` says behind which action each receive is posted. On a device it lies on a stream of its own and
-# does not wait for what that action has given to the computation. On a host, where nothing waits for a whole device, it
+# ``tds.schedule.limits`` says behind which action each receive is posted. On a device it has a stream of its own: it
+# does not wait for what the action has given to the computation. On a host, where nothing waits for a whole device, it
 # is posted one action earlier, as far as its size is known: gloo sends nothing before.
 
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
@@ -370,8 +371,8 @@ class P2PCommunicator(Transport):
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
-        """Let the calls that follow keep to what ``tds.schedule.limits`` says of their schedule: ``send_window`` and
-        ``receive_posts`` of this stage; ``()``: each receive is posted by its own action."""
+        """Let the calls that follow keep to ``send_window`` and ``receive_posts`` of their schedule (this stage's part;
+        ``()``: each receive is posted by its own action)."""
         self.window, self.posts = window, posts
 
     def action_of_device(self) -> Action | None:
@@ -384,13 +385,11 @@ class P2PCommunicator(Transport):
         """Note that the stage begins the next of its actions; post the receives that are due."""
         self.action = action
         place, self._num_begun = self._num_begun, self._num_begun + 1
-        last = place + 1
-        if is_host(self.links.device):
-            last += 1
-        else:
+        is_on_host = is_host(self.links.device)
+        if not is_on_host:
             self._marks.append((action, self.clock.mark()))
-        for due in self.posts[place:last]:
-            for number in due:
+        with self.beside or nullcontext():
+            for number in itertools.chain(*self.posts[place : place + 1 + is_on_host]):
                 self._post_for(number)
 
     def forget(self) -> None:
@@ -522,10 +521,8 @@ class P2PCommunicator(Transport):
         return self.wait_for(posted.popleft())
 
     def _post_for(self, number: int) -> None:
-        """Start the receives of one action: of its message, and of the header ahead of it if there is one. For a device
-        the header is waited for: the message behind it must be posted here."""
-        message = self._messages[number]
-        if message is not None:
+        """Start the receives of one action. A device, for which all are posted here, waits for its header if any."""
+        if (message := self._messages[number]) is not None:
             self._post(Kind.HEADER, message)
             if self._posted[Kind.HEADER] and not is_host(self.links.device):
                 self._take_header(message)
@@ -540,15 +537,13 @@ class P2PCommunicator(Transport):
             return
         if kind is Kind.HEADER:
             buffer = torch.zeros(HEADER_SIZE, dtype=torch.int64)
-            self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
         else:
             crossing = (self.incoming if kind is Kind.ACTIVATION else self.outgoing).get(self._key(message))
             if crossing is None:
                 return
             layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
-            with self.beside or nullcontext():
-                buffer = layout.new_buffer(self.links.device)
-                self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
+            buffer = layout.new_buffer(self.links.device)
+        self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
 
     def _is_never_sent(self, gradient: Message) -> bool:
         crossing = self.outgoing.get(self._key(gradient))

@@ -46,8 +46,8 @@ STEPS = (
     Mutant(
         "receives are posted one action too early on a device",
         "tds/p2p/communicator.py",
-        "        last = place + 1\n",
-        "        last = place + 2\n",
+        "place : place + 1 + is_on_host",
+        "place : place + 2",
         (RECEIVES,),
     ),
     Mutant(
@@ -83,8 +83,8 @@ STEPS = (
     Mutant(
         "on a host receives are posted as on a device",
         "tds/p2p/communicator.py",
-        "            last += 1\n",
-        "            pass\n",
+        "place : place + 1 + is_on_host",
+        "place : place + 1",
         (HOSTS,),
     ),
     Mutant(
@@ -148,9 +148,9 @@ STEPS = (
     Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/p2p/communicator.py",
-        "                buffer = layout.new_buffer(self.links.device)\n",
-        "                kept = self.__dict__.setdefault('_kept', {})\n"
-        "                buffer = kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
+        "            buffer = layout.new_buffer(self.links.device)\n",
+        "            kept = self.__dict__.setdefault('_kept', {})\n"
+        "            buffer = kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
         (PIPELINE,),
     ),
     Mutant(

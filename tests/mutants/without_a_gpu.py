@@ -105,8 +105,8 @@ WITHOUT_A_GPU = (
     Mutant(
         "a receive waits for the action that runs",
         "tds/p2p/communicator.py",
-        "            with self.beside or nullcontext():\n",
-        "            with nullcontext():\n",
+        "        with self.beside or nullcontext():\n",
+        "        with nullcontext():\n",
         (STAGES,),
     ),
     Mutant(
