@@ -90,12 +90,15 @@ class ParallelConfig:
         "gradients that replicas add up together, in numbers; gloo rounds by places in a bucket, so that with three "
         "replicas or more another size gives other bits there",
         minimum=1,
+        maximum=10**12,
+        aliases=("--ddp-bucket-size",),
         shown_default="on a device with ZeRO 0 and 1 the larger of 40,000,000 and 1,000,000 x replicas, else 32 MiB",
     )
     allgather_bucket_size: int = option(
         0,
         "updated weights that replicas send each other together with ZeRO 1 and 2, in numbers",
         minimum=1,
+        maximum=10**12,
         shown_default="on a device the larger of 40,000,000 and 1,000,000 x replicas, on a CPU 32 MiB",
     )
     checkpoint_activations: bool = option(
