@@ -54,6 +54,7 @@ STREAMS = {
     "uploads": ("gpt2", "--bf16", 1),
     "activations on the host": ("gpt2", "--bf16 --checkpoint-activations --checkpoint-in-cpu --num-layers 2", 1),
     "sums beside the backward": ("gpt2", "--bf16", 2),
+    "weights a layer ahead": ("gpt2", "--bf16 --zero-stage 3 --num-layers 2", 2),
     "sequence parallel": ("llama", "--bf16 --model-parallel-size 2 --sequence-parallel", 2),
 }
 """What copies and sums beside the computation: family, flags, ranks."""

@@ -61,8 +61,11 @@ def micro_batch(module: Plain, optimizer: MixedPrecisionOptimizer, **how: Any) -
     optimizer.end_micro_batch()
 
 
-def watch(optimizer: MixedPrecisionOptimizer) -> list[str]:
-    """Return what gets "+n" where the gather of unit n is issued, and "n" where its weights are there."""
+def watch(module: Plain, optimizer: MixedPrecisionOptimizer) -> list[str]:
+    """Return what gets "+n" where the gather of unit n is issued, and "n" where its weights are there.
+
+    Between them come "forward n" and "backward n" of layers when they are through; a recompute stops ahead of that.
+    """
     said: list[str] = []
     for number, unit in enumerate(optimizer._units.units):
         start, take = unit.start, unit.take
@@ -77,12 +80,15 @@ def watch(optimizer: MixedPrecisionOptimizer) -> list[str]:
             said.append(str(number))
 
         unit.start, unit.take = start_and_say, take_and_say
+    for number, layer in enumerate(module.layers):
+        layer.register_forward_hook(lambda *_, number=number: said.append(f"forward {number}"))
+        layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: said.append(f"backward {number}"))
     return said
 
 
 def issued(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
     module, optimizer = cut(rank, prefetches=prefetches)
-    said = watch(optimizer)
+    said = watch(module, optimizer)
     found = []
     for _ in range(3):
         said.clear()
@@ -98,21 +104,23 @@ def issued(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes: bool) -> None:
-    forward = [LAYERS, *range(LAYERS)]  # the rest is the last unit, and stays for the backward
-    order = [*forward, *reversed(range(LAYERS))]
-    first, second, third, evaluated, again = run_ranks(2, issued, recomputes, True)[0]
+    forward: list[tuple[int, list[str]]] = [(LAYERS, [])]  # the rest is the last unit, and stays for the backward
+    forward += [(number, [f"forward {number}"]) for number in range(LAYERS)]
+    backward = [(number, [f"backward {number}"]) for number in reversed(range(LAYERS))]
+    first, second, third, evaluated, evaluated_again = run_ranks(2, issued, recomputes, True)[0]
 
-    def as_needed(numbers: list[int]) -> list[str]:
-        return [text for number in numbers for text in (f"+{number}", str(number))]
+    def as_needed(uses: list[tuple[int, list[str]]]) -> list[str]:
+        return [text for number, work in uses for text in (f"+{number}", str(number), *work)]
 
-    def ahead(numbers: list[int]) -> list[str]:
-        pairs = zip(numbers, numbers[1:], strict=False)
-        return [f"+{numbers[0]}", *(text for a, b in pairs for text in (str(a), f"+{b}")), str(numbers[-1])]
+    def ahead(uses: list[tuple[int, list[str]]]) -> list[str]:
+        issues = [*([f"+{number}"] for number, _ in uses), []]
+        said = [[str(number), *issue, *work] for (number, work), issue in zip(uses, issues[1:], strict=True)]
+        return [*issues[0], *(text for each in said for text in each)]
 
-    assert first == as_needed(order)
+    assert first == as_needed(forward + backward)
     assert evaluated == [f"+{LAYERS}", *as_needed(forward)], "all leave the order of training, and say so there"
-    assert second == third == ahead(order) and again == ahead(forward)
-    assert run_ranks(2, issued, recomputes, False)[0][:3] == [as_needed(order)] * 3
+    assert second == third == ahead(forward + backward) and evaluated_again == ahead(forward)
+    assert run_ranks(2, issued, recomputes, False)[0][:3] == [first] * 3
 
 
 def held(rank: int) -> list[tuple[int, int]]:
