@@ -291,15 +291,15 @@ ZERO_PARTS = (
     Mutant(
         "hashes of the order are not compared",
         "megatron/optim/zero/gather_order.py",
-        "        if is_told_why and len({hashed for hashed, *_ in rows}) > 1:\n",
+        "        if len({hashed for hashed, *_ in rows}) > 1:\n",
         "        if False:\n",
         (f"{HASHES}[True]",),
     ),
     Mutant(
         "one replica compares hashes of the order",
         "megatron/optim/zero/gather_order.py",
-        "        if is_told_why and len({hashed",
-        "        if self._group.rank == 0 and len({hashed",
+        "        if len({hashed for",
+        "        if self._group.rank == 0 and len({hashed for",
         (f"{HASHES}[True]",),
         refuses=True,
     ),
@@ -329,7 +329,17 @@ ZERO_PARTS = (
         "megatron/optim/zero/gather_order.py",
         "            self._compare(self._words(first), expected)\n",
         "            pass\n",
-        (f"{PREFETCH}::test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer",),
+        (f"{PREFETCH}::test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer[skips]",),
+    ),
+    Mutant(
+        "who is through alone goes on",
+        "megatron/optim/zero/gather_order.py",
+        "            self._look(others=None if self._reads_words else instead_of)\n",
+        "            self._seen = None\n",
+        (
+            f"{PREFETCH}::"
+            "test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer[is shorter]",
+        ),
     ),
     Mutant(
         "nobody hears who leaves the order",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -200,7 +200,7 @@ class GatherOrder:
         self._order, self._is_other = own if own is not None and own[0] == number else None, False
         if expected == END:
             self._tell(number)
-            self._look(is_told_why=self._reads_words)
+            self._look(others=None if self._reads_words else instead_of)
             return
         first, *others = self._start(expected, number, instead_of)
         for gather in (first, *others):
@@ -273,11 +273,11 @@ class GatherOrder:
         all_gather_single(every, mine, group=self._group.handle)
         self._seen = *self._copied(every), [*self._done, number]
 
-    def _look(self, *, is_told_why: bool = True) -> None:
+    def _look(self, *, others: int | None = None) -> None:
         """Compare what all have told last.
 
         Args:
-            is_told_why: where passes differ, bring their orders together: all replicas look now.
+            others: what replicas with another hash have gathered here; None: all look now, and tell their orders.
         """
         if self._seen is None:
             return
@@ -285,8 +285,11 @@ class GatherOrder:
         if event is not None:
             event.synchronize()
         rows = said.view(self._group.size, -1).tolist()
-        if is_told_why and len({hashed for hashed, *_ in rows}) > 1:
-            self._refuse(self._first_difference(self._group.gather_objects(own), [kind for _, kind, _ in rows]))
+        if len({hashed for hashed, *_ in rows}) > 1:
+            kinds = [kind for _, kind, _ in rows]
+            if others is None:
+                self._refuse(self._first_difference(self._group.gather_objects(own), kinds))
+            self._refuse(self._texts([n if hashed == self._hash else others for hashed, _, n in rows], kinds))
         self._compare([Word(kind, number) for _, kind, number in rows], END)
 
     def _compare(self, words: Sequence[Word], expected: int) -> None:
@@ -297,7 +300,8 @@ class GatherOrder:
 
     def _first_difference(self, orders: Sequence[Sequence[int]], kinds: Sequence[int]) -> list[str]:
         """Return what each replica does where the first of them does something else; each order begins alike."""
-        place = next(place for place, each in enumerate(zip(*orders, strict=False)) if len(set(each)) > 1)
+        places = (place for place, each in enumerate(zip(*orders, strict=False)) if len(set(each)) > 1)
+        place = next(places, -1)
         return self._texts([order[place] for order in orders], kinds)
 
     def _texts(self, numbers: Sequence[int], kinds: Sequence[int]) -> list[str]:
@@ -307,7 +311,7 @@ class GatherOrder:
         during = ["in training" if kind == TRAINING else "in an evaluation" for kind in kinds]
         return [f"{a} {b}" for a, b in zip(what, during, strict=True)]
 
-    def _refuse(self, said: Sequence[str]) -> None:
+    def _refuse(self, said: Sequence[str]) -> NoReturn:
         orders = ", ".join(f"replica {replica} {text}" for replica, text in enumerate(said[:8]))
         more = f" and {len(said) - 8} others" if len(said) > 8 else ""
         raise ConfigError(
