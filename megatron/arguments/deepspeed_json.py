@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,10 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
         if _is_stated(section.get(name)) and section[name]:
             yield name, (f"zero_optimization.{name}", min(int(section[name]), LARGEST_INT))
+    for name in ("stage3_prefetch_bucket_size", "prefetch_bucket_size"):
+        if _is_stated(section.get(name)):
+            numbers = min(ceil(section[name]), LARGEST_INT)
+            yield "stage3_prefetch_bucket_size", (f"zero_optimization.{name}", numbers)
     for name, field in deepspeed_keys.OFFLOADS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):

@@ -78,6 +78,7 @@ BF16 = {
     **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_optimizer_states"),
     **_neutral("gradients are summed in fp32 as they come", "immediate_grad_update", "check_grad_overflow"),
 }
+PREFETCH = "0: no layer is gathered ahead; else the next one, whatever its size"
 _QUANTISED = "messages have the format of the weights; use false, or remove the key"
 ZERO = {
     "stage": Key(INTEGER, "zero_stage"),
@@ -86,6 +87,8 @@ ZERO = {
     "cpu_offload": Key(BOOLEAN, "offload_optimizer", "its old name"),
     "reduce_bucket_size": Key(NUMBER, "reduce_bucket_size", "0: by itself"),
     "allgather_bucket_size": Key(NUMBER, "allgather_bucket_size", "0: by itself"),
+    "stage3_prefetch_bucket_size": Key(NUMBER, "stage3_prefetch_bucket_size", PREFETCH),
+    "prefetch_bucket_size": Key(NUMBER, "stage3_prefetch_bucket_size", PREFETCH),
     "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
     **_neutral(
         _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
@@ -93,10 +96,10 @@ ZERO = {
         "use_all_reduce_for_fetch_params",
     ),
     **_neutral(
-        _GATHERED, "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+        _GATHERED, "sub_group_size", "stage3_param_persistence_threshold",
         "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
         "stage3_module_granularity_threshold", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params",
-        "module_granularity_threshold", "prefetch_bucket_size", "param_persistence_threshold",
+        "module_granularity_threshold", "param_persistence_threshold",
         "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear",
         "save_muon_momentum_buffer_in_memory", "mics_hierarchical_params_gather", "log_trace_cache_warnings",
         "zero_hpz_partition_size",

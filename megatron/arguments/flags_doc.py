@@ -55,6 +55,8 @@ SAID = {
     "zero_optimization.stage": "0 to 3; as `--zero-stage`",
     "zero_optimization.reduce_bucket_size": "as `--reduce-bucket-size`; 0: by itself",
     "zero_optimization.allgather_bucket_size": "as `--allgather-bucket-size`; 0: by itself",
+    "zero_optimization.stage3_prefetch_bucket_size": "as `--stage3-prefetch-bucket-size`",
+    "zero_optimization.prefetch_bucket_size": "its name within DeepSpeed",
     "zero_optimization.offload_optimizer": "the rows below",
     "zero_optimization.offload_optimizer.device": "cpu: as `--offload-optimizer`; disks (nvme) are refused",
     "zero_optimization.offload_optimizer.pin_memory": "false: as `--no-pin-memory`",

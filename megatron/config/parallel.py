@@ -101,6 +101,12 @@ class ParallelConfig:
         maximum=10**12,
         shown_default="on a device the larger of 40,000,000 and 1,000,000 x replicas, on a CPU 32 MiB",
     )
+    stage3_prefetch_bucket_size: int = option(
+        50_000_000,
+        "with --zero-stage 3, 0 gathers the weights of each layer where they are needed, any other number those of the "
+        "next layer ahead; the numbers are the same",
+        minimum=0,
+    )
     checkpoint_activations: bool = option(
         False,
         "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass",

@@ -125,6 +125,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
 
         reduce_bucket_size, allgather_bucket_size: as ``MainParams``.
+        prefetches: with ZeRO 3 gather the weights of a layer ahead of its call.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -155,6 +156,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         param_init: ParamInit | None = None,
         reduce_bucket_size: int = 0,
         allgather_bucket_size: int = 0,
+        prefetches: bool = True,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
@@ -176,6 +178,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._units: ParamUnits | None = None
+        self._prefetches = prefetches
         self._gathers: ParamGather | None = None
         masters = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
@@ -249,7 +252,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._gathers is None:
             self._gathers = self._masters.gather_later(module)
         if self._masters.homes and self._units is None:
-            self._units = ParamUnits(module, self._masters.send_away(), self._masters.data_group)
+            pieces = self._masters.send_away()
+            self._units = ParamUnits(module, pieces, self._masters.data_group, prefetches=self._prefetches)
 
     def weights_gathered(self) -> AbstractContextManager[None]:
         """Return a context in which every replica has all weights of its part, under ZeRO 3 too. Collective."""

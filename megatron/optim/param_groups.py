@@ -74,6 +74,7 @@ def build_optimizer(
     param_init: ParamInit | None = None,
     reduce_bucket_size: int = 0,
     allgather_bucket_size: int = 0,
+    prefetches: bool = True,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -126,6 +127,7 @@ def build_optimizer(
         param_init=param_init,
         reduce_bucket_size=reduce_bucket_size,
         allgather_bucket_size=allgather_bucket_size,
+        prefetches=prefetches,
     )
 
 

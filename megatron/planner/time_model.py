@@ -197,7 +197,7 @@ def _scores(work: Work) -> float:
 # | ... ZeRO 1 on GPUs, in place of it | each replica's part of the sum | (d - 1) / d x 4 |
 # | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
 # | ... ZeRO 2 | micro-batch, in place of the sum | (d - 1) / d x 4 |
-# | ... ZeRO 3 | micro-batch: the same, and weights gathered twice | (d - 1) / d x (4 + 2 x a weight) |
+# | ... ZeRO 3 | micro-batch: the same, and weights gathered twice, a layer ahead | (d - 1) / d x (4 + 2 x a weight) |
 #
 # Backward starts the sum of a column layer's gradient ahead of that layer's product for weights, and joins its input
 # beside the product for the input. All other messages of tensor ranks are waited for, those around the head too.
@@ -345,11 +345,13 @@ class Messages:
             sent = group.scattered(gradients).behind(hiding if layout.overlaps_sums else 0.0)
         elif stage < 2:
             sent = group.summed(gradients).behind(hiding if layout.overlaps_sums else 0.0)
+        elif stage == 2:
+            sent = group.scattered(gradients).behind(hiding).times(m) + group.gathered(weights)
         else:
-            sent = group.scattered(gradients).behind(hiding).times(m)
-        if stage == 3:
-            sent += group.gathered(weights).times(2 * m)
-        elif stage:
+            forward_s = hiding / (3 if layout.recompute == "full" else 2)
+            backward = (group.scattered(gradients) + group.gathered(weights)).behind(hiding)
+            sent = (group.gathered(weights).behind(forward_s) + backward).times(m)
+        if stage == 1:
             sent += group.gathered(weights)
         return sent, self._update(layout, held, state)
 

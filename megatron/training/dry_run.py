@@ -219,8 +219,8 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
 
 def zero_of(config: Config, replicas: int) -> Zero:
     """Return how so many replicas share what they hold."""
-    settings = config.optimizer
-    return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters)
+    settings, prefetches = config.optimizer, config.parallel.stage3_prefetch_bucket_size > 0
+    return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters, prefetches)
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:

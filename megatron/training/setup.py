@@ -338,6 +338,7 @@ def make_optimizer(
         param_init=param_init,
         reduce_bucket_size=config.parallel.reduce_bucket_size,
         allgather_bucket_size=config.parallel.allgather_bucket_size,
+        prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
     )
 
 

@@ -257,6 +257,20 @@ def test_buckets_have_the_size_of_the_json_or_of_a_flag(tmp_path):
     assert "got --reduce-bucket-size 1000 and zero_optimization.reduce_bucket_size 500000000" in message
 
 
+def test_zero_3_gathers_ahead_unless_the_json_or_a_flag_says_0(tmp_path):
+    def prefetches(section, words=""):
+        content = {"zero_optimization": {"stage": 3, **section}}
+        return merged(tmp_path, content, words, 2).parallel.stage3_prefetch_bucket_size > 0
+
+    for name in ("stage3_prefetch_bucket_size", "prefetch_bucket_size"):
+        assert [prefetches({name: value}) for value in ("auto", 0.5, 5e8, 0)] == [True, True, True, False]
+    assert prefetches({}) and not prefetches({}, "--stage3-prefetch-bucket-size 0")
+    message = error_of(
+        tmp_path, {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}, "--stage3-prefetch-bucket-size 1", 2
+    )
+    assert "got --stage3-prefetch-bucket-size 1 and zero_optimization.stage3_prefetch_bucket_size 0" in message
+
+
 def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_path):
     line = "--pipe-parallel-size 2 --num-layers 12"
     off = {"pipeline": {"overlap_reduction": False}}

@@ -185,6 +185,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "window_attn_skip_freq": "2",
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
+        "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",
         "device": "cpu",

@@ -85,6 +85,7 @@ ACTS_ON = {
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size
+        stage3_prefetch_bucket_size
     """,
     "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
     "model": """

@@ -54,6 +54,7 @@ STREAMS = {
     "uploads": ("gpt2", "--bf16", 1, (0,)),
     "activations on the host": ("gpt2", "--bf16 --checkpoint-activations --checkpoint-in-cpu --num-layers 2", 1, (0,)),
     "sums beside the backward": ("gpt2", "--bf16", 2, (0,)),
+    "weights a layer ahead": ("gpt2", "--bf16 --zero-stage 3 --num-layers 2", 2, (0,)),
     "sequence parallel": ("llama", "--bf16 --model-parallel-size 2 --sequence-parallel", 2, (0,)),
     "stages": ("gpt2", "--bf16 --pipe-parallel-size 2 --num-layers 2", 2, (0, 1)),
 }

@@ -12,6 +12,10 @@ ALONE = f"{PARTS}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
 LAYERS = "tests/optim/zero/test_zero_layers.py"
 HELD_UP = f"{LAYERS}::test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on"
 OTHER_WAYS = f"{LAYERS}::test_replicas_that_call_other_layers_are_stopped_on_all_ranks_before_a_weight_is_changed"
+PREFETCH = "tests/optim/zero/test_prefetch.py"
+ISSUED = f"{PREFETCH}::test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead"
+HASHES = f"{PREFETCH}::test_one_hash_for_each_micro_batch_tells_orders_apart"
+ONE_LEAVES = f"{PREFETCH}::test_a_replica_that_leaves_the_order_alone_is_named_on_all"
 BYTES = "tests/training/test_zero_bytes.py::test_counted_bytes_of_a_rank_are_those_of_the_formulas"
 
 ZERO_PARTS = (
@@ -170,16 +174,17 @@ ZERO_PARTS = (
     ),
     Mutant(
         "replicas do not look at what others gather",
-        "megatron/optim/zero/stage3.py",
-        "        if len(set(said)) > 1:\n",
+        "megatron/optim/zero/gather_order.py",
+        "        if len(set(words)) > 1:\n",
         "        if False:\n",
-        (f"{OTHER_WAYS}[skips]",),
+        (f"{OTHER_WAYS}[evaluates]",),
+        refuses=True,
     ),
     Mutant(
         "the end of a micro-batch is not told",
         "megatron/optim/zero/stage3.py",
-        "        self._order.end()\n",
-        "        pass\n",
+        "        self._order.end()\n        self.free()\n",
+        "        self.free()\n",
         (f"{OTHER_WAYS}[goes on]",),
         refuses=True,
     ),
@@ -238,5 +243,123 @@ ZERO_PARTS = (
         "slots[first : first + number,",
         "slots[:number,",
         (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
+    ),
+    Mutant(
+        "what came ahead of an update is used after it",
+        "megatron/optim/zero/stage3.py",
+        "        self._order.drop()\n        for unit in self.units:\n            self._free(unit)\n",
+        "        for unit in self.units:\n            self._free(unit)\n",
+        (f"{PREFETCH}::test_what_comes_ahead_of_an_update_is_not_used_after_it",),
+    ),
+    Mutant(
+        "nobody waits for what was gathered ahead",
+        "megatron/optim/zero/partition.py",
+        "        if self.work is not None:\n            self.work.wait()\n",
+        "        pass\n",
+        ("tests/cuda/test_order.py::test_what_runs_beside_the_computation_is_waited_for[weights a layer ahead]",),
+    ),
+    Mutant(
+        "a layer takes what was gathered ahead for another",
+        "megatron/optim/zero/gather_order.py",
+        "        elif self._is_other or self._order[len(self._done)] != number:\n",
+        "        elif self._is_other:\n",
+        (f"{PREFETCH}::test_replicas_that_leave_the_order_together_get_the_right_weights",),
+        refuses=True,
+    ),
+    Mutant(
+        "another layer than the next is gathered ahead",
+        "megatron/optim/zero/gather_order.py",
+        "            following = self._order[len(self._done)]\n",
+        "            following = self._order[len(self._done) - 1]\n",
+        (f"{ISSUED}[False]",),
+        refuses=True,
+    ),
+    Mutant(
+        "nothing is gathered ahead",
+        "megatron/optim/zero/gather_order.py",
+        "        if self._prefetches and self._order is not None:\n",
+        "        if False and self._order is not None:\n",
+        (f"{ISSUED}[True]",),
+    ),
+    Mutant(
+        "layers are gathered ahead though nobody wants it",
+        "megatron/optim/zero/stage3.py",
+        "prefetches=prefetches and group.size > 1",
+        "prefetches=group.size > 1",
+        (f"{ISSUED}[False]", BYTES),
+    ),
+    Mutant(
+        "hashes of the order are not compared",
+        "megatron/optim/zero/gather_order.py",
+        "        if len({hashed for hashed, *_ in rows}) > 1:\n",
+        "        if False:\n",
+        (f"{HASHES}[True]",),
+    ),
+    Mutant(
+        "one replica compares hashes of the order",
+        "megatron/optim/zero/gather_order.py",
+        "        if len({hashed for",
+        "        if self._group.rank == 0 and len({hashed for",
+        (f"{HASHES}[True]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a hash does not know the order",
+        "megatron/optim/zero/gather_order.py",
+        "(self._hash * FACTOR + number + 2) % MODULUS",
+        "(self._hash + number + 2) % MODULUS",
+        (f"{HASHES}[False]",),
+    ),
+    Mutant(
+        "replicas compare ahead of each gather whose place is known",
+        "megatron/optim/zero/gather_order.py",
+        "        if self._order is None:\n            self._tell(number)\n            self._look()\n",
+        "        self._tell(number)\n        self._look()\n        if self._order is None:\n            pass\n",
+        (f"{PREFETCH}::test_replicas_compare_once_for_each_micro_batch_whose_order_is_known",),
+    ),
+    Mutant(
+        "who leaves the order does not say so",
+        "megatron/optim/zero/gather_order.py",
+        "self._start(expected, number, instead_of)",
+        "self._start(expected)",
+        (f"{ONE_LEAVES}[skips]",),
+    ),
+    Mutant(
+        "who leaves the order alone goes on",
+        "megatron/optim/zero/gather_order.py",
+        "            self._compare(self._words(first), expected)\n",
+        "            pass\n",
+        (f"{PREFETCH}::test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer[skips]",),
+    ),
+    Mutant(
+        "who is through alone goes on",
+        "megatron/optim/zero/gather_order.py",
+        "            self._look(others=None if self._reads_words else instead_of)\n",
+        "            self._seen = None\n",
+        (
+            f"{PREFETCH}::"
+            "test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer[is shorter]",
+        ),
+    ),
+    Mutant(
+        "nobody hears who leaves the order",
+        "megatron/optim/zero/gather_order.py",
+        "        return self._reads_words and self._group.size > 1 and self._order is not None\n",
+        "        return False\n",
+        (f"{ONE_LEAVES}[skips]",),
+    ),
+    Mutant(
+        "an evaluation begins as if nobody expected another pass",
+        "megatron/optim/zero/gather_order.py",
+        "        self._is_other = last is not None and (own is None or own[0] != last[0])\n",
+        "        self._is_other = False\n",
+        (f"{ONE_LEAVES}[evaluates]",),
+    ),
+    Mutant(
+        "a message that has come is kept until the next",
+        "megatron/optim/zero/gather_order.py",
+        "        yield gathers.pop(0)\n",
+        "        yield gathers[0]\n        return\n",
+        (f"{PREFETCH}::test_one_unit_is_held_beyond_what_is_in_use",),
     ),
 )

@@ -72,6 +72,24 @@ def test_offload_changes_no_bit_in_a_pipeline_in_bf16() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "extra",
+    ["--fp32", "--fp32 --checkpoint-activations", "--bf16 --loss-chunk-tokens 8", "--fp32 --sequence-parallel"],
+)
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 1, 4)], ids=str)
+def test_weights_that_come_a_layer_ahead_change_no_bit(layout: tuple[int, int, int], extra: str) -> None:
+    """In steps of several micro-batches; the small sibling is in tests/optim/zero/test_prefetch.py."""
+    if "sequence" in extra and layout[0] == 1:
+        pytest.skip("nothing is cut over one tensor rank")
+    size, gas = batches(layout[2], 2)
+    assert gas > 1
+    lines = (f"{extra} --zero-stage 3{way}" for way in (" --stage3-prefetch-bucket-size 0", ""))
+    plain, ahead = (traces(*layout, size, gas, line, 6, 3) for line in lines)
+    assert_same_bits(plain, ahead)
+    assert [a.grad_norms for a in plain] == [a.grad_norms for a in ahead]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("side", STAGES)
 @pytest.mark.parametrize("extra", ["", "--checkpoint-activations --clip-grad 0.5 --layout-independent-dropout"])
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 1, 4)], ids=str)

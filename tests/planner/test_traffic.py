@@ -87,6 +87,16 @@ def test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says(s
     assert found.bytes == pytest.approx(7 / 8 * of_parameter * PLANNER.costs.num_parameters)
 
 
+def test_weights_of_zero_3_come_behind_forward_and_backward_on_a_gpu() -> None:
+    quick = Planner(PLANNER.config, replace(A100, intra=Link.of(1e15, 0.0)))
+    slow = Planner(PLANNER.config, replace(A100, intra=Link.of(1e3, 0.0)))
+    layout = Layout(data=8, num_micro_batches=3, zero_stage=3)
+    hidden = quick.estimate(layout).traffic[DATA]
+    assert hidden.exposed_s == pytest.approx(0.0) and hidden.seconds > 0
+    covered = slow.estimate(layout).traffic[DATA].hidden_s  # all that a GPU computes, and no more
+    assert covered == pytest.approx(3 * slow.estimate(replace(layout, data=1, zero_stage=0)).step_s / 3, rel=0.1)
+
+
 def test_a_group_in_a_node_has_its_links_and_one_across_nodes_those_of_the_cards() -> None:
     assert Group.of(A100, 8, 1, 64).summed(1e9).seconds == pytest.approx(3e-6 + 2 * 7 / 8 * 1e9 / 100e9)
     assert Group.of(A100, 16, 1, 64).summed(1e9).seconds == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 80e9)

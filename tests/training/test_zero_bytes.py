@@ -25,11 +25,12 @@ LINE = (
 )
 """Sizes whose parts are whole vectors of 16 numbers on 2 replicas, so that formulas hold to the byte."""
 BOTH = "--offload-optimizer --offload-parameters"
+AS_NEEDED = "--stage3-prefetch-bucket-size 0"
 CASES = [
     f"--{dtype} --zero-stage {stage} {away}".strip()
     for dtype in ("bf16", "fp32")
     for stage in range(4)
-    for away in ("", "--offload-optimizer", *(("--offload-parameters", BOTH) if stage == 3 else ()))
+    for away in ("", "--offload-optimizer", *(("--offload-parameters", BOTH, AS_NEEDED) if stage == 3 else ()))
 ]
 
 
@@ -80,15 +81,17 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def watch_gathered(optimizer: Any) -> list[int]:
-    """Return a list that gets the bytes of whole weights in memory whenever ZeRO 3 has gathered some."""
+    """Return a list that gets the bytes of whole weights, here or on their way, whenever ZeRO 3 has gathered some."""
     found: list[int] = []
     if optimizer._units is not None:
         gather = optimizer._units._gather
 
         def gather_and_note(unit: Any) -> None:
             gather(unit)
-            units = optimizer._units.units
-            found.append(sum(whole.untyped_storage().nbytes() for unit in units for whole in unit._whole.values()))
+            units, order = optimizer._units.units, optimizer._units._order
+            ahead = sum(piece.parameter.nbytes for gather in order._ahead for piece in gather.bucket)
+            here = sum(whole.untyped_storage().nbytes() for unit in units for whole in unit._whole.values())
+            found.append(here + ahead)
 
         optimizer._units._gather = gather_and_note
     return found

@@ -204,15 +204,16 @@ class Costs(ABC):
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [_held(units, shared, chunks_on(bounds, number, stage)) for stage in range(number)]
 
-    def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1) -> int:
-        """Return what ZeRO 3 has gathered of the units of ``pieces`` at most: the largest layer and all but layers.
+    def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1) -> int:
+        """Return what ZeRO 3 has gathered of the units of ``pieces`` at most: all but layers, and some of the largest.
 
         A unit whose name ends in a number is a layer.
         """
         units = self.unit_parameters(tensor)
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
         layers = [units[n] for start, stop in pieces for n in range(start, stop) if is_layer[n]]
-        return _held(units, self.shared_parameters(tensor), pieces) - sum(layers) + max(layers, default=0)
+        in_all = _held(units, self.shared_parameters(tensor), pieces)
+        return in_all - sum(layers) + layers_at_once * max(layers, default=0)
 
     def memory_per_stage(
         self,
@@ -264,7 +265,7 @@ class Costs(ABC):
             # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk.
             losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
-            gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
+            gathered = self.gathered_parameters(pieces, tensor, zero.layers) if zero.stage == 3 else 0
             at_work += max(work - logits, 0)  # the logits are gone when attention goes backward
             memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
             if checkpoint_activations:

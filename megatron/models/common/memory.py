@@ -17,7 +17,7 @@ from typing import Any
 # | ZeRO 1 | 2 + 4 + 12 / d | 4 + 4 + 8 / d |
 # | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
-# | ... and of those gathered: tables and the largest layer | 2 | 4 |
+# | ... and of those gathered: tables and the largest layer, twice where the next one is on its way | 2 | 4 |
 # | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 # | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
 #
@@ -62,12 +62,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Zero:
-    """How ``replicas`` share what training holds, and what of it lies on the CPU."""
+    """How ``replicas`` share what training holds, what of it lies on the CPU, and if layers are gathered ahead."""
 
     stage: int = 0
     replicas: int = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    prefetches: bool = True
+
+    @property
+    def layers(self) -> int:
+        """Layers that ZeRO 3 has gathered at most."""
+        return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
         """Return how many replicas share what is cut from ``stage`` on."""

@@ -158,29 +158,49 @@ class Gather:
     bucket: Sequence[Piece]
     every: torch.Tensor
     work: Any
+    num_notes: int = 0
 
     @classmethod
     @torch.no_grad()
-    def start(cls, bucket: Sequence[Piece], group: Group) -> Gather:
-        """Send this replica's masters as they are now; as ``gather``. Collective."""
+    def start(cls, bucket: Sequence[Piece], group: Group, note: Sequence[int] = ()) -> Gather:
+        """Send this replica's masters as they are now; as ``gather``. Collective.
+
+        Args:
+            note: a few small integers that go with them; as many on every replica.
+        """
         rooms = [piece.room for piece in bucket]
-        mine = bucket[0].parameter.new_empty(sum(rooms))
-        for piece, slot in zip(bucket, mine.split(rooms), strict=True):
+        behind = -(-len(note) // VECTOR) * VECTOR  # so that the next replica's parts lie where vectors may begin
+        mine = bucket[0].parameter.new_empty(sum(rooms) + behind)
+        if note:
+            mine[-behind:].zero_()
+            for place, number in enumerate(note):
+                if number:
+                    mine[place - behind].fill_(number)
+        for piece, slot in zip(bucket, mine[: sum(rooms)].split(rooms), strict=True):
             place = slot[: piece.master.numel()].view(piece.master.shape)
             place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
         if group.size == 1:
-            return cls(bucket, mine.view(1, -1), None)
+            return cls(bucket, mine.view(1, -1), None, len(note))
         every = mine.new_empty(group.size * len(mine))
         work = all_gather_single(every, mine, group=group.handle, async_op=True)
-        return cls(bucket, every.view(group.size, -1), work)
+        return cls(bucket, every.view(group.size, -1), work, len(note))
+
+    def wait(self) -> None:
+        """Wait for the parts; on a device what is given to the current stream from now on does."""
+        if self.work is not None:
+            self.work.wait()
+
+    @property
+    def notes(self) -> torch.Tensor:
+        """What the replicas have noted, [d, ...], once the parts are here."""
+        return self.every[:, sum(piece.room for piece in self.bucket) :][:, : self.num_notes]
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the parts and put them into the parameters."""
-        if self.work is not None:
-            self.work.wait()
+        self.wait()
         rooms = [piece.room for piece in self.bucket]
-        for piece, slots in zip(self.bucket, self.every.split(rooms, dim=1), strict=True):
+        for piece, slots in zip(self.bucket, self.every[:, : sum(rooms)].split(rooms, dim=1), strict=True):
             for parts, sent in piece.received(slots):
                 parts.copy_(sent)
 

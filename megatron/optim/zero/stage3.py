@@ -1,4 +1,4 @@
-"""Weights gathered per layer and freed; order of calls checked."""
+"""Weights gathered per layer, one layer ahead, and freed."""
 
 from __future__ import annotations
 
@@ -11,94 +11,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron import device, log
-from megatron.errors import ConfigError
+from megatron import log
 from megatron.mpu.groups import Group
-from megatron.optim.zero.partition import Piece, gather_all
-from megatron.torch_compat import all_gather_single
+from megatron.optim.zero.gather_order import TRAINING, GatherOrder
+from megatron.optim.zero.partition import Gather, Piece, buckets_of_pieces
 from tds import gradients
-
-# ZeRO 3: replicas must call the same layers in the same order, or one would take the parts of another layer.
-#
-# Each replica says by a number of its own what it gathers next, ahead of it. On a CPU all look at the numbers at once.
-# On a device they do when the next one is sent and when a step begins, so that the host need not wait for the device:
-# what was gathered meanwhile may be of several layers, and is used for no update.
-
-END = -1
-"""In the place of a number: this replica's micro-batch is through."""
-
-
-class GatherOrder:
-    """What this replica gathers, held against the others.
-
-    Args:
-        names: of what is gathered, by its number.
-        place: where the group sends from.
-        looks_later: None: as it suits ``place``.
-    """
-
-    def __init__(
-        self, group: Group, names: Sequence[str], place: torch.device, *, looks_later: bool | None = None
-    ) -> None:
-        self._group, self._names, self._place = group, names, place
-        self._looks_later = place.type != "cpu" if looks_later is None else looks_later
-        self._seen: torch.Tensor | None = None  # by replica, what it has said last
-        self._is_seen: Any = None  # an event, behind the copy
-
-    def gathers(self, number: int) -> None:
-        """Tell the others that this replica gathers ``names[number]`` next. Collective.
-
-        Raises:
-            ConfigError: another gathers something else; the same on every replica.
-        """
-        self._send_number(number)
-
-    def end(self) -> None:
-        """Tell the others that this replica gathers no more. Collective.
-
-        Raises:
-            ConfigError: another goes on; the same on every replica.
-        """
-        self._send_number(END)
-
-    def check(self) -> None:
-        """Look at what all have said last.
-
-        Raises:
-            ConfigError: it is not the same.
-        """
-        if self._seen is None:
-            return
-        if self._is_seen is not None:
-            self._is_seen.synchronize()
-        said, self._seen = self._seen.tolist(), None
-        if len(set(said)) > 1:
-            orders = ", ".join(f"replica {replica} {self._text(number)}" for replica, number in enumerate(said[:8]))
-            more = f" and {len(said) - 8} others" if len(said) > 8 else ""
-            raise ConfigError(
-                "under --zero-stage 3 replicas must call the same layers in the same order, for each holds a part of "
-                f"every weight, got replicas that call other layers: {orders}{more}. The weights are as before this "
-                "step. Let all replicas take the same way through the model, or use --zero-stage 2"
-            )
-
-    def _send_number(self, number: int) -> None:
-        if self._group.size == 1:
-            return
-        self.check()
-        mine = torch.full((1,), number, dtype=torch.int64, device=self._place)
-        every = mine.new_empty(self._group.size)
-        all_gather_single(every, mine, group=self._group.handle)
-        if not self._looks_later:
-            self._seen = every
-            self.check()
-            return
-        self._seen = device.host_memory(tuple(every.shape), every.dtype, self._place)
-        self._seen.copy_(every, non_blocking=True)
-        self._is_seen = device.mark(self._place)
-
-    def _text(self, number: int) -> str:
-        return "is through with its micro-batch" if number == END else f"calls {self._names[number]}"
-
 
 # Which weights ZeRO 3 gathers together: the layers of a model, as its lists of modules show them.
 #
@@ -156,7 +73,7 @@ def _is_cut(layer: nn.Module) -> bool:
 # A unit is what is gathered together: the weights of a layer (above), or all that are in no
 # layer or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the same
 # tensor, and autograd's graph keeps it: only its memory comes and goes. Replicas gather the same units in the same
-# order, or the step ends in an error (``GatherOrder``).
+# order, or the step ends in an error; the next unit of that order is on its way while one is used (``GatherOrder``).
 #
 # | when | a layer | the rest |
 # |---|---|---|
@@ -166,7 +83,8 @@ def _is_cut(layer: nn.Module) -> bool:
 # | backward has left the gradient of each weight that it reaches | freed | freed |
 # | the micro-batch ends, or the weights change | freed | freed |
 #
-# So a layer is gathered twice for each micro-batch, also where it is recomputed, which happens within backward. No
+# So a layer is gathered twice for each micro-batch, also where it is recomputed, which happens within backward. Beyond
+# what is in use one unit is held, as the message of its gather: its own memory comes when it is called. No
 # output of a module is looked at and no module is replaced: the weights that backward needs tell of themselves when
 # autograd unpacks them (``torch.autograd.graph.saved_tensors_hooks``), whatever a layer returns or leaves in
 # attributes. DeepSpeed and FSDP hang on the outputs of modules instead, which sees fewer of them.
@@ -207,15 +125,29 @@ class Unit:
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._whole
 
-    @torch.no_grad()
     def gather(self) -> None:
         """Have the whole weights here. Collective over the replicas."""
-        if self.is_here:
-            return
+        if not self.is_here:
+            self.take(self.start())
+
+    def start(self, note: Sequence[int] = ()) -> Iterator[Gather]:
+        """Yield the gathers of the whole weights, each started when it is asked for. Collective over the replicas.
+
+        Args:
+            note: what goes with the first one.
+        """
+        for number, bucket in enumerate(buckets_of_pieces(self._pieces)):
+            yield Gather.start(bucket, self._group, () if number else note)
+
+    @torch.no_grad()
+    def take(self, gathers: Iterable[Gather]) -> None:
+        """Have the whole weights here, from what ``start`` yields."""
         self.is_here = True
         for whole in self._whole.values():
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-        gather_all(self._pieces, self._group)
+        for gather in gathers:
+            gather.finish()
+            del gather  # its memory is given back before the next one takes some
         for parameter, whole in self._whole.items():
             parameter.data = whole
 
@@ -252,9 +184,12 @@ class ParamUnits:
     Args:
         module: its outermost forward is where autograd's graph is watched.
         pieces: of the weights that replicas share; others stay as they are.
+        prefetches: gather a unit ahead where the order is known, and there are several replicas.
     """
 
-    def __init__(self, module: nn.Module, pieces: Mapping[nn.Parameter, Piece], group: Group) -> None:
+    def __init__(
+        self, module: nn.Module, pieces: Mapping[nn.Parameter, Piece], group: Group, *, prefetches: bool = True
+    ) -> None:
         cut = {parameter: pieces[parameter] for parameter in module.parameters() if parameter in pieces}
         self.units: list[Unit] = []
         self._units_of: dict[nn.Module, list[Unit]] = {}
@@ -269,35 +204,42 @@ class ParamUnits:
             self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
         taken = {p for weights in layers.values() for p in weights}
         self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
-        self._order = GatherOrder(group, [unit.name for unit in self.units], place_of(cut))
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._kinds = {inner: TRAINING + 1 + number for number, inner in enumerate(module.modules())}
+        self._is_all_here = False
+        self._order = GatherOrder(group, self.units, place_of(cut), prefetches=prefetches and group.size > 1)
         self._hook(module)
         self._log_largest()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Have all weights of the model here, for who calls its layers by another way. Collective over the replicas."""
+        self._order.drop()
+        self._is_all_here = True
         for unit in self.units:
             unit.calls += 1  # so that no call within frees it
             unit.gather()
         try:
             yield
         finally:
+            self._is_all_here = False
             for unit in self.units:
                 unit.calls -= 1
             self.free()
 
     def free(self) -> None:
-        """Free all that is gathered."""
+        """Free all that is gathered, ahead of its use too. On all replicas."""
+        self._order.drop()
         for unit in self.units:
             self._free(unit)
 
     def end_micro_batch(self) -> None:
         """Free all that is gathered, and take note that no more is called. Collective over the replicas."""
-        self.free()
         self._order.end()
+        self.free()
 
     def check(self) -> None:
-        """Check that what replicas have gathered up to now is the same; they must not use it before.
+        """Check that what replicas have gathered up to now is the same; they must not use it before. Collective.
 
         Raises:
             ConfigError: it is not; the same on every replica.
@@ -324,6 +266,8 @@ class ParamUnits:
                 inner.register_forward_hook(partial(self._leave, units), always_call=True)
 
     def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
+        if self._depth == 0 and not gradients.is_running() and not self._is_all_here:
+            self._order.begin(TRAINING if torch.is_grad_enabled() else self._kinds[module])
         for unit in units:
             unit.calls += 1
             unit.was_called = True
@@ -344,6 +288,8 @@ class ParamUnits:
             unit.calls -= 1
             if not (unit.calls or gradients.is_running() or (unit.stays and torch.is_grad_enabled())):
                 self._free(unit)
+        if self._depth == 0 and self._order.kind == self._kinds[module] and output is not None:  # None: it has failed
+            self._order.end()
 
     def _log_largest(self) -> None:
         sizes = [unit.num_bytes() for unit in self.units]
@@ -392,8 +338,7 @@ class ParamUnits:
 
     def _gather(self, unit: Unit) -> None:
         if not unit.is_here:
-            self._order.gathers(self.units.index(unit))
-            unit.gather()
+            self._order.gather(self._numbers[unit])
             self._at.update(dict.fromkeys(unit.storages(), unit))
 
     def _free(self, unit: Unit) -> None:
