@@ -69,6 +69,12 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device) if has_events(device) else None
 
 
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Let the memory of ``tensor``, made on another stream, be given away only behind what the current one has so far
+    when it is freed."""
+    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 def timing_event(device: torch.device) -> Any:
     """Return an event that can tell the time to another one."""
     return torch.Event(device, enable_timing=True)

@@ -154,9 +154,9 @@ GROUPS = {
     # ranks and messages
     "ZeRO is switched by --zero-stage; sums travel in buckets, see --reduce-bucket-size": """
         --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size=
-        --zero-allgather-bucket-size= --overlap-param-gather
-        --overlap-param-gather-with-optimizer-step --no-align-param-gather --align-param-gather
-        --num-distributed-optimizer-instances= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
+        --zero-allgather-bucket-size= --overlap-param-gather --overlap-param-gather-with-optimizer-step
+        --no-align-param-gather --align-param-gather --num-distributed-optimizer-instances= --ddp-num-buckets=
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
         --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=*
         --no-align-grad-reduce --DDP-impl= --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp""",
     "weights that --zero-stage 3 cuts are made and gathered by the layer": """

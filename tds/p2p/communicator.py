@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tds import torch_api
-from tds.device import is_host, side_stream
+from tds.device import is_host, keep_for_current_stream, side_stream
 from tds.p2p.boundary import (
     HEADER_SIZE,
     Place,
@@ -197,8 +197,8 @@ class Transport:
         """Return the bytes of a message that was started to be received, once they are there."""
         before = self.clock.mark()
         self._wait(transfer, "receiving")
-        if self.beside is not None and transfer.kind is not Kind.HEADER:  # its memory is that of the other stream
-            transfer.buffer.record_stream(torch.accelerator.current_stream(self.links.device))
+        if self.beside is not None and transfer.kind is not Kind.HEADER:
+            keep_for_current_stream(transfer.buffer)
         self.waits.append((before, self.clock.mark()))
         self.history.append(("received", transfer.kind, transfer.message))
         return transfer.buffer

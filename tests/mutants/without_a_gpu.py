@@ -98,7 +98,7 @@ WITHOUT_A_GPU = (
     Mutant(
         "the memory of a message may be taken while the stage reads it",
         "tds/p2p/communicator.py",
-        "            transfer.buffer.record_stream(torch.accelerator.current_stream(self.links.device))\n",
+        "            keep_for_current_stream(transfer.buffer)\n",
         "            pass\n",
         (STAGES,),
     ),

@@ -313,8 +313,8 @@ ZERO_PARTS = (
     Mutant(
         "replicas compare ahead of each gather whose place is known",
         "megatron/optim/zero/gather_order.py",
-        "        if self._order is None:\n            self._tell(number)\n            self._look()\n",
-        "        self._tell(number)\n        self._look()\n        if self._order is None:\n            pass\n",
+        "        if self._order is None:\n            self._announce(number)\n            self._look()\n",
+        "        self._announce(number)\n        self._look()\n        if self._order is None:\n            pass\n",
         (f"{PREFETCH}::test_replicas_compare_once_for_each_micro_batch_whose_order_is_known",),
     ),
     Mutant(

@@ -147,7 +147,7 @@ class GatherOrder:
         is_known = self._order is not None
         self._agree(END)
         if is_known and self._order is not None:
-            self._tell(END)
+            self._announce(END)
             if self._reads_words:
                 self._look()
         self._note(END)
@@ -185,7 +185,7 @@ class GatherOrder:
     def _agree(self, number: int) -> None:
         """Go on with ``number``: by the order, or as all replicas say now."""
         if self._order is None:
-            self._tell(number)
+            self._announce(number)
             self._look()
         elif self._is_other or self._order[len(self._done)] != number:
             self._depart(number)
@@ -199,7 +199,7 @@ class GatherOrder:
         own = self._orders.get(self.kind) if self._is_other and self.kind is not None else None
         self._order, self._is_other = own if own is not None and own[0] == number else None, False
         if expected == END:
-            self._tell(number)
+            self._announce(number)
             self._look(others=None if self._reads_words else instead_of)
             return
         first, *others = self._start(expected, number, instead_of)
@@ -260,7 +260,7 @@ class GatherOrder:
         copy.copy_(numbers, non_blocking=True)
         return copy, device.mark(self._place)
 
-    def _tell(self, number: int) -> None:
+    def _announce(self, number: int) -> None:
         """Tell the others kind and hash of this pass, and what is next; ``_look`` compares them. Collective."""
         if self._group.size == 1:
             return

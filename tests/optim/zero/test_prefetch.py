@@ -306,7 +306,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     return "no error"
 
 
-TOLD = {
+NAMED = {
     "skips": "replica 0 calls layers.2, replica 1 calls layers.3",
     "ends early": "replica 0 calls layers.5, replica 1 calls layers.4",
     "is shorter": "replica 0 calls layers.0, replica 1 is through with its micro-batch",
@@ -315,18 +315,18 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("way", TOLD)
+@pytest.mark.parametrize("way", NAMED)
 def test_a_replica_that_leaves_the_order_alone_is_named_on_all(way: str) -> None:
     codes, messages, _ = fork_ranks(2, one_departs, way, True)
     assert codes == [0, 0] and messages[0] == messages[1]
     assert "same layers in the same order" in messages[0] and "CHANGED" not in messages[0]
-    assert TOLD[way] in messages[0]
+    assert NAMED[way] in messages[0]
 
 
 @pytest.mark.parametrize("way", ["skips", "is shorter", "goes on"])
 def test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer(way: str) -> None:
     _, _, reports = fork_ranks(2, one_departs, way, False)
-    assert TOLD[way] in reports[1]
+    assert NAMED[way] in reports[1]
 
 
 class Alike:
