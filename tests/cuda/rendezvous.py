@@ -38,7 +38,7 @@ from tds.p2p.process_groups import routes
 from tds.schedule import Kind
 
 CPU = torch.device("cpu")
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 NOTHING = -1
 
 
