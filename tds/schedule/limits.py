@@ -53,8 +53,9 @@ def send_window(
 # So one run of the schedule is written down, action by action. A receive is posted behind the last action of its stage
 # that comes ahead of the send there. Then whoever goes through the actions in this order finds all messages arrived, at
 # each action of each stage, even if every host waits for its device at every action; and as waiting for less cannot
-# stop what waiting for all does not, every run ends. Nothing is posted earlier than needed for this: for the next
-# action alone wherever that will do, and that is everywhere but where messages go round a ring of chunks.
+# stop what waiting for all does not, every run ends. None is posted further ahead of its action than the least number
+# of actions with which all of the schedule ends: one in 1F1B, GPipe and ZB-H1; with chunks, where messages go round a
+# ring, mostly one to three; in a user's own what it takes.
 
 Posts = tuple[tuple[int, ...], ...]
 """Of each action of a stage, by number: the actions whose receives are posted once the one before it is done."""

@@ -121,7 +121,7 @@ def _messages(steps_of: dict[int, list[Step]]) -> Iterator[None]:
         yield
 
 
-def trace(schedule: str, num_stages: int, num_micro_batches: int, chunks: int = 1, calls: int = 2) -> list[list[Step]]:
+def trace(schedule: Any, num_stages: int, num_micro_batches: int, chunks: int = 1, calls: int = 2) -> list[list[Step]]:
     """Return what each stage does in so many training calls, one behind the other."""
     steps_of: dict[int, list[Step]] = {stage: [] for stage in range(num_stages)}
     problems: list[BaseException] = []

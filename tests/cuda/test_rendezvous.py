@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
+from tds.schedule import Action, Backward, Forward
 from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK
 from tests.cuda.rendezvous import Step, stuck, trace
 
@@ -44,6 +46,36 @@ def test_messages_meet_in_every_schedule(run: tuple[str, int, int, int]) -> None
 @pytest.mark.parametrize("run", list(runs(EVERY, 4)), ids=str)
 def test_messages_meet_in_every_schedule_of_every_size(run: tuple[str, int, int, int]) -> None:
     check(run)
+
+
+def made_up(num_stages: int, num_micro_batches: int, seed: int) -> list[list[Action]]:
+    """Return a schedule that nobody would choose: at each turn a stage, drawn among all, does something that it can."""
+    drawn, stages = random.Random(seed), [list[Action]() for _ in range(num_stages)]
+    eager, last = drawn.random(), num_stages - 1
+    forwards, backwards = [0] * num_stages, [0] * num_stages
+    while min(backwards) < num_micro_batches:
+        ways = range(num_stages)
+        ahead = [s for s in ways if forwards[s] < (forwards[s - 1] if s else num_micro_batches)]
+        back = [s for s in ways if backwards[s] < min(forwards[s], backwards[s + 1] if s < last else num_micro_batches)]
+        if ahead and (not back or drawn.random() < eager):
+            stage = drawn.choice(ahead)
+            stages[stage].append(Forward(forwards[stage]))
+            forwards[stage] += 1
+        else:
+            stage = drawn.choice(back)
+            stages[stage].append(Backward(backwards[stage]))
+            backwards[stage] += 1
+    return stages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_meet_in_schedules_of_users(seed: int) -> None:
+    sizes = 2 + seed % 4, 3 + seed % 5
+    stages = made_up(*sizes, seed)
+    steps = trace(lambda _stages, _micro_batches, stage: stages[stage], *sizes)
+    for queues in QUEUES:
+        found = stuck(steps, queues, stalls=lambda stage, place: True)
+        assert not found, f"{stages} with {queues} queues and hosts that stall: {found}"
 
 
 def test_two_sends_that_wait_for_each_other_are_stuck() -> None:

@@ -140,16 +140,27 @@ def cases(stages: Iterable[int], micro_batches: Iterable[int]) -> list[tuple[str
     return plain + [(name, p, m, c) for name in MANY_CHUNKS for p, m in sizes for c in (2, 3, 4)]
 
 
+MOST_AHEAD = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 4, "zb-h1 in chunks": 6}
+"""How many actions ahead of its own a receive is posted at most, up to 8 stages and 32 micro-batches."""
+
+
+def hold(case: tuple[str, int, int, int]) -> None:
+    """``check`` a schedule of the project, and how far ahead it posts."""
+    name, *_, chunks = case
+    most = MOST_AHEAD[f"{name} in chunks" if name == "zb-h1" and chunks > 1 else name]
+    assert check(*case) <= most, case
+
+
 def test_no_receive_is_posted_that_depends_on_what_the_stage_runs() -> None:
     for case in cases((2, 3, 5), (1, 2, 5, 9)):
-        check(*case)
+        hold(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_no_receive_of_any_schedule_is_posted_that_depends_on_what_the_stage_runs(num_stages: int) -> None:
     for case in cases([num_stages], range(1, 33)):
-        check(*case)
+        hold(case)
 
 
 def test_nor_in_an_evaluation() -> None:
