@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.ops.attention import attention, lowest
 from megatron.torch_compat import varlen_attention
@@ -304,19 +305,54 @@ SHORT = 256
 CUT = 4 * SHORT
 
 
+class _Plan(NamedTuple):
+    """What all layers of a stage share of a micro-batch.
+
+    Shapes:
+        is_short [b, s], queries of short documents
+        cu_query, cu_key int32 [n + 1], as of ``cumulative_lengths``
+        mask [b blocks, 1, SHORT, 2 SHORT], True where a query of a short document looks
+    """
+
+    is_short: Tensor
+    cu_query: Tensor
+    cu_key: Tensor
+    mask: Tensor
+
+
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Starts -> plans by their version, number of keys, first position and window; gone when the starts are."""
+
+
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
 ) -> Tensor:
     """Return ``document_attention``, causal and without additions to the scores."""
     b, _, s, _ = query.shape
-    positions = torch.arange(first, first + s, dtype=starts.dtype, device=starts.device)
+    plan = plan_of(starts, key.shape[2], first, window)
+    by_window = _by_windows(query, key, value, plan.mask, first=first, scale=scale)
+    flat = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
+    by_length = varlen_attention(*flat, plan.cu_query, plan.cu_key, s, key.shape[2], scale=scale, window=window)
+    return torch.where(plan.is_short[:, None, :, None], by_window, by_length.unflatten(0, (b, s)).permute(0, 2, 1, 3))
+
+
+def plan_of(starts: Tensor, num_keys: int, first: int, window: int) -> _Plan:
+    """Return the plan of these starts, that of the layer before where it is the same."""
+    if torch.compiler.is_compiling():  # what is kept from one call to the next is no part of a graph
+        return _plan(starts, num_keys, first, window)
+    known, settings = _plans.setdefault(starts, {}), (starts._version, num_keys, first, window)
+    if settings not in known:
+        known[settings] = _plan(starts, num_keys, first, window)
+    plan: _Plan = known[settings]
+    return plan
+
+
+def _plan(starts: Tensor, num_keys: int, first: int, window: int) -> _Plan:
+    positions = torch.arange(first, first + starts.shape[1], dtype=starts.dtype, device=starts.device)
     stops = document_stops(starts - first) + first
     is_short = stops - starts <= SHORT
-    by_window = _by_windows(query, key, value, starts, first=first, window=window, scale=scale)
-    cu_query, cu_key = cumulative_lengths(starts, is_short, positions, key.shape[2])
-    flat = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
-    by_length = varlen_attention(*flat, cu_query, cu_key, s, key.shape[2], scale=scale, window=window)
-    return torch.where(is_short[:, None, :, None], by_window, by_length.unflatten(0, (b, s)).permute(0, 2, 1, 3))
+    cumulative = cumulative_lengths(starts, is_short, positions, num_keys)
+    return _Plan(is_short, *cumulative, _mask_of_windows(starts, first, window))
 
 
 def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -349,27 +385,30 @@ def _ended(begins: Tensor, total: int) -> Tensor:
     return F.pad(begins.flatten(), (0, 1), value=total)
 
 
-def _by_windows(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
-) -> Tensor:
+def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
+    """Return where queries look, of their own block of ``SHORT`` keys and the one before it."""
+    b, s = starts.shape
+    blocks = -(-s // SHORT)
+    place = torch.arange(blocks * SHORT, device=starts.device).view(blocks, SHORT, 1)  # of queries, from the first one
+    seen = (place[:, :1] - SHORT) + torch.arange(2 * SHORT, device=starts.device)  # [blocks, 1, 2 SHORT]
+    begin = F.pad(starts - first, (0, blocks * SHORT - s), value=-first).view(b, blocks, SHORT, 1)
+    is_seen = (seen >= begin) & (seen <= place) & (seen >= -first)  # [b, blocks, SHORT, 2 SHORT]
+    if window:
+        is_seen &= seen >= place - window
+    return is_seen.flatten(0, 1).unsqueeze(1)
+
+
+def _by_windows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
     """Return attention within documents to at least the ``SHORT`` - 1 keys before each query: all of a short document.
 
     ``SHORT`` neighbouring queries see as many keys before them and their own.
     """
-    b, a, s, d = query.shape
+    b, _, s, _ = query.shape
     blocks = -(-s // SHORT)
-    behind = blocks * SHORT - s
+    behind, ahead = blocks * SHORT - s, max(SHORT - first, 0)
     queries = F.pad(query, (0, 0, 0, behind)).unflatten(2, (blocks, SHORT))  # [b, a, blocks, SHORT, d]
-    ahead = max(SHORT - first, 0)
     own = [F.pad(x[:, :, max(first - SHORT, 0) : first + s], (0, 0, ahead, behind)) for x in (key, value)]
     split = [x.unflatten(2, (blocks + 1, SHORT)) for x in own]
     pairs = [torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in split]  # [b, g, blocks, 2 SHORT, d]
-    place = torch.arange(blocks * SHORT, device=query.device).view(blocks, SHORT, 1)  # of queries, from the first one
-    seen = (place[:, :1] - SHORT) + torch.arange(2 * SHORT, device=query.device)  # [blocks, 1, 2 SHORT]
-    begin = F.pad(starts - first, (0, behind), value=-first).view(b, blocks, SHORT, 1)
-    is_seen = (seen >= begin) & (seen <= place) & (seen >= -first)  # [b, blocks, SHORT, 2 SHORT]
-    if window:
-        is_seen &= seen >= place - window
-    mask = is_seen.flatten(0, 1).unsqueeze(1)
     made = attention(*(x.transpose(1, 2).flatten(0, 1) for x in (queries, *pairs)), mask=mask, scale=scale)
     return made.unflatten(0, (b, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :s]

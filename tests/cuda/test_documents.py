@@ -11,7 +11,7 @@ from tests.cuda.worker import Case, Worker
 
 LENGTH, ROWS = 4 * SHORT, 2
 APART = f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --reset-attention-mask --attention-dropout 0 --bf16"
-KERNEL = "_varlen_attn"
+KERNEL = "torch_attn::_varlen_attn"
 CASES = {
     "gpt2": ("gpt2", "", (1, (0,))),
     "gpt2, packed": ("gpt2", "--packing best-fit", (1, (0,))),
@@ -36,6 +36,7 @@ def test_attention_goes_by_length_and_the_host_reads_none(worker: Worker, name: 
         runs = 2 if "checkpoint" in CASES[name][1] else 1
         assert step.launches[KERNEL] == case.gas * layers * runs
         assert step.launches[f"{KERNEL}_backward"] == case.gas * layers
+        assert step.launches["scatter_"] == case.gas, "one plan for all layers of a stage"
         assert 0 < step.largest_mask <= ROWS * LENGTH * 2 * SHORT, "only short documents have one, of the keys close by"
 
 

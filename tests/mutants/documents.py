@@ -17,6 +17,7 @@ SIZES = f"{_OPS}::test_cu_seqlens_have_one_size_for_all_documents_and_hold_few_s
 BYTES = f"{_OPS}::test_bytes_grow_with_the_length_and_not_with_its_square"
 STARTS = f"{_OPS}::test_starts_and_stops_are_those_of_the_documents"
 TURNS = f"{_OPS}::test_heads_in_turns_have_their_own_slopes"
+PLAN = f"{_OPS}::test_layers_share_the_plan_of_a_micro_batch_and_the_next_one_has_its_own"
 OLDER = f"{_OPS}::test_keys_are_repeated_for_a_torch_that_knows_no_groups"
 MADE = "tests/models/common/test_masks.py::test_nothing_of_s_x_s_is_made_of_documents_but_where_attention_drops"
 FEATURES = "tests/models/common/test_features.py::test_a_feature_is_its_formula"
@@ -164,6 +165,21 @@ ON_CUDA = (
         "places = 2 * (s // (SHORT + 1)) + s // CUT + 5",
         "places = s + 5",
         (SIZES,),
+    ),
+    Mutant(
+        "each layer makes a plan of its own",
+        SOURCE,
+        "    if settings not in known:\n",
+        "    if True:\n",
+        (PLAN,),
+    ),
+    Mutant("a plan outlives what it was made of", SOURCE, "(starts._version, num_keys,", "(num_keys,", (PLAN,)),
+    Mutant(
+        "a window has the plan of others",
+        SOURCE,
+        "num_keys, first, window)\n    if",
+        "num_keys, first)\n    if",
+        (PLAN,),
     ),
     Mutant(
         "short sequences go by length on CUDA, too",

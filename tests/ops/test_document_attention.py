@@ -104,6 +104,25 @@ def test_the_way_of_cuda_equals_a_mask_in_values_and_gradients(
     assert worst(gradients(found, inputs), gradients(wanted, inputs)) <= NEAR
 
 
+def test_layers_share_the_plan_of_a_micro_batch_and_the_next_one_has_its_own() -> None:
+    starts, other = (document_starts(segments_of(lengths, 40).unsqueeze(0)) for lengths in ([3, 20], [7, 9]))
+    with on_a_device(4), patch.object(document_attention, "_plan", wraps=document_attention._plan) as making:
+        for given_, window in ((starts, 0), (starts, 0), (starts, 5), (other, 0), (starts, 0), (starts, 5)):
+            found = document_attention.plan_of(given_, 40, 0, window)
+        assert making.call_count == 3
+        starts.copy_(other)
+        assert document_attention.plan_of(starts, 40, 0, 5).cu_query.ne(found.cu_query).any(), "they were overwritten"
+
+
+def test_a_plan_is_gone_with_its_micro_batch() -> None:
+    starts = document_starts(segments_of([3, 20], 40).unsqueeze(0))
+    before = len(document_attention._plans)
+    document_attention.plan_of(starts, 40, 0, 0)
+    assert len(document_attention._plans) == before + 1
+    del starts
+    assert len(document_attention._plans) == before
+
+
 def test_cu_seqlens_have_one_size_for_all_documents_and_hold_few_sequences() -> None:
     length, sizes = 8192, set()
     for lengths in ([1], [300, 1], [257], [length], [256, 257]):
