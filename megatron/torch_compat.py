@@ -36,6 +36,10 @@ def name_of(name: str) -> str:
     return name if hasattr(dist, name) else OLDER[name]
 
 
+HAS_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether ``varlen_attn`` takes fewer keys than queries."""
+
+
 def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_query: torch.Tensor, cu_key: torch.Tensor,
     max_query: int, max_key: int, *, scale: float, window: int = 0,
@@ -55,7 +59,7 @@ def varlen_attention(
 
     how: dict[str, Any] = {"scale": scale, "window_size": (window or -1, 0)}
     if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if HAS_GROUPS:
             how["enable_gqa"] = True
         else:
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))

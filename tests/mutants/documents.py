@@ -191,8 +191,8 @@ ON_CUDA = (
     Mutant(
         "torch 2.11 is given groups",
         "megatron/torch_compat.py",
-        'if "enable_gqa" in inspect.signature(varlen_attn).parameters:',
-        "if True:",
+        "        if HAS_GROUPS:\n",
+        "        if True:\n",
         (OLDER,),
     ),
     Mutant(

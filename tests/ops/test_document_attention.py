@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,6 +34,7 @@ from tests.ops.documents import (
 )
 
 NEAR = 1e-12
+POISONED = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 5}, "cap": {"cap": 2.0}, "ALiBi": {"slopes": SLOPES}, "scale": {"scale": 0.7},
     "all": {"window": 70, "cap": 3.0, "slopes": SLOPES, "scale": 0.5},
@@ -40,8 +42,9 @@ FORMS: dict[str, dict[str, Any]] = {
 ROWS = st.lists(lengths_of(150, 100), min_size=1, max_size=3)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @given(lengths=ROWS, length=st.sampled_from([1, 7, 64, 150]), form=st.sampled_from(list(FORMS)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, **POISONED)
 def test_documents_of_any_lengths_equal_a_mask_in_values_and_gradients(
     lengths: list[list[int]], length: int, form: str
 ) -> None:
@@ -155,8 +158,9 @@ def test_starts_and_stops_are_those_of_the_documents(lengths: list[list[int]]) -
 
 
 @pytest.mark.skipif(not causal_attention.is_built(), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("poisoned_memory")
 @given(lengths=ROWS, length=st.sampled_from([1, 7, 64, 150]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, **POISONED)
 def test_the_kernel_in_fp32_keeps_documents_apart(lengths: list[list[int]], length: int) -> None:
     ids = torch.stack([segments_of(each, length) for each in lengths])
     starts, generator = document_starts(ids), torch.Generator().manual_seed(0)
@@ -174,6 +178,30 @@ def test_one_document_has_the_bits_of_none_at_all() -> None:
     packed = torch.randn(150, 2, 3, 3, 20, generator=torch.Generator().manual_seed(0))
     starts = torch.zeros(2, 150, dtype=torch.int32)
     assert causal_self_attention(packed, starts).equal(causal_self_attention(packed))
+
+
+def graph_of(function: Callable[..., Any], *inputs: Any) -> str:
+    """Return the one graph that ``function`` is compiled to; it is not run."""
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return lambda *_: [torch.zeros(())]
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True, dynamic=False)(*inputs)
+    (code,) = graphs
+    return code
+
+
+def test_compiled_layers_are_one_graph_on_both_devices() -> None:
+    starts = document_starts(segments_of([3, 50], 70).unsqueeze(0))
+    sizes = {**small_layer(70), "position_embedding_type": "alibi", "num_query_groups": 1}
+    layer = SelfAttention(ModelArgs(**sizes), ParallelContext(), 0)
+    assert "megatron_tds.document_attention" in graph_of(layer, torch.ones(70, 1, 16), starts)
+    query, key = torch.ones(1, 4, 70, 8), torch.ones(1, 2, 70, 8)
+    on_cuda = partial(attention_by_length, first=0, window=0, scale=0.3)
+    assert "_varlen_attn" in graph_of(on_cuda, query, key, key, starts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -206,12 +234,17 @@ def bytes_of(run: Callable[[], Any]) -> int:
     return most
 
 
+def small_layer(length: int) -> dict[str, Any]:
+    """Return the sizes of a layer of two heads."""
+    return {
+        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8,
+        "max_position_embeddings": length, "kv_hidden_size": 8, "ff_hidden_size": 8,
+    }  # fmt: skip
+
+
 def layer_bytes(length: int, lengths: list[int], **changes: Any) -> int:
     """Return ``bytes_of`` of a step of one layer of attention with documents of ``lengths``."""
-    sizes = ModelArgs(
-        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=8, max_position_embeddings=length,
-        kv_hidden_size=8, ff_hidden_size=8, **changes,
-    )  # fmt: skip
+    sizes = ModelArgs(**small_layer(length), **changes)
     layer, masks = SelfAttention(sizes, ParallelContext(), 0).eval(), Masks(sizes, ParallelContext())
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.1)
@@ -233,16 +266,17 @@ def test_keys_are_repeated_for_a_torch_that_knows_no_groups() -> None:
     """Torch 2.11; with the groups in the call from 2.12 on."""
     calls: list[tuple[int, dict[str, Any]]] = []
 
-    def newer(query: Any, key: torch.Tensor, value: Any, *lengths: Any, enable_gqa: bool = False, **how: Any) -> Any:
-        calls.append((key.shape[1], {"enable_gqa": enable_gqa, **how}))
-
-    def older(query: Any, key: torch.Tensor, value: Any, *lengths: Any, **how: Any) -> Any:
+    def varlen_attn(query: Any, key: torch.Tensor, value: Any, *lengths: Any, **how: Any) -> None:
         calls.append((key.shape[1], how))
 
     query, key = torch.ones(6, 4, 8), torch.ones(6, 2, 8)
     ends = torch.tensor([0, 6], dtype=torch.int32)
-    for call in (newer, older):
-        with patch("torch.nn.attention.varlen.varlen_attn", call):
+    assert torch_compat.HAS_GROUPS
+    for has_groups in (True, False):
+        with (
+            patch("torch.nn.attention.varlen.varlen_attn", varlen_attn),
+            patch.object(torch_compat, "HAS_GROUPS", has_groups),
+        ):
             torch_compat.varlen_attention(query, key, key, ends, ends, 6, 6, scale=0.5, window=3)
     assert calls == [
         (2, {"enable_gqa": True, "scale": 0.5, "window_size": (3, 0)}),
