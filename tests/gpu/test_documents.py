@@ -7,7 +7,7 @@ import torch
 
 from megatron.ops.document_attention import SHORT, document_attention, document_starts, takes_documents
 from tests.gpu.near import assert_near, leaf, moved, name_of, noise
-from tests.ops.documents import by_formula, segments_of
+from tests.helpers.documents import by_formula, segments_of
 
 pytestmark = pytest.mark.gpu
 D, HEADS = 64, 4

@@ -21,7 +21,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.ops import causal_attention, document_attention
 from megatron.ops.causal_attention import causal_self_attention
 from megatron.ops.document_attention import attention_by_length, document_starts, document_stops
-from tests.ops.documents import (
+from tests.helpers.documents import (
     SIZE,
     SLOPES,
     by_formula,
