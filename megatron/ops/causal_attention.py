@@ -329,7 +329,8 @@ def causal_self_attention(
     """
     if starts is not None:
         if packed.device.type != "cpu" or not takes(packed):
-            return document_attention(*heads_of(packed), starts)
+            query, key, value = heads_of(packed)
+            return document_attention(query, key, value, starts)
         found: torch.Tensor = forward(packed, starts)[0]
         return found.permute(1, 2, 0, 3)
     if is_blocked(packed) and not dropout and drop is None:

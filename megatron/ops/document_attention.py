@@ -331,8 +331,8 @@ def attention_by_length(
     b, _, s, _ = query.shape
     plan = plan_of(starts, key.shape[2], first, window)
     by_window = _by_windows(query, key, value, plan.mask, first=first, scale=scale)
-    flat = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
-    by_length = varlen_attention(*flat, plan.cu_query, plan.cu_key, s, key.shape[2], scale=scale, window=window)
+    q, k, v = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
+    by_length = varlen_attention(q, k, v, plan.cu_query, plan.cu_key, s, key.shape[2], scale=scale, window=window)
     return torch.where(plan.is_short[:, None, :, None], by_window, by_length.unflatten(0, (b, s)).permute(0, 2, 1, 3))
 
 
