@@ -82,13 +82,6 @@ IN_TILES = (
         (PIECE,),
     ),
     Mutant(
-        "distances of a piece are counted from its start",
-        SOURCE,
-        "torch.arange(self.first + tile.own.start, self.first + tile.own.stop)",
-        "torch.arange(tile.own.start, tile.own.stop)",
-        (PIECE,),
-    ),
-    Mutant(
         "keys of several tiles get the gradient of the last",
         SOURCE,
         "of_key[:, tile.keys] +=",
@@ -153,10 +146,10 @@ ON_CUDA = (
         (CUDA,),
     ),
     Mutant(
-        "a sequence of short ones goes on into a long document",
+        "long documents run into one another",
         SOURCE,
         "begins = (starts == positions) & ~is_short",
-        "begins = (starts == positions) & is_short",
+        "begins = torch.zeros_like(is_short)",
         (CUDA,),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -44,6 +44,8 @@ ROWS = st.lists(lengths_of(150, 100), min_size=1, max_size=3)
 
 @pytest.mark.usefixtures("poisoned_memory")
 @given(lengths=ROWS, length=st.sampled_from([1, 7, 64, 150]), form=st.sampled_from(list(FORMS)))
+@example(lengths=[[1, 70, 5, 3, 90], [100, 1]], length=150, form="all")
+@example(lengths=[[1, 70, 5, 3, 90], [100, 1]], length=150, form="window")
 @settings(max_examples=40, **POISONED)
 def test_documents_of_any_lengths_equal_a_mask_in_values_and_gradients(
     lengths: list[list[int]], length: int, form: str
@@ -58,6 +60,8 @@ def test_documents_of_any_lengths_equal_a_mask_in_values_and_gradients(
     lengths=ROWS, places=st.tuples(st.integers(0, 149), st.integers(1, 150)), form=st.sampled_from(list(FORMS)),
     by_length=st.booleans(),
 )  # fmt: skip
+@example(lengths=[[9, 60, 3, 40]], places=(30, 140), form="plain", by_length=True)
+@example(lengths=[[9, 60, 3, 40]], places=(30, 140), form="all", by_length=False)
 @settings(max_examples=25, deadline=None)
 def test_queries_of_a_piece_see_the_keys_of_the_whole(
     lengths: list[list[int]], places: tuple[int, int], form: str, by_length: bool
@@ -96,6 +100,8 @@ def on_a_device(short: int) -> Any:
     lengths=st.lists(lengths_of(60, 40), min_size=1, max_size=3), length=st.sampled_from([1, 5, 60]),
     short=st.sampled_from([1, 4, 16]), window=st.sampled_from([0, 3, 20]),
 )  # fmt: skip
+@example(lengths=[[1, 7, 3, 8, 5, 1, 1, 4], [9, 12, 30]], length=60, short=4, window=0)
+@example(lengths=[[1, 7, 3, 8, 5, 1, 1, 4], [9, 12, 30]], length=60, short=16, window=3)
 @settings(max_examples=30, deadline=None)
 def test_the_way_of_cuda_equals_a_mask_in_values_and_gradients(
     lengths: list[list[int]], length: int, short: int, window: int
@@ -160,6 +166,7 @@ def test_starts_and_stops_are_those_of_the_documents(lengths: list[list[int]]) -
 @pytest.mark.skipif(not causal_attention.is_built(), reason="needs a C++ compiler")
 @pytest.mark.usefixtures("poisoned_memory")
 @given(lengths=ROWS, length=st.sampled_from([1, 7, 64, 150]))
+@example(lengths=[[1, 70, 5, 3, 90], [100, 1]], length=150)
 @settings(max_examples=25, **POISONED)
 def test_the_kernel_in_fp32_keeps_documents_apart(lengths: list[list[int]], length: int) -> None:
     ids = torch.stack([segments_of(each, length) for each in lengths])
