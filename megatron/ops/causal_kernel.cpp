@@ -168,7 +168,7 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
       for (int64_t j = low; j < rounded; j += kLanes)
         (Vector::loadu(row + j) * (Vector::loadu(of_row + j) - mean) * scale).store(of_row + j);
     }
-    const bool adds = end < z.s || starts;
+    const bool adds = end < z.s;
     brgemm(d, end - low, count, width, width, width, adds, all_given + first, scores + low, of_value + low);
     brgemm(d, end - low, count, width, width, width, adds, queries + first, of_scores + low, of_key + low);
     brgemm(count, d, end - low, width, d, apart, false, of_scores + low, key + low * d, found + first * apart);

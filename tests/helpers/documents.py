@@ -80,5 +80,5 @@ def gradients(context: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.T
 
 
 def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Return how far apart two lists are at most."""
-    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+    """Return how far apart two lists are at most; NaN where one is."""
+    return float(torch.stack([(a - b).detach().double().abs().max() for a, b in zip(found, wanted, strict=True)]).max())

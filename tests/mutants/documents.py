@@ -239,7 +239,6 @@ IN_THE_KERNEL = (
         "const int32_t* own = starts;",
         (FP32,),
     ),
-    Mutant("keys of earlier blocks lose the later ones", KERNEL, "end < z.s || starts", "end < z.s", (FP32,)),
     Mutant(
         "what is added to begins with anything",
         KERNEL,
