@@ -4,6 +4,7 @@
 |---|---|
 | ``all_gather_single`` (2.13 warns of the older name) | ``all_gather_into_tensor`` |
 | ``reduce_scatter_single`` (likewise) | ``reduce_scatter_tensor`` |
+| ``varlen_attn(enable_gqa=True)`` | keys and values for each query |
 | ``CppCodeCache.load(needs_vec_isa=False)`` | chooses vectors by itself, but none of a width that none has |
 """
 
@@ -33,6 +34,37 @@ def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: An
 def name_of(name: str) -> str:
     """Return what this torch calls the collective that torch 2.13 calls ``name``."""
     return name if hasattr(dist, name) else OLDER[name]
+
+
+HAS_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether ``varlen_attn`` takes fewer keys than queries."""
+
+
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_query: torch.Tensor, cu_key: torch.Tensor,
+    max_query: int, max_key: int, *, scale: float, window: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Return torch's causal attention within sequences, whose last query sees up to the last key; on CUDA alone.
+
+    Shapes:
+        query  [total, a, d]; key, value [total_k, g, d], each for a/g neighbouring queries
+        cu_query, cu_key int32 [n + 1], where each sequence begins, and the end
+        output [total, a, d]
+
+    Args:
+        max_query, max_key: lengths that no sequence exceeds.
+        window: keys before its own that a query sees; 0: all.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # not ahead of need: with all that it imports it takes 2 s
+
+    how: dict[str, Any] = {"scale": scale, "window_size": (window or -1, 0)}
+    if key.shape[1] != query.shape[1]:
+        if HAS_GROUPS:
+            how["enable_gqa"] = True
+        else:
+            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    found: Any = varlen_attn(query, key, value, cu_query, cu_key, max_query, max_key, **how)
+    return found  # type: ignore[no-any-return]
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron import log
 from megatron.ops.attention import Drop, attention
 from megatron.ops.biased_attention import is_blocked
+from megatron.ops.document_attention import document_attention
 from megatron.torch_compat import load_cpp
 
 # Heads and blocks of queries for ``causal_attention``: memory that stays in a core's caches, and views of it.
@@ -205,27 +206,35 @@ def _library() -> ctypes.CDLL | None:
 
 
 @torch.library.custom_op("megatron_tds::causal_kernel", mutates_args=())
-def forward(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the context [s, b, a/t, d]; and for the backward alone, without a gradient, two numbers of each query.
 
     They are its largest score, which no factor has yet, and what its exponentials are multiplied by: [2, b a/t, s].
+    ``starts`` int32 [b, s] is where documents begin that are kept apart.
     """
     packed = packed.contiguous()
     context, queries = _like_outcome(packed)
-    _call("causal_forward", packed, context, queries, is_backward=False, packed=packed)
+    _call("causal_forward", packed, _read(starts), context, queries, is_backward=False, packed=packed)
     return context, queries
 
 
 @torch.library.custom_op("megatron_tds::causal_kernel_backward", mutates_args=())
-def backward(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+def backward(
+    grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor, starts: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the gradient of ``packed``, like it in shape; that of the context is [s, b, a/t, d]."""
     packed = packed.contiguous()
     found = torch.empty_like(packed)
-    _call("causal_backward", grad.contiguous(), packed, queries, found, is_backward=True, packed=packed)
+    _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, found, is_backward=True, packed=packed)
     return found
 
 
-def _call(name: str, *tensors: torch.Tensor, is_backward: bool, packed: torch.Tensor) -> None:
+def _read(starts: torch.Tensor | None) -> torch.Tensor | None:
+    """Return ``starts`` as the library reads it."""
+    return None if starts is None else starts.to(torch.int32).contiguous()
+
+
+def _call(name: str, *tensors: torch.Tensor | None, is_backward: bool, packed: torch.Tensor) -> None:
     """Call ``name`` of the library with ``tensors``, rooms for threads to work in, and the sizes of ``packed``.
 
     Raises:
@@ -236,8 +245,8 @@ def _call(name: str, *tensors: torch.Tensor, is_backward: bool, packed: torch.Te
     assert library is not None
     each = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
     memory = packed.new_empty(rooms * each)
-    places = (ctypes.c_void_p(each.data_ptr()) for each in (*tensors, memory))
-    error = getattr(library, name)(*places, *map(ctypes.c_int64, (rooms, s, b * a, d)))
+    places = (ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, memory))
+    error = getattr(library, name)(*places, *map(ctypes.c_int64, (rooms, s, b * a, d, a)))
     if error is not None:
         raise RuntimeError(f"{name} of {SOURCE.name} on {tuple(packed.shape)}: {error.decode()}")
 
@@ -248,21 +257,24 @@ def _like_outcome(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @forward.register_fake
-def _(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     return _like_outcome(packed)
 
 
 @backward.register_fake
-def _(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+def _(
+    grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor, starts: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 
-def _setup_kernel_context(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+def _setup_kernel_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    packed, starts = inputs
+    ctx.save_for_backward(packed, output[1], starts)
 
 
-def _kernel_gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return backward(grad, *ctx.saved_tensors)
+def _kernel_gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return backward(grad, *ctx.saved_tensors), None
 
 
 forward.register_autograd(_kernel_gradient, setup_context=_setup_kernel_context)
@@ -299,11 +311,14 @@ def products(shape: torch.Size) -> int:
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
-def causal_self_attention(packed: torch.Tensor, *, dropout: float = 0.0, drop: Drop | None = None) -> torch.Tensor:
-    """Return ``softmax(q k^T d^-0.5) v`` where no query sees a later key.
+def causal_self_attention(
+    packed: torch.Tensor, starts: torch.Tensor | None = None, *, dropout: float = 0.0, drop: Drop | None = None
+) -> torch.Tensor:
+    """Return ``softmax(q k^T d^-0.5) v`` where no query sees a later key, nor with ``starts`` another document.
 
     Shapes:
         packed [s, b, a/t, 3, d]: query, key and value of each head
+        starts int32 [b, s], as of ``document_attention``, which drops nothing; or None
         output [b, a/t, s, d]
 
     Args:
@@ -312,6 +327,12 @@ def causal_self_attention(packed: torch.Tensor, *, dropout: float = 0.0, drop: D
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1; Dao et al. 2022, "FlashAttention", makes
     probabilities again in backward.
     """
+    if starts is not None:
+        if packed.device.type != "cpu" or not takes(packed):
+            query, key, value = heads_of(packed)
+            return document_attention(query, key, value, starts)
+        found: torch.Tensor = forward(packed, starts)[0]
+        return found.permute(1, 2, 0, 3)
     if is_blocked(packed) and not dropout and drop is None:
         context: torch.Tensor = forward(packed)[0] if takes(packed) else _forward(packed)
         return context.permute(1, 2, 0, 3)

@@ -2,8 +2,9 @@
 //
 // A head's query, key and value are copied out of the layer's product (its rows lie n * 3 * d numbers apart), those that
 // a product reads by columns transposed. Then 64 queries at a time: a product with the keys up to their own end, the
-// exponentials of its rows while they are in the cache, and the products that follow. oneDNN's small products come with
-// torch (`brgemm`, of row-major matrices); vectors are torch's own, so this compiles wherever `torch.compile` does.
+// exponentials of its rows while they are in the cache, and the products that follow. Where documents are kept apart the
+// keys begin with the document of the first query. oneDNN's small products come with torch (`brgemm`, of row-major
+// matrices); vectors are torch's own, so this compiles wherever `torch.compile` does.
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -73,11 +74,20 @@ float most_of(Vector x) {
   return at::vec::vec_reduce_all<float>([](Vector a, Vector b) { return at::vec::maximum(a, b); }, x);
 }
 
-// Put exp(scale * (row - most)) in the place of `seen` scores, 0 behind them, and return what they add up to. The
-// largest is taken off first and exactly: its own exponential is 1, in forward and backward, however large it is.
-float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector most) {
+// The first key of a block of queries that begins with `first`, down to whole tiles; of documents by where each begins.
+int64_t lowest_key(const int32_t* starts, int64_t first) { return starts ? starts[first] / kTile * kTile : 0; }
+
+// Leave out the scores of a query from `low` to where its document begins.
+void leave_out(float* row, const int32_t* starts, int64_t query, int64_t low) {
+  if (starts) std::fill(row + low, row + starts[query], -std::numeric_limits<float>::infinity());
+}
+
+// Put exp(scale * (row - most)) in the place of the scores from `low` to `seen`, 0 behind them, and return what they
+// add up to. The largest is taken off first and exactly: its own exponential is 1, in forward and backward, however
+// large it is.
+float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector most, int64_t low) {
   Vector sum(0.f);
-  for (int64_t j = 0; j < width; j += kLanes) {
+  for (int64_t j = low; j < width; j += kLanes) {
     Vector made = ((Vector::loadu(row + j) - most) * scale).exp_u20();
     if (j + kLanes > seen) made = Vector::set(Vector(0.f), made, std::max<int64_t>(seen - j, 0));
     made.store(row + j);
@@ -86,16 +96,17 @@ float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector
   return sum_of(sum);
 }
 
-// The largest of `seen` scores; NaN where one is.
-float largest(const float* row, int64_t seen) {
+// The largest of the scores from `low` to `seen`; NaN where one is.
+float largest(const float* row, int64_t seen, int64_t low) {
   const Vector least(-std::numeric_limits<float>::infinity());
   Vector found = least;
-  for (int64_t j = 0; j < seen; j += kLanes)
+  for (int64_t j = low; j < seen; j += kLanes)
     found = at::vec::maximum(found, Vector::set(least, Vector::loadu(row + j), std::min(kLanes, seen - j)));
   return most_of(found);
 }
 
-void forward_of_head(const Sizes& z, const float* packed, float* context, float* most, float* share, Room room) {
+void forward_of_head(const Sizes& z, const float* packed, const int32_t* starts, float* context, float* most,
+                     float* share, Room room) {
   const int64_t apart = z.apart(), width = z.width(), d = z.d;
   float *query = room.take(z.rows()), *value = room.take(z.rows()), *keys = room.take(z.columns());
   float *scores = room.take(z.scores()), *product = room.take(kQueries * d);
@@ -103,23 +114,25 @@ void forward_of_head(const Sizes& z, const float* packed, float* context, float*
   transpose(packed + d, apart, keys, width, z.s, d);
   copy(packed + 2 * d, apart, value, z.s, d);
   for (int64_t first = 0; first < z.s; first += kQueries) {
-    const int64_t count = std::min(kQueries, z.s - first), end = first + count;
-    brgemm(count, end, d, d, width, width, false, query + first * d, keys, scores);
+    const int64_t count = std::min(kQueries, z.s - first), end = first + count, low = lowest_key(starts, first);
+    brgemm(count, end - low, d, d, width, width, false, query + first * d, keys + low, scores + low);
     for (int64_t i = 0; i < count; ++i) {
       float* row = scores + i * width;
       const int64_t seen = first + i + 1;
-      most[first + i] = largest(row, seen);
-      share[first + i] = 1.f / exponentials(row, seen, whole(end, kTile), Vector(z.scale), Vector(most[first + i]));
+      leave_out(row, starts, first + i, low);
+      most[first + i] = largest(row, seen, low);
+      share[first + i] =
+          1.f / exponentials(row, seen, whole(end, kTile), Vector(z.scale), Vector(most[first + i]), low);
     }
-    brgemm(count, d, end, width, d, d, false, scores, value, product);
+    brgemm(count, d, end - low, width, d, d, false, scores + low, value + low * d, product);
     for (int64_t i = 0; i < count; ++i)
       at::vec::map([&](Vector x) { return x * Vector(share[first + i]); }, context + (first + i) * z.n * d,
                    product + i * d, d);
   }
 }
 
-void backward_of_head(const Sizes& z, const float* grad, const float* packed, const float* most, const float* share,
-                      float* found, Room room) {
+void backward_of_head(const Sizes& z, const float* grad, const float* packed, const int32_t* starts, const float* most,
+                      const float* share, float* found, Room room) {
   const int64_t apart = z.apart(), width = z.width(), d = z.d;
   float *query = room.take(z.rows()), *key = room.take(z.rows()), *given = room.take(z.rows());
   float *queries = room.take(z.columns()), *keys = room.take(z.columns()), *values = room.take(z.columns());
@@ -132,31 +145,33 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(key, d, keys, width, z.s, d);
   transpose(packed + 2 * d, apart, values, width, z.s, d);
   transpose(given, d, all_given, width, z.s, d);
-  // The last block first: it sees every key, so its gradients are set and those of the others added.
+  // The last block first: without documents it sees every key, so its gradients are set and those of the others added.
+  if (starts) std::fill(of_key, of_key + z.columns(), 0.f), std::fill(of_value, of_value + z.columns(), 0.f);
   for (int64_t first = (z.s - 1) / kQueries * kQueries; first >= 0; first -= kQueries) {
-    const int64_t count = std::min(kQueries, z.s - first), end = first + count;
-    brgemm(count, end, d, d, width, width, false, query + first * d, keys, scores);
-    brgemm(count, end, d, d, width, width, false, given + first * d, values, of_scores);
+    const int64_t count = std::min(kQueries, z.s - first), end = first + count, low = lowest_key(starts, first);
+    brgemm(count, end - low, d, d, width, width, false, query + first * d, keys + low, scores + low);
+    brgemm(count, end - low, d, d, width, width, false, given + first * d, values + low, of_scores + low);
     for (int64_t i = 0; i < count; ++i) {
       float *row = scores + i * width, *of_row = of_scores + i * width;
       const int64_t seen = first + i + 1, rounded = whole(end, kTile);
-      exponentials(row, seen, rounded, Vector(z.scale), Vector(most[first + i]));
+      leave_out(row, starts, first + i, low);
+      exponentials(row, seen, rounded, Vector(z.scale), Vector(most[first + i]), low);
       std::fill(of_row + seen, of_row + rounded, 0.f);
       const Vector scale(z.scale), part(share[first + i]);
       Vector sum(0.f);
-      for (int64_t j = 0; j < rounded; j += kLanes) {
+      for (int64_t j = low; j < rounded; j += kLanes) {
         const Vector probability = Vector::loadu(row + j) * part;
         probability.store(row + j);
         sum = at::vec::fmadd(probability, Vector::loadu(of_row + j), sum);
       }
       const Vector mean(sum_of(sum));
-      for (int64_t j = 0; j < rounded; j += kLanes)
+      for (int64_t j = low; j < rounded; j += kLanes)
         (Vector::loadu(row + j) * (Vector::loadu(of_row + j) - mean) * scale).store(of_row + j);
     }
     const bool adds = end < z.s;
-    brgemm(d, end, count, width, width, width, adds, all_given + first, scores, of_value);
-    brgemm(d, end, count, width, width, width, adds, queries + first, of_scores, of_key);
-    brgemm(count, d, end, width, d, apart, false, of_scores, key, found + first * apart);
+    brgemm(d, end - low, count, width, width, width, adds, all_given + first, scores + low, of_value + low);
+    brgemm(d, end - low, count, width, width, width, adds, queries + first, of_scores + low, of_key + low);
+    brgemm(count, d, end - low, width, d, apart, false, of_scores + low, key + low * d, found + first * apart);
   }
   transpose(of_key, width, found + d, apart, d, z.s);
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
@@ -209,28 +224,32 @@ int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
   return is_backward ? numbers_backward(z) : numbers_forward(z);
 }
 
-// packed [s, n, 3, d], context [s, n, d]; of each query the largest score and what its exponentials are multiplied by,
-// [2, n, s]; memory of rooms, at least one, for as many threads.
-const char* causal_forward(const float* packed, float* context, float* queries, float* memory, int64_t rooms, int64_t s,
-                           int64_t n, int64_t d) {
+// packed [s, n, 3, d], context [s, n, d]; where the document of each position begins, of each sample [b, s], or null;
+// of each query the largest score and what its exponentials are multiplied by, [2, n, s]; memory of rooms, at least
+// one, for as many threads; `heads` of a sample.
+const char* causal_forward(const float* packed, const int32_t* starts, float* context, float* queries, float* memory,
+                           int64_t rooms, int64_t s, int64_t n, int64_t d, int64_t heads) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};
   return said([&] {
     for_heads(n, memory, rooms, numbers_forward(z), [&](int64_t head, Room room) {
       float* most = queries + head * s;
-      forward_of_head(z, packed + head * 3 * d, context + head * d, most, most + n * s, room);
+      const int32_t* own = starts ? starts + head / heads * s : nullptr;
+      forward_of_head(z, packed + head * 3 * d, own, context + head * d, most, most + n * s, room);
     });
   });
 }
 
 // grad like context, found like packed.
-const char* causal_backward(const float* grad, const float* packed, const float* queries, float* found, float* memory,
-                            int64_t rooms, int64_t s, int64_t n, int64_t d) {
+const char* causal_backward(const float* grad, const float* packed, const int32_t* starts, const float* queries,
+                            float* found, float* memory, int64_t rooms, int64_t s, int64_t n, int64_t d,
+                            int64_t heads) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};
   return said([&] {
     for_heads(n, memory, rooms, numbers_backward(z), [&](int64_t head, Room room) {
       const float* most = queries + head * s;
       const int64_t own = head * 3 * d;
-      backward_of_head(z, grad + head * d, packed + own, most, most + n * s, found + own, room);
+      const int32_t* begins = starts ? starts + head / heads * s : nullptr;
+      backward_of_head(z, grad + head * d, packed + own, begins, most, most + n * s, found + own, room);
     });
   });
 }

@@ -15,8 +15,11 @@ from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.models import registry
+from megatron.models.common.decoder_cost import mask_reason
 from megatron.mpu import fused_dropout
 from megatron.ops.attention import attention_kernels
+from megatron.ops.document_attention import takes_documents
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -190,6 +193,25 @@ def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, s
         return
     plain, masked = (attention_kernel(config, place, has_mask=has_mask) for has_mask in (False, True))
     yield "attention", f"causal by {plain}" + (f", with a mask by {masked}" if masked != plain else "")
+
+
+def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says by what documents are kept apart, where they are."""
+    if not config.data.keeps_documents_apart:
+        return
+    model, length = config.model, config.batch.seq_length
+    if registry.family_of(config.family).kind != "decoder":
+        yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
+        return
+    reason = mask_reason(config, place.type)
+    if reason is None:
+        x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
+        reason = None if takes_documents(x, length, model.kv_hidden_size) else "FlashAttention is not for this device"
+    if reason is not None:
+        yield "documents", f"apart by a mask of [b, 1, s, s], one a stage: {reason}"
+        return
+    how = "" if place.type == "cpu" else ", by FlashAttention"
+    yield "documents", f"apart by where each begins, without a mask{how}"
 
 
 def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:

@@ -63,6 +63,7 @@ def start_rows(
     yield from device_setup.fused_kernel_rows(config, world.kind)
     yield from device_setup.dropout_rows(config, world.kind)
     yield from device_setup.attention_rows(config, world.device)
+    yield from device_setup.document_rows(config, world.device)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)

@@ -108,7 +108,7 @@ class Seen:
         mixed: operators on the device that were given a tensor of the host with dimensions.
         launches: operators by name.
         unaligned: products of 16-bit matrices of which one begins, or has rows, off the multiples of 16 bytes.
-        masks: calls of attention with a mask.
+        masks: calls of attention with a mask, and the elements of the largest one.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -117,6 +117,7 @@ class Seen:
     launches: Counter[str] = field(default_factory=Counter)
     unaligned: Counter[str] = field(default_factory=Counter)
     masks: Counter[str] = field(default_factory=Counter)
+    largest_mask: int = 0
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)

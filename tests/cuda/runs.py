@@ -26,6 +26,7 @@ from megatron.checkpoint.saving import StagingBuffer
 from megatron.config import parse
 from megatron.models.registry import FAMILIES, has_part, load
 from megatron.mpu import data
+from megatron.ops import document_attention
 from megatron.training import global_vars, initialize, setup, train_state
 from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
@@ -295,7 +296,10 @@ def _patch(run: Run) -> None:
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         if attn_mask is not None:
-            run.device.seen.masks[run.device.place()] += 1
+            seen = run.device.seen
+            seen.masks[run.device.place()] += 1
+            seen.largest_mask = max(seen.largest_mask, attn_mask.numel())
         return as_on_a_gpu(query, key, value, attn_mask, *args, **kwargs)
 
     torch.nn.functional.scaled_dot_product_attention = attention
+    document_attention.can_use_flash_attention = lambda parameters: True  # which a CPU build of torch denies

@@ -77,8 +77,8 @@ CAUSAL_KERNEL = (
     Mutant(
         "the gradient of the value goes by that of the scores",
         SOURCE,
-        "all_given + first, scores, of_value",
-        "all_given + first, of_scores, of_value",
+        "all_given + first, scores + low, of_value",
+        "all_given + first, of_scores + low, of_value",
         (REST,),
     ),
     Mutant(

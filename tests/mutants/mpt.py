@@ -66,9 +66,9 @@ MPT = (
     ),
     Mutant(
         "every tensor rank takes the slopes of the first",
-        "megatron/models/common/masks.py",
-        "            first = place.group.rank * heads\n",
-        "            first = 0\n",
+        "megatron/models/common/attention.py",
+        "    first = place.group.rank * heads\n",
+        "    first = 0\n",
         (f"{MODEL}::test_heads_of_a_tensor_rank_have_the_slopes_of_their_place",),
     ),
     Mutant(

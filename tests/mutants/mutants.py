@@ -16,6 +16,7 @@ from tests.mutants.data import DATA
 from tests.mutants.decoder import DECODER
 from tests.mutants.device import DEVICE
 from tests.mutants.docs import DOCS_MISTAKES
+from tests.mutants.documents import DOCUMENTS
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
@@ -96,6 +97,7 @@ IN_SPEED = (
     *CHUNKED_LOSS,
     *CAUSAL_ATTENTION,
     *CAUSAL_KERNEL,
+    *DOCUMENTS,
     *COMPILED_LAYERS,
     *OVERLAPPED_GRADIENTS,
     *GRAD_BUFFER,

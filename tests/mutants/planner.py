@@ -361,11 +361,11 @@ PLANNER = (
         (f"{SCRATCH}::test_a_stage_holds_it_beside_its_layers_unless_its_logits_were_more",),
     ),
     Mutant(
-        "attention within documents is blocked",
+        "attention that drops is blocked",
         "megatron/models/common/decoder_cost.py",
-        " and not model.attention_dropout and not has_segments\n",
-        " and not model.attention_dropout\n",
-        (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart",),
+        " and not model.attention_dropout\n    return",
+        "\n    return",
+        (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops",),
     ),
     Mutant(
         "heads of small models hold 128 numbers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.models.common import decoder_cost
 from megatron.training import device_setup
 from megatron.training.device_setup import WORKSPACE
 from tests.helpers.runs import flags, train_ranks
@@ -29,8 +31,8 @@ def undone(monkeypatch):
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
 
 
-def config_of(*extra):
-    return parse([*FLAGS, *extra], world_size=1)
+def config_of(*extra, family="gpt2"):
+    return parse([*FLAGS, *extra], world_size=1, family=family)
 
 
 def settle_as(kind, monkeypatch, *extra):
@@ -73,6 +75,33 @@ def test_the_start_names_the_kernels_of_attention_but_on_a_cpu(monkeypatch):
     flags_of_masks = ("--layout-independent-dropout", "--attention-dropout", "0.1")
     ((_, said),) = device_setup.attention_rows(config_of("--bf16", *flags_of_masks), torch.device("meta"))
     assert said.startswith("torch's operators one by one")
+
+
+def documents_row(place, *flags):
+    config = config_of("--reset-attention-mask", *flags)
+    return dict(device_setup.document_rows(config, torch.device(place)))["documents"]
+
+
+def test_the_start_says_by_what_documents_are_kept_apart():
+    none = ("--attention-dropout", "0")
+    assert not list(device_setup.document_rows(config_of(*none), torch.device("cpu")))
+    assert documents_row("cpu", *none) == "apart by where each begins, without a mask"
+    said = "apart by a mask of [b, 1, s, s], one a stage: "
+    assert documents_row("cpu", "--attention-dropout", "0.1") == f"{said}--attention-dropout 0.1 needs it, 0 does not"
+    assert documents_row("meta", *none) == f"{said}meta has no attention by lengths"
+    t5 = config_of("--reset-attention-mask", family="t5")
+    assert dict(device_setup.document_rows(t5, torch.device("cpu"))) == {
+        "documents": "apart by masks of [b, 1, s, s], one a stage: scores have biases"
+    }
+    reason = functools.partial(decoder_cost.mask_reason, kind="cuda")
+    long = ("--seq-length", "1024", "--max-position-embeddings", "1024", *none)
+    assert reason(config_of(*long, "--bf16")) is None
+    for words, why in (
+        (("--fp32",), "16 bits"),
+        (("--bf16", "--seq-length", "512"), "the sequence is short"),
+        (("--bf16", "--position-embedding-type", "alibi"), "no ALiBi"),
+    ):
+        assert why in reason(config_of(*long, *words))
 
 
 def test_torch_answers_which_kernel_it_takes():

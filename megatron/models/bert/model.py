@@ -30,6 +30,7 @@ from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import attention, segment_mask
+from megatron.ops.document_attention import document_attention, document_starts, document_stops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,17 +156,28 @@ class BertAttention(SelfAttention):
 
     Shapes:
         x      [s, b, h]
-        mask   bool [b, 1, s, s], True where a query may look, or None
+        mask   of ``padding_mask``, or None
         output [s, b, h]
     """
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        if mask is not None and mask.dtype == torch.int32:
+            starts, stops = mask
+            return self.dense(self.attend(document_attention, query, key, value, starts, stops))
         return self.dense(self.attend(attention, query, key, value, mask=mask, is_causal=False))
 
 
-def padding_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Return where a query may look: bool [b, 1, s, s] of segments [b, s], -1 in padding, which no other token sees."""
+def padding_mask(segments: torch.Tensor, sizes: BertModelArgs) -> torch.Tensor:
+    """Return where a query may look, of segments [b, s], -1 in padding, which no other token sees.
+
+    Shapes:
+        output int32 [2, b, s], the first key and one more than the last, on a CPU where nothing is dropped from
+               attention; else bool [b, 1, s, s]
+    """
+    if segments.device.type == "cpu" and not sizes.attention_dropout:
+        starts = document_starts(segments)
+        return torch.stack((starts, document_stops(starts)))
     return segment_mask(segments, segments)
 
 
@@ -333,7 +345,7 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Outputs | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        mask = None if segments is None else padding_mask(segments)
+        mask = None if segments is None else padding_mask(segments, self.sizes)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))

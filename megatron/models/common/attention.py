@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.decoder import has_window
+from megatron.config.decoder import ALIBI, has_window
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_head_norm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
-from megatron.ops.positions import rotated, turns
+from megatron.ops.document_attention import document_attention
+from megatron.ops.positions import alibi_slopes, rotated, turns
 from megatron.ops.softcapped_attention import softcapped_attention
 
 # Keys and values that attention has seen, kept from one pass to the next while text is generated.
@@ -162,7 +163,8 @@ class SelfAttention(Attention):
 
     Shapes:
         x         [s, b, h], or this rank's part of it, by ``place``
-        mask      of ``Masks``: bool [b or 1, 1, s, s] or numbers [b or 1, a/t, s, s], or None for causal
+        mask      of ``Masks``: bool [b or 1, 1, s, s] or numbers [b or 1, a/t, s, s], or None for causal; or int32
+                  [b, s], where the document of each position begins
         positions [b, s] of rotary positions, or None for 0 ... s-1
         output    as x
 
@@ -185,6 +187,7 @@ class SelfAttention(Attention):
         self.rotary = sizes.local_rotary if has_window(sizes, layer) else sizes.rotary
         self.longest = sizes.max_position_embeddings
         self.function = _function_of(sizes)
+        self.within_documents = _documents_function(sizes, place, layer)
         bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
         self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
@@ -196,8 +199,8 @@ class SelfAttention(Attention):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
-        if self.is_plain and mask is None and cache is None:
-            return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3)))
+        if self.is_plain and cache is None and (mask is None or mask.dtype == torch.int32):
+            return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3), mask))
         return self.dense(self._by_parts(packed, mask, cache, positions))
 
     def _by_parts(
@@ -219,6 +222,8 @@ class SelfAttention(Attention):
             query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
         if cache is not None:
             key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
+        if mask is not None and mask.dtype == torch.int32:
+            return self.attend(self.within_documents, query, key, value, mask)
         return self.attend(self.function, query, key, value, mask=mask)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -244,3 +249,23 @@ def _function_of(sizes: ModelArgs) -> Callable[..., torch.Tensor]:
     if sizes.attn_logit_softcapping:
         return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **how)
     return partial(attention, **how) if how else attention
+
+
+def _documents_function(sizes: ModelArgs, place: ParallelContext, layer: int) -> Callable[..., torch.Tensor]:
+    """Return what makes the context of query, key, value and where documents begin, with all that ``layer`` has."""
+    return partial(
+        document_attention,
+        window=sizes.window_size if has_window(sizes, layer) else 0,
+        scale=sizes.softmax_scale or None,
+        cap=sizes.attn_logit_softcapping,
+        slopes=slopes_of_heads(sizes, place),
+    )
+
+
+def slopes_of_heads(sizes: ModelArgs, place: ParallelContext) -> list[float] | None:
+    """Return ALiBi's slopes of this rank's heads, those of tensor rank r from r a / t on; None: it has none."""
+    if sizes.position_embedding_type != ALIBI:
+        return None
+    heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
+    first = place.group.rank * heads
+    return alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]

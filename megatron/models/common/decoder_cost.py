@@ -274,9 +274,10 @@ class DecoderCosts(Costs):
     Args:
         is_causal: a token sees those before it alone.
         is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
-        is_blocked: attention in 32 bits and more goes block by block, as on a CPU where no document is kept apart.
+        is_blocked: attention in 32 bits and more goes block by block, as on a CPU.
         mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
         has_segments: documents are kept apart.
+        is_by_length: by where each begins, with no mask in memory.
     """
 
     is_causal: ClassVar[bool] = True
@@ -287,6 +288,7 @@ class DecoderCosts(Costs):
     is_blocked: bool = field(default=False, kw_only=True)
     mask_bytes: int = field(default=1, kw_only=True)
     has_segments: bool = field(default=False, kw_only=True)
+    is_by_length: bool = field(default=False, kw_only=True)
 
     @property
     def keys(self) -> int:
@@ -444,7 +446,7 @@ class DecoderCosts(Costs):
         return queries * self.seq_length * (2 * width + 1)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        if not self.has_segments or self.sizes.position_embedding_type != ALIBI:
+        if not self.has_segments or self.is_by_length or self.sizes.position_embedding_type != ALIBI:
             return []
         layers = tuple(range(1, 1 + self.sizes.num_layers))
         return [Shared(samples * self._mask_bytes(tensor, width), layers)]
@@ -457,6 +459,8 @@ class DecoderCosts(Costs):
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
         """Return the bytes of ALiBi's biases, or of a window."""
+        if self.is_by_length:
+            return 0
         square = self.seq_length**2
         if self.sizes.position_embedding_type == ALIBI:
             return width * self.sizes.num_attention_heads // tensor * square
@@ -501,15 +505,36 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     }
 
 
+SHORTEST_BY_LENGTH = 512
+"""``2 * megatron.ops.document_attention.SHORT``."""
+
+
+def mask_reason(config: Any, kind: str) -> str | None:
+    """Return why a decoder keeps documents apart by a mask on a device of ``kind``; None: by where each begins."""
+    model, dtype = config.model, config.precision.dtype or "fp32"
+    if model.attention_dropout:
+        return f"--attention-dropout {model.attention_dropout:g} needs it, 0 does not"
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        return f"{kind} has no attention by lengths"
+    if model.position_embedding_type == ALIBI or model.attn_logit_softcapping:
+        return "FlashAttention has no ALiBi and no soft-cap"
+    if dtype not in ("bf16", "fp16") or model.kv_hidden_size % 8:
+        return "FlashAttention takes 16 bits, and heads of a multiple of 8"
+    return None if config.batch.seq_length > SHORTEST_BY_LENGTH else "the sequence is short"
+
+
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     """Return the costs of the decoder of ``config``, a ``Config``; what it keeps depends on where it is trained."""
     model, has_segments = config.model, config.data.keeps_documents_apart
-    is_plain = model.has_plain_attention and not model.attention_dropout and not has_segments
+    is_plain = model.has_plain_attention and not model.attention_dropout
     return DecoderCosts(
         model,
         config.batch.seq_length,
         is_on_cpu=is_on_cpu,
         is_blocked=is_on_cpu and is_plain,
         has_segments=has_segments,
+        is_by_length=has_segments and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
         **dropout_costs(config, is_on_cpu),
     )

@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 
-from megatron.config.decoder import ALIBI
-from megatron.models.common.attention import KVCacheSlots
+from megatron.models.common.attention import KVCacheSlots, slopes_of_heads
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.mpu.layers import divide
 from megatron.ops.attention import document_mask, lowest
-from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
+from megatron.ops.document_attention import document_starts, takes_documents
+from megatron.ops.positions import alibi_bias, within_documents
 
 # What all layers of a stage share of a micro-batch, made once of a tensor that each of them is given.
 
@@ -60,7 +59,8 @@ class SharedMask:
 # | | is |
 # |---|---|
 # | nothing of the following | None: attention is causal |
-# | documents, windows | bool [b or 1, 1, s, s], True where a query may look |
+# | documents, where ``document_attention`` is for all that the layers have | int32 [b, s], where each begins |
+# | documents else, windows | bool [b or 1, 1, s, s], True where a query may look |
 # | ALiBi, and with it documents and windows | numbers [b or 1, a/t, s, s] that are added to the scores |
 #
 # A stage keeps the mask of one sequence length and those within the documents of one micro-batch, with a window and
@@ -74,16 +74,13 @@ class Masks:
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
-        self._place = place
+        self._sizes, self._place = sizes, place
         self.window = sizes.window_size
-        self.slopes: list[float] | None = None
-        if sizes.position_embedding_type == ALIBI:
-            heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
-            first = place.group.rank * heads
-            self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
+        self.slopes = slopes_of_heads(sizes, place)
         self.are_needed = self.slopes is not None or bool(self.window)  # also where no documents are kept apart
         self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
         self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
+        self._starts = LastValueCache()
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def of(
@@ -91,6 +88,8 @@ class Masks:
     ) -> torch.Tensor | None:
         """Return the mask of the layers that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
         length = self._place.length(x)
+        if segment_ids is not None and self._has_lengths(x, length):
+            return self._starts.of(segment_ids, partial(document_starts, segment_ids))
         has_window = self._has_window(has_window, length)
         if segment_ids is None and self.slopes is None and not has_window:
             return None
@@ -108,6 +107,12 @@ class Masks:
         positions = slots.positions if slots.mask is not None else slots.positions[:1]  # in a first pass rows are alike
         keys = torch.arange(slots.stop, device=positions.device)
         return self._pass[has_window].of(slots.positions, partial(self._make, positions, keys, dtype, has_window))
+
+    def _has_lengths(self, x: torch.Tensor, length: int) -> bool:
+        """Return whether documents go by where they begin: all that drops no probability, where there is a kernel."""
+        sizes = self._sizes
+        is_plain = self.slopes is None and not sizes.attn_logit_softcapping
+        return not sizes.attention_dropout and takes_documents(x, length, sizes.kv_hidden_size, is_plain=is_plain)
 
     def _has_window(self, has_window: bool, length: int) -> bool:
         """Return whether a window of the layer, if it has one, leaves a key of so many out."""

@@ -38,7 +38,7 @@ def test_heads_of_a_tensor_rank_have_the_slopes_of_their_place() -> None:
 
 
 def test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own() -> None:
-    made: Any = Masks(mpt_sizes(), ParallelContext())
+    made: Any = Masks(mpt_sizes(attention_dropout=0.1), ParallelContext())
     x, segments = torch.zeros(SEQ, 3, 16), batch_of(with_documents=True).segment_ids
     assert segments is not None
     with patch.object(masks, "alibi_bias", wraps=masks.alibi_bias) as making:

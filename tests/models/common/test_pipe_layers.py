@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from megatron.models.common.norms import LayerNorm, RMSNorm
 from megatron.models.common.pipeline import TransformerLayerPipe, embedding_pipe, layer_pipe, norm_pipe
 from megatron.models.common.transformer import TransformerLayer
 from megatron.ops.attention import document_mask
+from megatron.ops.document_attention import document_starts
 
 TOKENS = torch.tensor([[1, 2, 3]])
 BESIDE = torch.zeros(1, 3, dtype=torch.int32)
@@ -52,14 +55,16 @@ def test_an_embedding_by_a_shared_table_equals_one_with_its_own():
     assert torch.equal(x, whole(*inputs)) and beside is BESIDE
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "mask"), [(TransformerLayer, ModelArgs, document_mask), (BertLayer, BertModelArgs, padding_mask)]
-)
-def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, mask):
-    sizes, segments, place = args(**SIZES), torch.tensor([[0, 0, 1]], dtype=torch.int32), ParallelContext()
+@pytest.mark.parametrize(("kind", "args"), [(TransformerLayer, ModelArgs), (BertLayer, BertModelArgs)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, dropout):
+    sizes, segments = args(**SIZES, attention_dropout=dropout), torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    place = ParallelContext()
     if kind is BertLayer:
+        mask = partial(padding_mask, sizes=sizes)
         layer = layer_pipe(kind)(sizes, place, 0, SharedMask(mask)).eval()
     else:
+        mask = document_mask if dropout else document_starts
         layer = TransformerLayerPipe(sizes, place, 0, Masks(sizes, place)).eval()
     whole = kind(sizes, ParallelContext(), 0).eval()
     for weight in layer.parameters():

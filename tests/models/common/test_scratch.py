@@ -82,7 +82,7 @@ def test_a_stage_holds_it_beside_its_layers_unless_its_logits_were_more(recomput
     assert work < last[0].logits and last[0].activations - last[1].activations == above
 
 
-def test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart() -> None:
+def test_attention_is_blocked_on_a_cpu_where_nothing_drops() -> None:
     def is_blocked(flags: str, *, is_on_cpu: bool = True) -> bool:
         config = parse(f"--seq-length 96 --vocab-size 101 {flags}".split(), world_size=1, env={})
         costs = costs_of(config, is_on_cpu=is_on_cpu)
@@ -92,7 +92,7 @@ def test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_ke
     assert is_blocked("--attention-dropout 0")
     assert not is_blocked("--attention-dropout 0", is_on_cpu=False)
     assert not is_blocked("--attention-dropout 0.1")
-    assert not is_blocked("--attention-dropout 0 --reset-attention-mask")
+    assert is_blocked("--attention-dropout 0 --reset-attention-mask")
 
 
 def test_in_fp32_a_layer_keeps_two_numbers_of_each_query_beside_what_others_keep() -> None:
