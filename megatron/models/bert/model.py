@@ -26,10 +26,10 @@ from megatron.models.common.norms import LayerNorm
 from megatron.models.common.parameters import Rule
 from megatron.models.common.transformer import MLP, Recompute, run_layers
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.mappings import reduce_from_tensor_region
+from megatron.mpu.mappings import all_reduce, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
-from megatron.ops.attention import attention, segment_mask
+from megatron.ops.attention import segment_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,10 +85,12 @@ def bert_loss(
     following = F.cross_entropy(scores.to(wide), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
     if step_predictions is None:
-        share = num_masked / num_samples
+        share = all_reduce(num_masked.clone(), place.context) / num_samples
     else:
         predictions, samples = step_predictions.to(wide)  # not fp64, which some devices lack
         share = predictions / samples
+    if place.context.rank:  # the first token of a sample is on the first rank of the context group
+        following, num_samples = following * 0.0, num_samples * 0.0
     return {
         "loss": (masked + following * share, num_masked),
         "mlm loss": (masked.detach(), num_masked),
@@ -135,7 +137,7 @@ class SharedWordEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
         words = self.word(tokens.t())  # [s, b, h] or [s/t, b, h]
         types = self.place.part(token_types.t())  # [s, b] or [s/t, b]
-        positions = self.place.part(torch.arange(token_types.shape[1], device=words.device))
+        positions = self.place.part(self.place.positions(token_types.shape[1], words.device))
         x = words + self.position(positions).unsqueeze(1) + self.token_type(types)
         return self.place.dropout(self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
@@ -155,18 +157,21 @@ class BertAttention(SelfAttention):
 
     Shapes:
         x      [s, b, h]
-        mask   bool [b, 1, s, s], True where a query may look, or None
+        mask   bool [b, 1, s, s], True where a query may look, or None; of this rank's queries
         output [s, b, h]
     """
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
-        return self.dense(self.attend(attention, query, key, value, mask=mask, is_causal=False))
+        return self.dense(self.attend(self.function, query, key, value, mask=mask, is_causal=False))
 
 
-def padding_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Return where a query may look: bool [b, 1, s, s] of segments [b, s], -1 in padding, which no other token sees."""
-    return segment_mask(segments, segments)
+def padding_mask(segments: torch.Tensor, place: ParallelContext) -> torch.Tensor:
+    """Return where a query may look: bool [b, 1, s, s] of segments [b, s], -1 in padding, which no other token sees.
+
+    With context parallelism [b, 1, s/c, s] of segments [b, s/c]. Collective.
+    """
+    return segment_mask(*place.queries_and_keys(segments))
 
 
 class BertLayer(nn.Module):
@@ -242,7 +247,8 @@ class Transform(nn.Module):
 class NextSentence(nn.Module):
     """Whether the second segment goes on where the first stops, from the first token of a sample.
 
-    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same.
+    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same. With
+    context parallelism the first rank of the context group has it; what the others make of theirs does not count.
 
     Shapes:
         input  [s, b, h], or this rank's part of it, by ``place``
@@ -333,7 +339,7 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Outputs | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        mask = None if segments is None else padding_mask(segments)
+        mask = None if segments is None else padding_mask(segments, self.place)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))

@@ -6,6 +6,7 @@ Ahead of the head it is what the transform made of the hidden states and, with t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
     )  # fmt: skip
-    mask = SharedMask(padding_mask)
+    mask = SharedMask(partial(padding_mask, place=place))
     return [
         SharingLayerSpec(embedding_pipe(SharedWordEmbedding, 2), sizes, place, shares={"word": word}),
         *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import has_window
+from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_head_norm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -181,10 +182,13 @@ class SelfAttention(Attention):
                 f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}"
             )
         self.num_groups = divide("--num-query-groups", groups, place.group)
-        self.is_plain, self.clip = sizes.has_plain_attention, sizes.clip_qkv
+        self.place, self.clip = place, sizes.clip_qkv
+        self.is_plain = sizes.has_plain_attention and place.context.size == 1
         self.rotary = sizes.local_rotary if has_window(sizes, layer) else sizes.rotary
         self.longest = sizes.max_position_embeddings
         self.function = _function_of(sizes)
+        if place.context.size > 1:
+            self.function = ContextAttention(self.function, sizes, place)
         bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
         self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
@@ -215,11 +219,20 @@ class SelfAttention(Attention):
             longest = self.longest
             if cache is not None:
                 positions, longest = cache.slots.positions, cache.slots.stop
+            elif self.place.context.size > 1:
+                positions, longest = self._in_whole(query, positions)
             cosine, sine = turns(self.rotary, query, positions, longest)
             query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
         if cache is not None:
             key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
         return self.attend(self.function, query, key, value, mask=mask)
+
+    def _in_whole(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        """Return the positions of this rank's tokens, those that are given or places in the whole, and their limit."""
+        own = query.shape[2]
+        if positions is None:
+            positions = self.place.positions(own, query.device).unsqueeze(0)
+        return positions, max(self.longest, own * self.place.context.size)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values.
