@@ -55,7 +55,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
     if not model.has_learned_positions and not args.reset_position_ids:
         fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
-    return mpu.get_batch_on_this_cp_rank(fields)
+    return mpu.get_batch_on_this_cp_rank(fields) if args.context_parallel_size > 1 else fields
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
