@@ -11,7 +11,9 @@ import torch
 from megatron.models.bert.model import BertModel
 from megatron.models.common import context_attention
 from megatron.models.common.decoder import DecoderModel
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.common.model_args import ParallelContext
+from megatron.mpu import context_parallel
 from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
@@ -19,13 +21,16 @@ from megatron.mpu.random import PhiloxDropout
 from megatron.mpu.topology import Topology
 from megatron.ops import lower_right_attention
 from megatron.optim.main_params import SequenceParallelGradients
+from megatron.planner.layout import Layout
+from megatron.planner.machine import device
+from megatron.planner.time_model import Messages
 from tests.helpers.bert_samples import bert_batch, bert_sizes
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import BATCH, VOCAB, filled, gradients_of, joined, small_sizes, worst_relative
 from tests.helpers.mpt_samples import mpt_sizes
 
-LENGTH = 16
+LENGTH, LONG = 16, 64
 RATES = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 GROUPED = {"num_query_groups": 4, "num_attention_heads": 8, "kv_hidden_size": 4}
 """For every size of the tensor and of the context group."""
@@ -164,5 +169,40 @@ def kept_bytes(rank: int, context: int, comm: str, length: int) -> int:
 @pytest.mark.parametrize("comm", ["all_gather", "a2a"])
 def test_what_a_layer_keeps_falls_as_one_over_the_context_ranks(comm: str) -> None:
     """Keys and values of other ranks are gathered anew for the backward, and nobody has a mask."""
-    two, four = (run_ranks(size, kept_bytes, size, comm, 64) for size in (2, 4))
+    two, four = (run_ranks(size, kept_bytes, size, comm, LONG) for size in (2, 4))
     assert {4 * each for each in four} == {2 * each for each in two}
+    how: Any = {"mask_bytes": 0, "context": 2, "cuts_heads": comm == "a2a"}
+    planned = DecoderCosts(llama_sizes(**GROUPED), LONG, **how).unit_kept(BATCH, 1, 4)[1].full
+    assert abs(planned - two[0]) <= 0.1 * two[0], (planned, two)
+
+
+def sent_bytes(rank: int, comm: str) -> float:
+    """Return the bytes that a rank sends over the context group in a forward and a backward of one layer."""
+    grid, sent = build_grid(Topology(pipe=1, data=1, tensor=1, context=2), rank), 0
+    place = ParallelContext(context=grid.context, cp_comm_type=comm)
+    model = filled(DecoderModel(llama_sizes(**GROUPED, max_position_embeddings=LONG), place))
+
+    def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
+        def counted(*tensors: torch.Tensor, **how: Any) -> Any:
+            nonlocal sent
+            sent += tensors[number].nbytes // 2  # of two ranks, each sends the other's half
+            return call(*tensors, **how)
+
+        return counted
+
+    for module, name, number in (
+        (context_parallel, "all_gather_single", 0), (context_parallel, "reduce_scatter_single", 1),
+        (context_parallel.dist, "all_to_all_single", 0),
+    ):  # fmt: skip
+        setattr(module, name, counting(getattr(module, name), number))
+    x = torch.randn(LONG // 2, BATCH, 16, requires_grad=True)
+    model.layers[0](x, None, None, None, None).sum().backward()
+    return sent
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "a2a"])
+def test_a_layer_sends_what_the_planner_says(comm: str) -> None:
+    cuts, machine = comm == "a2a", device("h100-80g")
+    costs = DecoderCosts(llama_sizes(**GROUPED), LONG, context=2, cuts_heads=cuts)
+    layout = Layout(context=2, cuts_heads=cuts, micro_batch_size=BATCH, dtype="fp32")
+    assert run_ranks(2, sent_bytes, comm) == [Messages(costs, machine).context(layout).bytes] * 2
