@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.groups import Group
+from megatron.mpu.topology import chunks_of
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
@@ -34,11 +35,6 @@ class Run(NamedTuple):
     start: int
     stop: int
     first: int
-
-
-def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers of the two chunks that ``rank`` of ``size`` ranks has, of 2 ``size``."""
-    return rank, 2 * size - 1 - rank
 
 
 def runs_of(length: int, group: Group) -> tuple[Run, ...]:

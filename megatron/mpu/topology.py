@@ -101,3 +101,11 @@ def sizes_text(world_size: int, tensor: int, pipe: int, context: int) -> str:
     if context > 1:
         flags, product = f"{flags}, --context-parallel-size {context}", f"{product} x {context}"
     return f"got world_size={world_size}, {flags} ({product} = {whole})"
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return the numbers of the two chunks of a sequence, of 2 ``size``, that ``rank`` of ``size`` context ranks has.
+
+    The first sees few keys and the last sees most, so that causal work is even.
+    """
+    return rank, 2 * size - 1 - rank

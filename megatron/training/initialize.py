@@ -369,10 +369,12 @@ def _init_process_group(
 
 def _touch_every_group(grid: Grid, place: torch.device) -> None:
     """Send one number through each group: what cannot communicate fails here, not in the first step."""
-    for name in ("tensor", "pipe", "data", "model", "world"):
+    touched: set[tuple[int, ...]] = set()
+    for name in ("tensor", "pipe", "context", "data", "data_context", "model", "world"):
         group: Group = getattr(grid, name)
-        if group.size == 1:
+        if group.size == 1 or group.ranks in touched:
             continue
+        touched.add(group.ranks)
         value = torch.ones(1, device=place)
         try:
             dist.all_reduce(value, group=group.handle)

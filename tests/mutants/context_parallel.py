@@ -24,7 +24,7 @@ CONTEXT_PARALLEL = (
     ),
     Mutant(
         "a rank has neighbouring chunks, the last rank most of the work",
-        "megatron/mpu/context_parallel.py",
+        "megatron/mpu/topology.py",
         "    return rank, 2 * size - 1 - rank\n",
         "    return 2 * rank, 2 * rank + 1\n",
         (EVEN,),
