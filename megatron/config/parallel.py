@@ -50,7 +50,7 @@ class ParallelConfig:
         "context-parallel size c: sequences are cut over c ranks, two pieces each, so that causal work is even; the "
         "losses are those of one rank",
         minimum=1,
-        short="context-parallel size c: cut sequences over ranks",
+        short="context-parallel size c",
     )
     cp_comm_type: str = option(
         "all_gather",

@@ -166,12 +166,12 @@ class BertAttention(SelfAttention):
         return self.dense(self.attend(self.function, query, key, value, mask=mask, is_causal=False))
 
 
-def padding_mask(segments: torch.Tensor, place: ParallelContext) -> torch.Tensor:
+def padding_mask(segments: torch.Tensor, place: ParallelContext | None = None) -> torch.Tensor:
     """Return where a query may look: bool [b, 1, s, s] of segments [b, s], -1 in padding, which no other token sees.
 
     With context parallelism [b, 1, s/c, s] of segments [b, s/c]. Collective.
     """
-    return segment_mask(*place.queries_and_keys(segments))
+    return segment_mask(segments, segments) if place is None else segment_mask(*place.queries_and_keys(segments))
 
 
 class BertLayer(nn.Module):
