@@ -146,8 +146,9 @@ class Masks:
         bias = alibi_bias(slopes, queries, keys, dtype)
         return bias.masked_fill_(behind > self.window, lowest(dtype)) if has_window else bias
 
-    def _within_context(self, causal: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    def _within_context(self, causal: torch.Tensor | None, segment_ids: torch.Tensor) -> torch.Tensor:
         """Return the mask ``causal`` within documents that other ranks have pieces of. Collective."""
+        assert causal is not None  # ``_causal_of`` makes it, for the last queries of a sequence have no other
         same = segment_mask(*self._place.queries_and_keys(segment_ids))
         return causal & same if causal.dtype == torch.bool else causal.masked_fill(~same, lowest(causal.dtype))
 
