@@ -5,6 +5,7 @@
         --num-layers 6 --hidden-size 96 --num-attention-heads 6 --steps 10 --fp32
 
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
+    python tools/check_layout.py --context-parallel-size 2 --model llama --reset-position-ids --reset-attention-mask
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
@@ -50,6 +51,7 @@ PIPELINE = (
     "--pipeline-chunks",
     "--num-layers-per-virtual-pipeline-stage",
     "--pipeline-split-rank",
+    "--cp-comm-type",
     "--zero-stage",
 )
 """Flags that the one process cannot take, or has nothing to do for."""
@@ -67,17 +69,25 @@ class Layout:
     tensor: int
     pipe: int
     data: int
+    context: int
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipe * self.data
+        return self.tensor * self.pipe * self.data * self.context
+
+    @property
+    def flags(self) -> list[str]:
+        """The sizes, as the processes are told them."""
+        sizes = ["--model-parallel-size", str(self.tensor), "--pipe-parallel-size", str(self.pipe)]
+        return [*sizes, "--context-parallel-size", str(self.context)]
 
 
 def main() -> int:
     """Compare the layout of the command line with one process; return the exit code."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process, which computes nothing
     own, flags = own_parser().parse_known_args()
-    layout = Layout(own.model_parallel_size, max(own.pipe_parallel_size, 1), own.data_parallel_size)
+    pipe, context = max(own.pipe_parallel_size, 1), own.context_parallel_size
+    layout = Layout(own.model_parallel_size, pipe, own.data_parallel_size, context)
     os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
     flags = [*flags, f"--{own.dtype}", "--device", own.device, *([] if DROPPED in flags else UNDROPPED)]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
@@ -88,9 +98,10 @@ def main() -> int:
         one = kept_reference(own, flags, layout.data)
         if one is None:
             print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
-            (one,) = run(Path(folder) / "one", Layout(1, 1, 1), flags, *job, replicas=layout.data)
+            (one,) = run(Path(folder) / "one", Layout(1, 1, 1, 1), flags, *job, replicas=layout.data)
             keep_reference(own, flags, layout.data, one)
         sizes = f"tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data}"
+        sizes += f" x context {layout.context}" if layout.context > 1 else ""
         print(f"{layout.world_size} processes: {' '.join([sizes, *pipeline])} ...", flush=True)
         many = run(Path(folder) / "many", layout, [*flags, *pipeline, *backend], *job, replicas=1)
     return report(one, many, own.dtype, own.json)
@@ -105,8 +116,9 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipe-parallel-size", "--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument(
-        "--data-parallel-size", type=int, default=1, help="replicas; the world is the product of all three"
+        "--data-parallel-size", type=int, default=1, help="replicas; the world is the product of all four"
     )
+    parser.add_argument("--context-parallel-size", type=int, default=1)
     for flag in PIPELINE:
         parser.add_argument(flag, dest=flag, help="as in training")
     parser.add_argument("--steps", type=int, default=5)
@@ -124,9 +136,8 @@ def check_flags(flags: list[str], layout: Layout, model: str) -> None:
     """End with code 2 and the reasons when the layout cannot be."""
     from megatron.errors import ConfigError
 
-    sizes = [f"--model-parallel-size={layout.tensor}", f"--pipe-parallel-size={layout.pipe}"]
     try:
-        parse_as(model, [*flags, *sizes, "--data-path", "none"], layout.world_size)
+        parse_as(model, [*flags, *layout.flags, "--data-path", "none"], layout.world_size)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -187,7 +198,7 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     if device == "cpu":  # a process that has touched a device must not fork
         command += ["--preload", "torch,deepspeed,torch._inductor.codecache"]
     command += [__file__, "--worker", str(out), model, str(steps), str(replicas), *flags]
-    command += ["--model-parallel-size", str(layout.tensor), "--pipe-parallel-size", str(layout.pipe)]
+    command += layout.flags
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
     if device not in ("cpu", "cuda"):  # DeepSpeed learns of it by its plug-in

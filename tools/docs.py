@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.mpu.topology import Topology  # noqa: E402
+from megatron.mpu.topology import Topology, chunks_of  # noqa: E402
 
 GRID = Topology(pipe=2, data=2, tensor=2)
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
@@ -41,6 +41,8 @@ SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 REPLICAS = 8
 HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
 """Bytes of a parameter with AdamW in 16 bits, and from which ZeRO stage on they are cut."""
+CONTEXT = 4
+WORK = "each rank has two pieces;\ntheir areas add up to\nthe same for all ranks"
 SEQUENCE = (
     "Grey is whole on both ranks. Norms, residuals and dropout lie there too.\n"
     "--sequence-parallel: grey is [s/2, b, h], all-gather ahead of each half, reduce-scatter for all-reduce."
@@ -149,6 +151,28 @@ def draw_layer(path: Path) -> None:
     finish(figure, axes, (-1.7, x), (-2.1, 1.4), path)
 
 
+def draw_context(path: Path) -> None:
+    """Draw which keys the queries of each piece see, in the colour of the context rank that has the piece."""
+    figure, axes = canvas(6.6, 4.0)
+    pieces = 2 * CONTEXT
+    for rank in range(CONTEXT):
+        for query in chunks_of(rank, CONTEXT):
+            for key in range(query + 1):
+                corners = [(key, -query), (key + 1, -query), (key + 1, -query - 1), (key, -query - 1)]
+                shape = corners if key < query else [corners[0], corners[2], corners[3]]
+                axes.add_patch(_polygon(shape, COLOURS[rank]))
+            axes.text(-0.2, -query - 0.5, f"piece {query}: rank {rank}", ha="right", va="center", fontsize=9)
+    axes.text(pieces / 2, 0.35, "keys, gathered from all ranks", ha="center", fontsize=10)
+    axes.text(pieces + 0.3, -pieces / 2, WORK, va="center", fontsize=9)
+    finish(figure, axes, (-3.2, pieces + 5.0), (-pieces - 0.2, 1.0), path)
+
+
+def _polygon(corners: list[tuple[int, int]], colour: str) -> Any:
+    from matplotlib.patches import Polygon
+
+    return Polygon(corners, closed=True, facecolor=colour + "aa", edgecolor="white")
+
+
 def bytes_held(what: str, stage: int, replicas: int) -> float:
     """Return the bytes of a parameter that one replica holds under a ZeRO stage."""
     whole, cut_from = HELD[what]
@@ -187,7 +211,10 @@ def draw_schedule(path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes], check=True)
 
 
-PICTURES = {"grid": draw_grid, "layer": draw_layer, "zero": draw_zero, **dict.fromkeys(SCHEDULES, draw_schedule)}
+PICTURES = {
+    "grid": draw_grid, "layer": draw_layer, "context": draw_context, "zero": draw_zero,
+    **dict.fromkeys(SCHEDULES, draw_schedule),
+}  # fmt: skip
 
 # Hooks of MkDocs.
 #

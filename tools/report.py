@@ -270,10 +270,12 @@ def _model(run: RunFolder) -> str:
 def _layout(run: RunFolder) -> str:
     ranks = run.versions.get("world_size")
     pipe, tensor = run.setting("parallel", "pipe_parallel_size"), run.setting("parallel", "model_parallel_size")
+    context = run.setting("parallel", "context_parallel_size") or 1  # runs of before have none
     if not isinstance(ranks, int) or not isinstance(pipe, int) or not isinstance(tensor, int):
         return str(ranks or "")
     stages = max(pipe, 1)
-    return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1))} x {tensor}"
+    cut = f" x {context}" if context != 1 else ""
+    return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1) * max(int(context), 1))}{cut} x {tensor}"
 
 
 def _seconds(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:

@@ -50,7 +50,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     sample = mpu.broadcast_data(names, batch, "int64")  # [b, s], [b, s], [b], [2]
     sample |= mpu.broadcast_data(["parts"], batch, "int32")
     told = {name: sample.pop(name) for name in names[3:]}
-    return bert_fields(**sample, has_segments=is_padded()) | told
+    return mpu.get_batch_on_this_cp_rank(bert_fields(**sample, has_segments=is_padded())) | told
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -74,7 +74,9 @@ def is_padded() -> bool:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    parallel, streams = config.parallel, get_streams()
+    how = {"context": grid.context, "cp_comm_type": parallel.cp_comm_type}
+    place = models.ParallelContext(grid.tensor, streams, parallel.sequence_parallel, **how)
     return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 

@@ -43,7 +43,10 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return tokens, labels, loss mask, documents and positions of a micro-batch on every rank of the tensor group."""
+    """Return tokens, labels, loss mask, documents and positions of a micro-batch on every rank of the tensor group.
+
+    With context parallelism those of this rank's pieces of the sequences.
+    """
     args, model = get_args(), get_config().model
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
     is_packed = args.packing == "best-fit"
@@ -52,7 +55,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
     if not model.has_learned_positions and not args.reset_position_ids:
         fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
-    return fields
+    return mpu.get_batch_on_this_cp_rank(fields) if args.context_parallel_size > 1 else fields
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -72,7 +75,9 @@ def forward_step(data_iterator: Any, mpt: Any) -> tuple[Any, dict[str, Any]]:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    parallel, streams = config.parallel, get_streams()
+    how = {"context": grid.context, "cp_comm_type": parallel.cp_comm_type}
+    place = models.ParallelContext(grid.tensor, streams, parallel.sequence_parallel, **how)
     return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 

@@ -433,6 +433,7 @@ def _text(value: Any) -> str:
 def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
     d = config.parallel.data_parallel_size(world_size)
+    context = config.parallel.context_parallel_size  # to DeepSpeed these ranks are replicas, too
     engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
     engine.setdefault("steps_per_print", config.run.log_interval)
     engine.setdefault("wall_clock_breakdown", False)
@@ -440,7 +441,7 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     engine["timers"] = {"throughput": off, **engine.get("timers", {})}
     engine.setdefault("zero_allow_untested_optimizer", True)
     engine.update(
-        train_batch_size=config.batch.global_batch_size(d),
+        train_batch_size=config.batch.global_batch_size(d * context),
         train_micro_batch_size_per_gpu=config.batch.batch_size,
         gradient_accumulation_steps=config.batch.gas,
         gradient_clipping=0.0,

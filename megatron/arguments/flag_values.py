@@ -351,12 +351,13 @@ def resolve_batch_size(
     """
     both = {**defaults, **explicit}
     total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
-    if not total or world_size % (t * p):
+    c = both.get("context_parallel_size", 1)
+    if not total or c < 1 or world_size % (t * p * c):
         return {}
     if TOTAL not in explicit and "gas" in explicit:
         return {TOTAL: 0}
-    d = world_size // (t * p)
-    replicas = f"dp = world {world_size} / (tp {t} x pp {p})"
+    d = world_size // (t * p * c)
+    replicas = f"dp = world {world_size} / (tp {t} x pp {p}{f' x cp {c}' if c > 1 else ''})"
     micro, gas = explicit.get("batch_size"), explicit.get("gas")
     if micro and gas:
         if total != micro * gas * d:

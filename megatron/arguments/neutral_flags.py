@@ -166,9 +166,8 @@ GROUPS = {
         --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
         --megatron-fsdp-use-decoupled-grad --outer-dp-sharding-strategy= --enable-full-sharding-in-hsdp
         --suggested-communication-unit-size= --create-all-gather-group""",
-    "it acts with --context-parallel-size above 1 only, which is refused": """
-        --cp-comm-type=* --hierarchical-context-parallel-sizes=* --hybrid-context-parallel
-        --max-seqlen-per-dp-cp-rank=""",
+    "all samples are cut over the same ranks of --context-parallel-size; the numbers are the same": """
+        --hierarchical-context-parallel-sizes=* --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
     "sequences stay whole with --ds-sequence-parallel-size 1": """
         --force-ds-sequence-parallel --ds-sequence-parallel-fpdt-chunk-size=
         --ds-sequence-parallel-fpdt-offloading""",
@@ -308,12 +307,11 @@ def _held(flag: str, holds: str, about: str, otherwise: str, num_values: int | s
 
 
 _DENSE = "the models are dense; use 1, or leave it out"
-_WHOLE = "attention takes whole sequences; use 1 and --sequence-parallel, which cuts the rest, or leave it out"
+_WHOLE = "it is --context-parallel-size with --cp-comm-type a2a here; use these, or 1"
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
 HELD = (
     _held("--num-experts", "1", "one expert is a dense model", _DENSE, "*"),
     _held("--expert-model-parallel-size", "1", "the model has no experts", _DENSE),
-    _held("--context-parallel-size", "1", "sequences stay whole", _WHOLE),
     _held("--ds-sequence-parallel-size", "1", "sequences stay whole", _WHOLE),
     _held("--softmax-type", "vanilla", "it is the usual softmax", "attention has the usual softmax; use vanilla"),
     _held("--rope-type", "rope", "it is the usual rotation", "use --rotary-scaling"),

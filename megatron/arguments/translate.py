@@ -196,9 +196,10 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> None:
 def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
     usual = BatchConfig()
     t, p = values.get("model_parallel_size", 1), max(values.get("pipe_parallel_size", 1), 1)
-    if t < 1 or world_size % (t * p):
+    ranks = t * p * values.get("context_parallel_size", 1)
+    if ranks < 1 or world_size % ranks:
         return None
-    full = values.get("batch_size", usual.batch_size) * values.get("gas", usual.gas) * (world_size // (t * p))
+    full = values.get("batch_size", usual.batch_size) * values.get("gas", usual.gas) * (world_size // ranks)
     text = values.get("rampup_batch_size")
     try:
         return BatchSizes(full) if text is None else parse_rampup(text, full)

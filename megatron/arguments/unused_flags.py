@@ -84,7 +84,7 @@ def _path_problems(config: Config) -> Iterator[str]:
 
 def _late_step_notes(config: Config, world_size: int) -> Iterator[str]:
     data, parallel = config.data, config.parallel
-    sizes = config.batch.sizes(world_size // (parallel.model_parallel_size * parallel.num_stages))
+    sizes = config.batch.sizes(parallel.data_parallel_size(world_size))
     samples, each = sizes.consumed_after(config.batch.train_iters), config.tokens_per_sample
     steps = parse_schedule(data.mixture_schedule or "", len(parse_paths(data.training_path or "")))
     late = [str(tokens) for tokens, _ in steps if -(-tokens // each) >= samples]

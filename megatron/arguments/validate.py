@@ -10,6 +10,7 @@ from megatron.config import batch, run
 from megatron.config.config import Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
+from megatron.mpu.topology import axes_text, sizes_text
 from tds.schedule.simulate import bubble, candidates
 
 # ZeRO and offload: what goes together with what, and what would have no effect.
@@ -86,7 +87,7 @@ def _adam_problems(config: Config) -> Iterator[str]:
 def zero_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
-    replicas = config.parallel.data_parallel_size(world_size)
+    replicas = config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
         yield f"ZeRO {optimizer.zero_stage} has no effect with one replica"
     if replicas == 1 and not config.parallel.overlap_grad_reduce:
@@ -125,6 +126,60 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
                 f"with --sequence-parallel {flag} must be a multiple of --model-parallel-size, got {length} and {t} "
                 f"({length} / {t} = {length / t:g}). Use {flag} {-(-length // t) * t}, or leave --sequence-parallel out"
             )
+
+
+# Checks of --context-parallel-size, which cuts sequences over ranks, attention included.
+
+
+def context_parallel_problems(config: Config) -> Iterator[str]:
+    """Yield what it cannot go with."""
+    parallel, model = config.parallel, config.model
+    c, t = parallel.context_parallel_size, parallel.model_parallel_size
+    if c == 1:
+        return
+    got = f"got --context-parallel-size {c}"
+    if config.own.is_encoder_decoder:
+        yield (
+            f"--context-parallel-size cuts one sequence over ranks, {got} and T5, whose decoder looks from its own "
+            "pieces into another sequence and whose biases go by distances within one. Use --sequence-parallel, which "
+            "cuts all but attention, or leave it out"
+        )
+        return
+    length, parts = config.batch.seq_length, 2 * c * (t if parallel.sequence_parallel else 1)
+    if length % parts:
+        tensor = f" x --model-parallel-size {t}" if parallel.sequence_parallel else ""
+        yield (
+            f"--seq-length must be a multiple of 2 x --context-parallel-size{tensor}, two pieces for each rank, got "
+            f"{length} and 2 x {c}{f' x {t}' if tensor else ''} = {parts} ({length} / {parts} = {length / parts:g}). "
+            f"Use --seq-length {-(-length // parts) * parts}, or another --context-parallel-size"
+        )
+    if parallel.cp_comm_type == "a2a":
+        heads = {"--num-attention-heads": model.num_attention_heads}
+        if config.own.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
+            heads["--num-query-groups"] = model.num_query_groups
+        for flag, number in heads.items():
+            if number % (t * c):
+                yield (
+                    f"--cp-comm-type a2a gives each context rank a share of the heads of its tensor rank, so {flag} "
+                    f"must be a multiple of {t} x {c} = {t * c}, got {number}. Use --cp-comm-type all_gather, which "
+                    "cuts queries and no heads"
+                )
+    if parallel.compile:
+        yield (f"--compile compiles layers that exchange no keys, {got}. Leave one of them out")
+    if config.debug.debug_dump is not None:
+        yield (
+            f"--debug-dump writes hidden states that tools/compare_dumps.py takes for whole sequences, {got}. Leave "
+            "one of them out; --debug-nan works with both"
+        )
+
+
+def context_parallel_notes(config: Config) -> Iterator[str]:
+    """Yield what was given and acts otherwise, or cannot act, and does no harm."""
+    parallel = config.parallel
+    if "cp_comm_type" in config.given and parallel.context_parallel_size == 1:
+        yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
+    elif parallel.cp_comm_type == "p2p" and parallel.context_parallel_size > 1:
+        yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the numbers are the same"
 
 
 # Checks that need more than one section; every problem is collected, then all are raised at once.
@@ -172,16 +227,19 @@ def _range_problems(config: Config) -> Iterator[str]:
 
 
 def _world_problems(config: Config, world_size: int) -> Iterator[str]:
-    t, p = config.parallel.model_parallel_size, config.parallel.num_stages
-    got = f"got world_size={world_size}, --model-parallel-size {t}, --pipe-parallel-size {p} ({t} x {p} = {t * p})"
+    t, p, c = config.parallel.model_parallel_size, config.parallel.num_stages, config.parallel.context_parallel_size
+    got, each = sizes_text(world_size, t, p, c), config.parallel.replica_size
     if t > world_size:
-        yield f"--model-parallel-size must not exceed the world size, {got}. Start {t * p} processes, or lower it"
-    elif world_size % (t * p):
-        below = world_size // (t * p) * t * p
-        works = " or ".join(str(n) for n in (below, below + t * p) if n)
-        yield f"world size must be a multiple of tensor x pipe, {got}. Start {works} processes, or lower one of the two"
+        yield f"--model-parallel-size must not exceed the world size, {got}. Start {each} processes, or lower it"
+    elif world_size % each:
+        below = world_size // each * each
+        works = " or ".join(str(n) for n in (below, below + each) if n)
+        yield (
+            f"world size must be a multiple of {axes_text(c)}, {got}. Start {works} processes, or lower one of the "
+            f"{'two' if c == 1 else 'three'}"
+        )
     else:
-        yield from _ramp_problems(config, world_size // (t * p))
+        yield from _ramp_problems(config, world_size // each)
     if config.parallel.has_pipeline:
         yield from _stage_problems(config)
 
@@ -263,6 +321,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
             "--model-parallel-size"
         )
     yield from sequence_parallel_problems(config)
+    yield from context_parallel_problems(config)
     yield from unused_flags.unused_flag_problems(config)
     yield from run.stability_problems(config)
     yield from zero_problems(config)
@@ -349,4 +408,5 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *unused_flags.notes(config, world_size),
         *run.stability_notes(config, world_size),
         *zero_notes(config, world_size),
+        *context_parallel_notes(config),
     ]

@@ -23,7 +23,7 @@ TRACE_IN_RUN = "<run folder>/trace"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the tensor and pipe axes, how the pipeline runs, and the device that carries them."""
+    """Sizes of the tensor, pipe and context axes, how the pipeline runs, and the device that carries them."""
 
     model_parallel_size: int = option(
         1,
@@ -44,6 +44,19 @@ class ParallelConfig:
         minimum=0,
         aliases=("--pipeline-model-parallel-size",),
         short="pipeline stages p; 0 or 1: no pipeline",
+    )
+    context_parallel_size: int = option(
+        1,
+        "context-parallel size c: sequences are cut over c ranks, two pieces each, so that causal work is even; the "
+        "losses are those of one rank",
+        minimum=1,
+        short="context-parallel size c",
+    )
+    cp_comm_type: str = option(
+        "all_gather",
+        "what attention sends over the context ranks: all_gather: keys and values; a2a: all of a head to one rank, "
+        "where c divides the heads of a tensor rank; p2p, Megatron's ring, gathers here",
+        choices=("all_gather", "a2a", "p2p"),
     )
     pipeline_schedule: str | None = option(
         None,
@@ -193,8 +206,13 @@ class ParallelConfig:
         return self.pipeline_chunks if self.has_pipeline else 1
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return d: what the tensor and pipe axes leave of ``world_size`` ranks."""
-        return world_size // (self.model_parallel_size * self.num_stages)
+        """Return d: what the tensor, pipe and context axes leave of ``world_size`` ranks."""
+        return world_size // self.replica_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same samples: t p c."""
+        return self.model_parallel_size * self.num_stages * self.context_parallel_size
 
     @property
     def step_timeout_s(self) -> int:

@@ -255,10 +255,15 @@ def logging_problems(config: Config) -> Iterator[str]:
     named = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
     if named and config.checkpoint.eval_only:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
-    if seeing.sample_prompts and config.parallel.sequence_parallel:
+    parallel = config.parallel
+    cut_by = {
+        "--sequence-parallel": parallel.sequence_parallel,
+        "--context-parallel-size": parallel.context_parallel_size > 1,
+    }
+    for flag in (name for name, cuts in cut_by.items() if cuts and seeing.sample_prompts):
         yield (
-            "--sample-prompts reads one new token at a time, which --sequence-parallel cannot cut over the tensor "
-            "ranks. Leave the prompts out, and use tools/generate.py on the run's checkpoint"
+            f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
+            "prompts out, and use tools/generate.py on the run's checkpoint"
         )
     yield from _profiled_beyond_run(config)
 

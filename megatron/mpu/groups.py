@@ -60,9 +60,14 @@ class Grid:
     world: Group
     host: Group  # all ranks too, over the CPU, with patience: for what disks decide
     tensor_host: Group  # the tensor group over the CPU: for what a device need not be waited for
+    context: Group = SINGLE  # the ranks that have pieces of the same sequences
+    data_context: Group = SINGLE  # data x context: the ranks that hold the same weights and add up their gradients
 
 
-AXES = {"tensor": ("tensor",), "pipe": ("pipe",), "data": ("data",), "model": ("pipe", "tensor")}
+AXES = {
+    "tensor": ("tensor",), "pipe": ("pipe",), "data": ("data",), "model": ("pipe", "tensor"),
+    "context": ("context",), "data_context": ("data", "context"),
+}  # fmt: skip
 """Of the groups of a ``Grid``: along which axes of the topology."""
 HOST_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other's disks: opening data, saving, loading."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.data import broadcast_data as _broadcast_data
 from megatron.mpu.groups import Grid, Group, build_grid, single_grid
 from megatron.mpu.topology import Topology
@@ -22,7 +23,11 @@ _device = torch.device("cpu")
 
 
 def initialize_model_parallel(
-    tensor: int = 1, pipe: int = 1, device: torch.device | None = None, timeout: timedelta | None = None
+    tensor: int = 1,
+    pipe: int = 1,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    context: int = 1,
 ) -> Grid:
     """Build and keep the grid of all ranks of the default process group. Collective.
 
@@ -31,15 +36,15 @@ def initialize_model_parallel(
         timeout: of every group; torch's default unless given.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tensor * pipe``.
+        ValueError: the world size is not a multiple of ``tensor * pipe * context``.
     """
     global _grid, _device
     _device = device or torch.device("cpu")
     if dist.is_initialized():
-        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1))
+        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1), context)
         _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
-        Topology.of_world(1, tensor, max(pipe, 1))
+        Topology.of_world(1, tensor, max(pipe, 1), context)
         _grid = single_grid()
     return _grid
 
@@ -75,20 +80,37 @@ def _view(axis: str, part: str) -> Any:
     return read
 
 
+def _data_view(part: str) -> Any:
+    def read(with_context_parallel: bool = False) -> Any:
+        grid = get_grid()
+        return getattr(grid.data_context if with_context_parallel else grid.data, part)
+
+    read.__doc__ = f"Return the {part} of the data group, or of all ranks with the same weights: data x context."
+    return read
+
+
 get_tensor_model_parallel_group = get_model_parallel_group = _view("tensor", "handle")
 get_tensor_model_parallel_rank = get_model_parallel_rank = _view("tensor", "rank")
 get_tensor_model_parallel_world_size = get_model_parallel_world_size = _view("tensor", "size")
 get_pipe_parallel_group = get_pipeline_model_parallel_group = _view("pipe", "handle")
 get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _view("pipe", "rank")
 get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _view("pipe", "size")
-get_data_parallel_group = _view("data", "handle")
-get_data_parallel_rank = _view("data", "rank")
-get_data_parallel_world_size = _view("data", "size")
+get_data_parallel_group = _data_view("handle")
+get_data_parallel_rank = _data_view("rank")
+get_data_parallel_world_size = _data_view("size")
+get_context_parallel_group = _view("context", "handle")
+get_context_parallel_rank = _view("context", "rank")
+get_context_parallel_world_size = _view("context", "size")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the global rank of the first member of the tensor group: the one that reads data."""
     return get_grid().tensor.ranks[0]
+
+
+def get_context_parallel_global_ranks() -> list[int]:
+    """Return the global ranks of the context group."""
+    return list(get_grid().context.ranks)
 
 
 def is_pipeline_first_stage() -> bool:
@@ -114,3 +136,13 @@ def broadcast_data(
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return _broadcast_data(keys, data, kind, get_grid().tensor, _device, get_grid().tensor_host)
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, torch.Tensor | None], cp_group: Group | None = None
+) -> dict[str, torch.Tensor | None]:
+    """Return ``batch`` with the pieces of its sequences that this rank has; as it is without context parallelism.
+
+    Tensors [b, s, ...] are cut, those of fewer dimensions and None stay. The name is Megatron-LM's.
+    """
+    return split_batch(batch, cp_group or get_grid().context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from megatron.device import default_generator
 from megatron.mpu import fused_dropout
 from megatron.mpu.activation_storage import ActivationStorage
+from megatron.mpu.context_parallel import Run, runs_of, runs_within
 from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
 
@@ -257,11 +258,15 @@ class PhiloxDropout(DropoutStreams):
     Args:
         micro_batch_size: samples in each forward, to see that the tensors are what they must be.
         seed, data, tensor: as of ``DropoutStreams``.
+        context: the context-parallel group, whose ranks have pieces of the same samples.
     """
 
-    def __init__(self, micro_batch_size: int, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
+    def __init__(
+        self, micro_batch_size: int, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE,
+        context: Group = SINGLE,
+    ) -> None:  # fmt: skip
         super().__init__(seed, data, tensor)
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size, self.context, self.tensor_size = micro_batch_size, context, tensor.size
 
     def key(self, layer: int, site: str, is_cut: bool) -> int:
         """Return the key of the hash, the same on all ranks; cut or not is the same mask."""
@@ -298,6 +303,8 @@ class PhiloxDropout(DropoutStreams):
         length, samples, width = x.shape
         key, sample = self.key(layer, site, is_cut), self._first_sample()
         row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
+        if self.context.size > 1:
+            return self._drop_runs(x, residual, probability, key, (row, sample, 0, column), is_part)
         if self.by_kernel(x):
             return fused_dropout.drop(x, residual, Mask(key, probability, (row, sample, 0, column)))
         mask = dropped_mask(
@@ -307,6 +314,34 @@ class PhiloxDropout(DropoutStreams):
             samples=_range(samples, x.device, sample).view(-1, 1),
             planes=_range(1, x.device),
             columns=_columns(column, width),
+        )
+        return _plus(residual, _without(x, mask, probability))
+
+    def _drop_runs(
+        self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
+        first: tuple[int, int, int, int], is_part: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` [s/c, b, h], or a part of it that begins at ``first``, each run of it dropped at its place."""
+        row, sample, plane, column = first
+        own = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
+        runs = list(runs_within(own, row, row + len(x)))
+        if self.by_kernel(x):
+            parts = [
+                fused_dropout.drop(
+                    x[run.start : run.stop],
+                    None if residual is None else residual[run.start : run.stop],
+                    Mask(key, probability, (run.first, sample, plane, column)),
+                )
+                for run in runs
+            ]
+            return torch.cat(parts)
+        mask = dropped_mask(
+            key,
+            probability,
+            rows=_rows(runs, x.device).view(-1, 1, 1),
+            samples=_range(x.shape[1], x.device, sample).view(-1, 1),
+            planes=_range(1, x.device),
+            columns=_columns(column, x.shape[2]),
         )
         return _plus(residual, _without(x, mask, probability))
 
@@ -320,21 +355,33 @@ class PhiloxDropout(DropoutStreams):
         return function(drop=drop)
 
     def _drop_probabilities(
-        self, x: torch.Tensor, *, probability: float, key: int, sample: int, is_cut: bool
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, *, probability: float, key: int, sample: int, is_cut: bool,
+        runs: Sequence[Run] = (), first_head: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` with elements dropped.
 
         Shapes:
-            x, output [b, a/t, s, s_k]
+            x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
+
+        Args:
+            runs: where its queries are in the whole sequence; none: at its start.
+            first_head: of this tensor rank's.
         """
         samples, heads, queries, keys = x.shape
-        plane = self.tensor_rank * heads if is_cut else 0
+        own_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
+        plane = first_head + (self.tensor_rank * own_heads if is_cut else 0)
+        if runs and self.by_kernel(x):
+            parts = []
+            for run in runs:
+                mask_at = Mask(key, probability, (run.first, sample, plane, 0), is_attention=True)
+                parts.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
+            return torch.cat(parts, dim=2)
         if self.by_kernel(x):
             return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(
             key,
             probability,
-            rows=_range(queries, x.device).view(-1, 1),
+            rows=(_rows(runs, x.device) if runs else _range(queries, x.device)).view(-1, 1),
             samples=_range(samples, x.device, sample).view(-1, 1, 1, 1),
             planes=_range(heads, x.device, plane).view(-1, 1, 1),
             columns=_columns(0, keys),
@@ -374,6 +421,11 @@ def _plus(residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     return (x * (1.0 / (1.0 - probability))).masked_fill_(mask, 0.0)
+
+
+def _rows(runs: Iterable[Run], device: torch.device) -> torch.Tensor:
+    """Return where in the whole sequence the tokens of ``runs`` are."""
+    return torch.cat([_range(run.stop - run.start, device, run.first) for run in runs])
 
 
 def _columns(start: int, size: int) -> range:

@@ -321,7 +321,7 @@ class _Plan(NamedTuple):
 
 
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Starts -> plans by their version, number of keys, first position and window; gone when the starts are."""
+"""Starts -> plans by their version, the piece, number of keys, first position and window; gone when the starts are."""
 
 
 def attention_by_length(
@@ -340,7 +340,9 @@ def plan_of(starts: Tensor, num_keys: int, first: int, window: int) -> _Plan:
     """Return the plan of these starts, that of the layer before where it is the same."""
     if torch.compiler.is_compiling():  # what is kept from one call to the next is no part of a graph
         return _plan(starts, num_keys, first, window)
-    known, settings = _plans.setdefault(starts, {}), (starts._version, num_keys, first, window)
+    whole = starts if starts._base is None else starts._base  # each layer makes its own view of a piece
+    piece = starts.storage_offset(), starts.shape, starts.stride()
+    known, settings = _plans.setdefault(whole, {}), (starts._version, piece, num_keys, first, window)
     if settings not in known:
         known[settings] = _plan(starts, num_keys, first, window)
     plan: _Plan = known[settings]

@@ -24,7 +24,8 @@ from tds.schedule.simulate import bubble, share_split
 SPLIT_PRICE = 0.10
 """What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
 after: of a stage with the head); on other devices we have not measured it."""
-TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
+NOTHING = Traffic()
+TENSOR, CONTEXT, PIPELINE, DATA = "tensor", "context", "pipeline", "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class Planner:
         self.config, self.machine = config, machine
         self.costs = costs or registry.costs_of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
+        self._names = self.costs.unit_names
         self._clock = Clock(self.costs, machine, config.family)
         self._messages = Messages(self.costs, machine)
         self._bounds: dict[tuple[int, int], list[int]] = {}
@@ -166,7 +168,10 @@ class Planner:
         m, p = layout.num_micro_batches, layout.pipe
         units = self.units(layout)
         sums = self._messages.sums(layout, units)
-        seconds = [own.whole + sent.exposed_s for own, sent in zip(units, sums, strict=True)]
+        exchanged = [self._messages.context(layout) if name.split()[-1].isdigit() else NOTHING for name in self._names]
+        seconds = [
+            own.whole + sent.exposed_s + over.seconds for own, sent, over in zip(units, sums, exchanged, strict=True)
+        ]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
         if layout.schedule == SPLITTING and self.machine.is_cpu:
             pieces = [own + more for own, more in zip(pieces, self._splitting(layout, bounds, units), strict=True)]
@@ -179,16 +184,21 @@ class Planner:
         data, after = self._messages.summed(layout, bounds, last_backward)
         again = m * sum(unit.again for unit in units) / p
         exposed = m * sum(sent.exposed_s for sent in sums) / p
+        over_context = m * sum(sent.seconds for sent in exchanged) / p
         parts = {
-            "compute": running * (1 - idle) - exposed - again,
+            "compute": running * (1 - idle) - exposed - over_context - again,
             "recompute": again,
             TENSOR: exposed,
+            **({CONTEXT: over_context} if layout.context > 1 else {}),
             "bubble": running * idle,
             PIPELINE: waits,
             DATA: data.exposed_s,
             "update": after,
         }
-        return parts, running * idle / sum(parts.values()), {DATA: data, TENSOR: tensor, PIPELINE: across}
+        traffic = {DATA: data, TENSOR: tensor, PIPELINE: across}
+        if layout.context > 1:
+            traffic[CONTEXT] = max((total(exchanged, own) for own in stages), key=lambda sent: sent.seconds).times(m)
+        return parts, running * idle / sum(parts.values()), traffic
 
     def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
         """Return what putting the gradients of weights off costs in each piece, for a micro-batch on average."""

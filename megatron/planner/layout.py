@@ -26,6 +26,7 @@ class Layout:
     """Sizes of the axes, what a step is cut into, and what is shared, recomputed or put elsewhere.
 
     Args:
+        context: ranks over which sequences are cut, by exchanging heads where it ``cuts_heads``.
         recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
         sequence_parallel: tokens are cut over the tensor ranks between the products.
         overlaps_sums: gradients are summed over the replicas while the last backward runs.
@@ -36,6 +37,8 @@ class Layout:
     tensor: int = 1
     pipe: int = 1
     data: int = 1
+    context: int = 1
+    cuts_heads: bool = False
     chunks: int = 1
     schedule: str = "1f1b"
     micro_batch_size: int = 1
@@ -54,7 +57,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipe * self.data
+        return self.tensor * self.pipe * self.data * self.context
 
     @property
     def global_batch_size(self) -> int:
@@ -64,7 +67,7 @@ class Layout:
     @property
     def zero(self) -> memory.Zero:
         """How replicas share what they hold."""
-        return memory.Zero(self.zero_stage, self.data, self.offload_optimizer, self.offload_parameters)
+        return memory.Zero(self.zero_stage, self.data * self.context, self.offload_optimizer, self.offload_parameters)
 
     @property
     def sequence(self) -> int:
@@ -73,6 +76,7 @@ class Layout:
 
     def __str__(self) -> str:
         words = [f"tp {self.tensor}", f"pp {self.pipe}", f"dp {self.data}"]
+        words += [f"cp {self.context}"] * (self.context > 1)
         if self.pipe > 1:
             words.append(self.schedule + (f" x {self.chunks} chunks" if self.chunks > 1 else ""))
         words.append(f"micro-batch {self.micro_batch_size} x {self.num_micro_batches}")
@@ -94,6 +98,8 @@ def layout_of(config: Any, world_size: int) -> Layout:
         tensor=parallel.model_parallel_size,
         pipe=stages,
         data=parallel.data_parallel_size(world_size),
+        context=parallel.context_parallel_size,
+        cuts_heads=parallel.cp_comm_type == "a2a",
         chunks=chunks,
         schedule=min(names, key=lambda name: bubble(stages, m, name, chunks)),
         micro_batch_size=batch.micro_batch_size,

@@ -53,7 +53,8 @@ LAYOUT = {
 """Field of a section -> field of ``Layout``: what a search may vary, unless it is given."""
 TAKEN = (
     "offload_optimizer", "offload_parameters", "checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu",
-    "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask",
+    "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask", "context_parallel_size",
+    "cp_comm_type",
 )  # fmt: skip
 """Other fields that are read, beside those of the model and its lengths."""
 SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
@@ -115,7 +116,7 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
 
 def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, number: int) -> Search:
     """Return the search that keeps what was given of the layout; the schedule "auto" keeps none."""
-    plain = layout_of(config, config.parallel.model_parallel_size * config.parallel.num_stages)
+    plain = layout_of(config, config.parallel.replica_size)
     names = {LAYOUT[name] for name in given if name in LAYOUT and given[name] != AUTO}
     fixed = {name: getattr(plain, name) for name in names}
     return Search(world_size=world, global_batch_size=batch, number=number, fixed=fixed, plain=plain)
@@ -146,12 +147,12 @@ def with_placeholder_sizes(
     """
     tensor = _sizes(given, "model_parallel_size", IN_TENSOR, world)
     pipe = _sizes(given, "pipe_parallel_size", IN_PIPE, world)
-    first = None
+    first, context = None, max(int(given.get("context_parallel_size", 1)), 1)
     for t, p in product(tensor, pipe):
         sizes = ["--model-parallel-size", str(t)] * ("model_parallel_size" not in given and t > 1)
         sizes += ["--pipe-parallel-size", str(p)] * ("pipe_parallel_size" not in given and p > 1)
         try:
-            return checked([*words, *sizes], max(t, 1) * max(p, 1), family, brought)
+            return checked([*words, *sizes], max(t, 1) * max(p, 1) * context, family, brought)
         except ConfigError as error:
             first = first or error
     assert first is not None
@@ -271,9 +272,8 @@ def _batch_size(config: Config, world: int, given: Mapping[str, Any], assumed: l
                 f"--gas in a search needs the samples of a step, got no {', '.join(missing)} to make them of. Add "
                 "--global-batch-size, or these, or leave --gas out"
             )
-        tensor, pipe = config.parallel.model_parallel_size, config.parallel.num_stages
-        return config.batch.gas * micro * max(world // (tensor * pipe), 1)
-    least = world * (micro if "batch_size" in given else 1)
+        return config.batch.gas * micro * max(config.parallel.data_parallel_size(world), 1)
+    least = max(world // config.parallel.context_parallel_size, 1) * (micro if "batch_size" in given else 1)
     batch = least * 2 ** max(0, round(math.log2(TOKENS / config.tokens_per_sample / least)))
     assumed.append(f"--global-batch-size {batch}")
     return int(batch)

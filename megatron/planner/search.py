@@ -86,7 +86,8 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
 
 def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
     """Yield every layout that is sought, whether it fits or not."""
-    fixed, world, batch = wanted.fixed, wanted.world_size, wanted.global_batch_size
+    fixed, batch, context = wanted.fixed, wanted.global_batch_size, wanted.plain.context
+    world = wanted.world_size // context if wanted.world_size % context == 0 else 0
     for tensor in _tensor_sizes(planner, wanted):
         for pipe in _allowed(divisors(world // tensor), fixed, "pipe"):
             data = world // tensor // pipe
@@ -133,7 +134,7 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
     """Return sizes of the tensor axis that cut all heads and widths whole, within a node."""
     model = planner.config.model
     cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
-    sizes = [t for t in divisors(wanted.world_size) if all(size % t == 0 for size in cut)]
+    sizes = [t for t in divisors(wanted.world_size // wanted.plain.context) if all(size % t == 0 for size in cut)]
     if wanted.plain.optimizer == "adafactor":  # it needs whole matrices
         sizes = [1]
     if "tensor" in wanted.fixed:
@@ -163,7 +164,7 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
 
 
 def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
-    if plain.data == 1 or plain.optimizer == "adafactor":
+    if plain.zero.replicas == 1 or plain.optimizer == "adafactor":
         return [0]
     if plain.pipe > 1 or not plain.overlaps_sums:
         return [0, 1]

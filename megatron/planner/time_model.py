@@ -192,6 +192,8 @@ def _scores(work: Work) -> float:
 # |---|---|---|
 # | tensor | sum of activations of X bytes over t ranks | 2 (t - 1) / t X |
 # | ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more, which zb-h1 and compiled layers keep) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
+# | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
+# | ... a2a | queries, keys, values and context of X bytes there and back, recomputed once more | 2 (c - 1) / c^2 X |
 # | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
 # | data | sum of gradients over d replicas, ZeRO 0, and 1 on CPUs | 2 (d - 1) / d x 4 bytes of a parameter |
 # | ... ZeRO 1 on GPUs, in place of it | each replica's part of the sum | (d - 1) / d x 4 |
@@ -294,6 +296,16 @@ class Messages:
         """Return the messages between tensor ranks of each unit for a micro-batch."""
         return [forward + backward for forward, backward in self.ways(layout, units)]
 
+    def context(self, layout: Layout) -> Traffic:
+        """Return the messages over the context ranks of one layer, for a micro-batch; all are waited for."""
+        group = Group.of(self.machine, layout.context, layout.tensor, layout.world_size)
+        sizes = self.costs.context_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
+        if layout.cuts_heads:
+            times = 2 if layout.recompute == "none" else 3
+            return sum((group.gathered(size / layout.context) for size in sizes), Traffic()).times(times)
+        twice = sum((group.gathered(size) for size in sizes), Traffic()).times(2)
+        return twice + sum((group.scattered(size) for size in sizes), Traffic())
+
     def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
         """Return the messages between tensor ranks of each unit's forward and of its backward."""
         group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
@@ -336,7 +348,7 @@ class Messages:
         """Return what replicas send in a step, and the seconds of the update."""
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer)
         held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
-        group = Group.of(machine, layout.data, layout.tensor, layout.world_size)
+        group = Group.of(machine, layout.data * layout.context, layout.tensor, layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage
         hiding = 0.0 if machine.is_cpu else backward_s
         gradients, weights = held * state.gradient, held * state.width

@@ -164,7 +164,8 @@ def machine(kind: str) -> dict[str, Any]:
 
 def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
     """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None where they are the same."""
-    old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"])
+    context = saved.get("context", 1)  # which checkpoints of before do not name
+    old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"], context=context)
     return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
 
 
@@ -187,7 +188,8 @@ def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_cha
 
 
 def _layout(topology: Topology) -> str:
-    return f"tp{topology.tensor} pp{topology.pipe} dp{topology.data}"
+    context = f" cp{topology.context}" if topology.context > 1 else ""
+    return f"tp{topology.tensor} pp{topology.pipe} dp{topology.data}{context}"
 
 
 def _cpu() -> str:

@@ -215,7 +215,7 @@ def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, t
     gather_verdict(
         world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None
     )
-    if taken.generators and checkpoint.state["layout"] == asdict(topology):
+    if taken.generators and layout_text(checkpoint.state["layout"], topology) is None:
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
     return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
 
@@ -283,4 +283,4 @@ def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
 def _rng_of_replicas(world: World) -> dict[int, dict[str, torch.Tensor]]:
     """Return the states of the generators of the ranks that hold what this rank holds, by rank. Collective."""
     states = world.grid.host.gather_objects(device.rng_states(world.kind))
-    return {rank: states[rank] for rank in world.grid.data.ranks}
+    return {rank: states[rank] for rank in world.grid.data_context.ranks}

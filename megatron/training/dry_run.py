@@ -89,7 +89,8 @@ def dry_run(config: Config, world_size: int) -> None:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
         tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
     parallel = config.parallel
-    topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
+    sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
+    topology = Topology.of_world(world_size, *sizes)
     bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
     screen = TrainingConsole("plain", config.batch.train_iters)
@@ -122,7 +123,8 @@ def plan_rows(
     batch, d = config.batch, topology.data
     size = topology.world_size
     ranks = f"{size} rank{'' if size == 1 else 's'}"
-    yield "layout", f"{ranks} = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
+    context = f" x context {topology.context}" if topology.context > 1 else ""
+    yield "layout", f"{ranks} = pipe {topology.pipe} x data {d}{context} x tensor {topology.tensor}"
     known = counted is None or is_known(config, counted)
     if counted is None or known:
         yield "model", model_text(config)
@@ -140,9 +142,10 @@ def plan_rows(
         sizes = batch.sizes(d)
         yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
     yield from sample_rows(config)
+    yield from _context_rows(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
-    yield from _zero_rows(config, d)
+    yield from _zero_rows(config, topology.data_context)
     if config.neutral:
         yield "holds anyway", neutral_text(config)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
@@ -207,7 +210,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         tensor=topology.tensor,
         dtype=dtype if dtype in BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
-        zero=zero_of(config, topology.data),
+        zero=zero_of(config, topology.data_context),
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_selective=config.parallel.recompute_granularity == "selective",
         sequence=topology.tensor if config.parallel.sequence_parallel else 1,
@@ -215,6 +218,20 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         is_compiled=config.parallel.compile,
         **_schedule(config, bounds, topology.pipe),
     )
+
+
+def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield how sequences are cut over ranks, and what attention sends for it."""
+    parallel, length = config.parallel, config.sequence_lengths[0]
+    c = parallel.context_parallel_size
+    if c == 1:
+        return
+    sent = "keys and values are gathered, and their gradients summed"
+    if parallel.cp_comm_type == "a2a":
+        sent = "all of a head goes to one rank and comes back"
+    elif parallel.cp_comm_type == "p2p":
+        sent = f"{sent}, with --cp-comm-type p2p, too"
+    yield "context", f"2 pieces of {length // (2 * c)} tokens on each of {c} ranks; in attention {sent}"
 
 
 def zero_of(config: Config, replicas: int) -> Zero:

@@ -110,7 +110,7 @@ def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
         return
     ranks_of = {kind: format_ranks([rank for rank, one in enumerate(kinds) if one == kind]) for kind in set(kinds)}
     named = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in sorted(ranks_of.items()))
-    for ranks in grid.topology.groups("pipe", "tensor"):
+    for ranks in grid.topology.groups("pipe", "context", "tensor"):
         if len({kinds[rank] for rank in ranks}) > 1:
             raise ConfigError(
                 f"the ranks of a replica must have GPUs of one kind, got {named}: other kernels would round otherwise, "
@@ -210,7 +210,10 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank opens the corpus: the first tensor rank of the first and the last stage."""
+        """Whether this rank opens the corpus: the first tensor rank of the first and the last stage.
+
+        The ranks of a context group read the same samples, each for its own pieces.
+        """
         return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
 
     @property
@@ -242,7 +245,8 @@ class World:
     def name_of(self, rank: int) -> str:
         """Return any rank in words."""
         place = self.grid.topology.coordinate(rank)
-        return f"rank {rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data})"
+        context = f", context {place.context}" if self.grid.topology.context > 1 else ""
+        return f"rank {rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data}{context})"
 
 
 def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) -> World:
@@ -271,7 +275,8 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     backend = _backend(asked, kind, is_through_host=is_through_host)
     _init_process_group(backend, kind, timeout, signal_name)
     parallel = config.parallel
-    grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
+    sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
+    grid = initialize_model_parallel(*sizes, place, timeout, parallel.context_parallel_size)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
     compare_devices(place, grid)
     _touch_every_group(grid, place)
@@ -364,10 +369,12 @@ def _init_process_group(
 
 def _touch_every_group(grid: Grid, place: torch.device) -> None:
     """Send one number through each group: what cannot communicate fails here, not in the first step."""
-    for name in ("tensor", "pipe", "data", "model", "world"):
+    touched: set[tuple[int, ...]] = set()
+    for name in ("tensor", "pipe", "context", "data", "data_context", "model", "world"):
         group: Group = getattr(grid, name)
-        if group.size == 1:
+        if group.size == 1 or group.ranks in touched:
             continue
+        touched.add(group.ranks)
         value = torch.ones(1, device=place)
         try:
             dist.all_reduce(value, group=group.handle)

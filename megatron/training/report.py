@@ -113,7 +113,7 @@ def stage_facts(
     return [
         {
             "stage": stage,
-            "ranks": topology.data * topology.tensor,
+            "ranks": topology.data_context * topology.tensor,
             "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
             "parameters": counted[1 + stage],
             "estimated_bytes": memory[stage].total if memory is not None else None,

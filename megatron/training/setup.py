@@ -49,7 +49,7 @@ SINGLE_PLACE = "single memory location"
 def is_asked_for(config: Config, world: World) -> bool:
     """Return whether each replica keeps parts of the weights alone."""
     settings = config.optimizer
-    return settings.zero_stage == 3 and (world.grid.data.size > 1 or settings.offload_parameters)
+    return settings.zero_stage == 3 and (world.grid.data_context.size > 1 or settings.offload_parameters)
 
 
 def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn.Module:
@@ -81,7 +81,7 @@ def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: R
         if is_uninitialized(parameter):
             initialize([(names[parameter], parameter)], seed=config.run.seed, rule=rule)
         else:
-            send_first(parameter.detach(), world.device, world.grid.data)
+            send_first(parameter.detach(), world.device, world.grid.data_context)
 
     return ParamInit(world.device, fill)
 
@@ -116,24 +116,24 @@ def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
 
 
 class DeepSpeedMpu:
-    """The methods that ``deepspeed.initialize(mpu=...)`` calls.
+    """The methods that ``deepspeed.initialize(mpu=...)`` calls; data and context are one axis to it.
 
     DeepSpeed takes a missing handle for the whole world, so a group of one gets a real process group here. Collective.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._data = _handle(grid, grid.data)
+        self._data = _handle(grid, grid.data_context)
         self._tensor = _handle(grid, grid.tensor)
 
     def get_data_parallel_group(self) -> Any:
         return self._data
 
     def get_data_parallel_rank(self) -> int:
-        return self._grid.data.rank
+        return self._grid.data_context.rank
 
     def get_data_parallel_world_size(self) -> int:
-        return self._grid.data.size
+        return self._grid.data_context.size
 
     def get_model_parallel_group(self) -> Any:
         return self._tensor
@@ -187,6 +187,21 @@ def _cuts(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False))
 
 
+def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
+    """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
+
+    Raises:
+        ConfigError: it is not: tokens of other ranks would not be seen.
+    """
+    built = {place.context.size for each in module.modules() if (place := getattr(each, "place", None)) is not None}
+    if size > 1 and built != {size}:
+        raise ConfigError(
+            f"--context-parallel-size {size} acts on layers that are built for it, got "
+            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build it with "
+            "megatron.models.ParallelContext(..., context=mpu.get_grid().context), or leave the flag out"
+        )
+
+
 # DeepSpeed's AdamW for weights on the CPU, compiled on this machine when it is first used.
 
 
@@ -210,11 +225,11 @@ def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim
 
 def make_streams(config: Config, world: World) -> DropoutStreams:
     """Return this rank's source of dropout masks."""
-    seed, data, tensor = config.run.seed, world.grid.data, world.grid.tensor
+    seed, grid = config.run.seed, world.grid
     if config.model.layout_independent_dropout:
-        streams: DropoutStreams = PhiloxDropout(config.batch.batch_size, seed, data, tensor)
+        streams: DropoutStreams = PhiloxDropout(config.batch.batch_size, seed, grid.data, grid.tensor, grid.context)
     else:
-        streams = DropoutStreams(seed, data, tensor)
+        streams = DropoutStreams(seed, grid.data_context, grid.tensor)
     streams.has_kernels = config.parallel.fused_kernels != "torch"
     if world.rank == 0 and (text := dropout_warning(config, world.kind)):
         log.warning(text)
@@ -259,6 +274,7 @@ def build_weights(
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
+    check_context_is_cut(module, config.parallel.context_parallel_size)
     device_setup.use_norms(config, module)
     param_init = param_init_of(config, module, world, weight_rule(config))
     if param_init is None:
@@ -330,7 +346,7 @@ def make_optimizer(
         scaler=make_scaler(config),
         model=world.grid.model,
         tensor=world.grid.tensor,
-        data=world.grid.data,
+        data=world.grid.data_context,
         zero_stage=settings.zero_stage,
         overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
         offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),

@@ -48,7 +48,7 @@ ENDING = "ending"
 
 NET_S = 10.0
 """Process groups time out so long after the limit of the watch."""
-AXES = ("host", "world", "model", "data", "pipe", "tensor_host", "tensor")
+AXES = ("host", "world", "model", "data_context", "data", "context", "pipe", "tensor_host", "tensor")
 """Of the names of one process group the last counts."""
 
 

@@ -31,7 +31,7 @@ from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training.compatibility import machine
+from megatron.training.compatibility import layout_text, machine
 from megatron.training.initialize import World
 
 # The tensors of a run's state as records: weights, the optimizer's moments, random states.
@@ -244,7 +244,7 @@ def described(
         "optimizer_steps": optimizer_steps(optimizer),
         "model": config.identity(),
         "config": config.to_dict(),
-        "layout": asdict(world.grid.topology),
+        "layout": world.grid.topology.sizes(),
         "data_fingerprint": fingerprint,
         "data_order": order,
         "torch": torch.__version__,
@@ -300,7 +300,7 @@ def restore(
     if taken.optimizer:
         optimizer.scaler.load(checkpoint.state["scaler"])
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
-    if taken.generators and checkpoint.state["layout"] == asdict(world.grid.topology):
+    if taken.generators and layout_text(checkpoint.state["layout"], world.grid.topology) is None:
         restore_rng(checkpoint, world)
     return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
 

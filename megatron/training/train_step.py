@@ -273,8 +273,8 @@ class SingleStageEngine:
         agreement = self._agree(meter)
         if sums_gradients:
             self.optimizer.scale_gradients(1.0)
-        elif self.grid.data.size > 1:  # what sums are multiplied by is left to the optimizer
-            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
+        elif self.grid.data_context.size > 1:  # what sums are multiplied by is left to the optimizer
+            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data_context.handle)
         read_ahead(data)
         read_with_norm(self.optimizer, agreement)
         return self._update(*_loss_values(agreement.means()))
@@ -300,8 +300,8 @@ class SingleStageEngine:
         return _own_work(self._busy.drain())
 
     def _agree(self, meter: LossMeter) -> LossReduction:
-        """Return what the losses of all replicas came to. Collective."""
-        data = self.grid.data
+        """Return what the losses of all replicas, and of their pieces of sequences, came to. Collective."""
+        data = self.grid.data_context
         return all_reduce_loss(meter, self.device, data_group=data.handle, data_size=data.size)
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:

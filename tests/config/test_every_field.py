@@ -24,6 +24,7 @@ import ast
 import dataclasses
 import functools
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 ACTS_ON = {
     "plan": """
         model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
+        context_parallel_size cp_comm_type
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
     """,
     "rates": """
@@ -174,6 +176,7 @@ BESIDE = {
     "partition_method": "--pipe-parallel-size 2 --num-layers 6",
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
+    "cp_comm_type": "--context-parallel-size 2",
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
     **{
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"
@@ -236,8 +239,8 @@ def text(value: Any) -> Any:
 
 def plan(config: Config) -> Any:
     parallel = config.parallel
-    size = parallel.model_parallel_size * parallel.num_stages
-    topology = Topology.of_world(size, parallel.model_parallel_size, parallel.num_stages)
+    sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
+    topology = Topology.of_world(parallel.replica_size, *sizes)
     return [
         *plan_rows(config, topology, registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks), "fp32")
     ]
@@ -394,9 +397,9 @@ def family_of(option: Option) -> str:
 
 
 def read_in(words: list[str], family: str) -> Config:
-    pipe = int(words[words.index("--pipe-parallel-size") + 1]) if "--pipe-parallel-size" in words else 1
-    tensor = int(words[words.index("--model-parallel-size") + 1]) if "--model-parallel-size" in words else 1
-    return parse(words, world_size=max(pipe, 1) * tensor, env={}, family=family)
+    axes = ("--pipe-parallel-size", "--model-parallel-size", "--context-parallel-size")
+    sizes = [max(int(words[words.index(flag) + 1]), 1) for flag in axes if flag in words]
+    return parse(words, world_size=prod(sizes), env={}, family=family)
 
 
 def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[str, str]]:

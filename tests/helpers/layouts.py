@@ -42,10 +42,12 @@ def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_eve
 
 @functools.cache
 def traces(
-    tensor: int, pipe: int, data: int, micro: int, gas: int, extra: str = "--fp64", steps: int = 3, eval_every: int = 0
-) -> list[Trace]:
+    tensor: int, pipe: int, data: int, micro: int, gas: int, extra: str = "--fp64", steps: int = 3,
+    eval_every: int = 0, context: int = 1,
+) -> list[Trace]:  # fmt: skip
     """Return each rank's trace in this layout; equal calls run once in a session."""
-    size = tensor * pipe * data
+    size = tensor * pipe * data * context
+    extra = extra if context == 1 else f"{extra} --context-parallel-size {context}"
     argv = flags(tensor, pipe, micro=micro, gas=gas, extra=extra)
     return run_ranks(size, trace_rank, argv, size, steps, eval_every, deadline_s=100.0)
 
@@ -63,7 +65,7 @@ def batches(data: int, gas: int) -> tuple[int, int]:
 
 
 def difference(
-    tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", **others: int
+    tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", context: int = 1, **others: int
 ) -> Difference:
     """Compare this layout with one process that sees the same global batches, and show what was observed.
 
@@ -71,8 +73,9 @@ def difference(
         schedule: flags that act on the pipeline only.
     """
     reference = serial(*batches(1, gas), extra, **others)
-    found = compare(reference, traces(tensor, pipe, data, *batches(data, gas), f"{extra} {schedule}", **others))
-    print(f"tensor {tensor} pipe {pipe} data {data} gas {gas} {extra} {schedule}: {found}")
+    ranks = traces(tensor, pipe, data, *batches(data, gas), f"{extra} {schedule}", context=context, **others)
+    found = compare(reference, ranks)
+    print(f"tensor {tensor} pipe {pipe} data {data} context {context} gas {gas} {extra} {schedule}: {found}")
     return found
 
 

@@ -52,17 +52,20 @@ class Runs:
 
     @functools.cache  # noqa: B019 - for a session, and a family has one
     def traces(
-        self, tensor: int, pipe: int, data: int, extra: str, steps: int, gas: int = 0, eval_every: int = 0
-    ) -> list[Trace]:
+        self, tensor: int, pipe: int, data: int, extra: str, steps: int, gas: int = 0, eval_every: int = 0,
+        context: int = 1,
+    ) -> list[Trace]:  # fmt: skip
         """Return each rank's trace in this layout; equal calls run once in a session."""
         micro, gas = batches(data, gas or self.gas)
+        extra = extra if context == 1 else f"{extra} --context-parallel-size {context}"
         argv = self.flags(tensor, pipe, micro=micro, gas=gas, extra=extra)
-        size = tensor * pipe * data
+        size = tensor * pipe * data * context
         return run_ranks(size, self.trace_rank, argv, size, steps, eval_every, deadline_s=100.0)
 
     def difference(
-        self, tensor: int, pipe: int, data: int, extra: str, steps: int, schedule: str = "", gas: int = 0
-    ) -> Difference:
+        self, tensor: int, pipe: int, data: int, extra: str, steps: int, schedule: str = "", gas: int = 0,
+        context: int = 1,
+    ) -> Difference:  # fmt: skip
         """Compare this layout with one process that sees the same global batches, and show what was observed.
 
         Args:
@@ -70,8 +73,9 @@ class Runs:
         """
         extra = f"{extra} {self.of_4}" if tensor == 4 and self.of_4 else extra
         reference = self.traces(1, 1, 1, extra, steps)[0]
-        found = compare(reference, self.traces(tensor, pipe, data, f"{extra} {schedule}", steps, gas))
-        print(f"tensor {tensor} pipe {pipe} data {data} {extra} {schedule}: {found}")
+        ranks = self.traces(tensor, pipe, data, f"{extra} {schedule}", steps, gas, context=context)
+        found = compare(reference, ranks)
+        print(f"tensor {tensor} pipe {pipe} data {data} context {context} {extra} {schedule}: {found}")
         return found
 
     def check_acts(self, flag: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
+from math import prod
 
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.mpu.topology import AXES, Coordinate, Topology
 
 size = st.integers(1, 4)
-grids = st.builds(Topology, pipe=size, data=size, tensor=size)
+grids = st.builds(Topology, pipe=size, data=size, tensor=size, context=st.integers(1, 3))
 quick = settings(deadline=None, max_examples=30)
 
 
@@ -21,7 +22,8 @@ quick = settings(deadline=None, max_examples=30)
 def test_rank_and_coordinate_are_inverse(grid):
     ranks = range(grid.world_size)
     assert [grid.rank(grid.coordinate(rank)) for rank in ranks] == list(ranks)
-    every = {Coordinate(p, d, t) for p in range(grid.pipe) for d in range(grid.data) for t in range(grid.tensor)}
+    axes = (range(each) for each in (grid.pipe, grid.data, grid.tensor, grid.context))
+    every = {Coordinate(*place) for place in product(*axes)}
     assert {grid.coordinate(rank) for rank in ranks} == every
 
 
@@ -42,14 +44,15 @@ def test_groups_along_any_axes_partition_the_ranks(grid):
 
 @quick
 @given(grids)
-def test_ranks_and_groups_are_those_of_deepspeed(grid):
-    theirs = PipeModelDataParallelTopology(num_pp=grid.pipe, num_mp=grid.tensor, num_dp=grid.data)
+def test_ranks_and_groups_are_those_of_deepspeed_to_which_data_and_context_are_one(grid):
+    theirs = PipeModelDataParallelTopology(num_pp=grid.pipe, num_mp=grid.tensor, num_dp=grid.data_context)
     for rank in range(grid.world_size):
         place = grid.coordinate(rank)
-        assert theirs.get_rank(pipe=place.pipe, data=place.data, model=place.tensor) == rank
-    for axis, name in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
-        if getattr(grid, axis) > 1:  # DeepSpeed lists no groups of one
-            assert sorted(grid.groups(axis)) == sorted(theirs.get_axis_comm_lists(name))
+        data = place.data * grid.context + place.context
+        assert theirs.get_rank(pipe=place.pipe, data=data, model=place.tensor) == rank
+    for axes, name in ((["pipe"], "pipe"), (["data", "context"], "data"), (["tensor"], "model")):
+        if prod(getattr(grid, axis) for axis in axes) > 1:  # DeepSpeed lists no groups of one
+            assert sorted(grid.groups(*axes)) == sorted(theirs.get_axis_comm_lists(name))
 
 
 def test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest():
@@ -62,12 +65,23 @@ def test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest():
 
 def test_the_data_axis_takes_what_the_others_leave():
     assert Topology.of_world(8, tensor=2, pipe=2) == Topology(pipe=2, data=2, tensor=2)
+    assert Topology.of_world(16, tensor=2, pipe=2, context=2) == Topology(pipe=2, data=2, tensor=2, context=2)
 
 
 def test_a_world_that_does_not_divide_is_refused_with_the_numbers():
     message = r"world_size=6, --model-parallel-size 2, --pipe-parallel-size 2 \(2 x 2 = 4\). Start 8 processes"
     with pytest.raises(ValueError, match=message):
         Topology.of_world(6, tensor=2, pipe=2)
+    with pytest.raises(ValueError, match=r"--context-parallel-size 2 \(2 x 1 x 2 = 4\). Start 8 processes"):
+        Topology.of_world(6, tensor=2, pipe=1, context=2)
+
+
+def test_context_runs_between_tensor_and_data_as_in_megatron():
+    grid = Topology(pipe=2, data=2, tensor=2, context=2)
+    assert grid.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert grid.groups("data", "context")[0] == [0, 2, 4, 6]
+    assert grid.sizes() == {"pipe": 2, "data": 2, "tensor": 2, "context": 2}
+    assert Topology(pipe=2, data=2, tensor=2).sizes() == {"pipe": 2, "data": 2, "tensor": 2}, "as before this axis"
 
 
 def test_an_unknown_axis_is_refused():

@@ -166,7 +166,15 @@ ON_CUDA = (
         "    if True:\n",
         (PLAN,),
     ),
-    Mutant("a plan outlives what it was made of", SOURCE, "(starts._version, num_keys,", "(num_keys,", (PLAN,)),
+    Mutant("a plan outlives what it was made of", SOURCE, "(starts._version, piece,", "(piece,", (PLAN,)),
+    Mutant("a piece has the plan of others", SOURCE, "_version, piece, num_keys", "_version, num_keys", (PLAN,)),
+    Mutant(
+        "each layer plans its piece anew",
+        SOURCE,
+        "whole = starts if starts._base is None else starts._base",
+        "whole = starts",
+        (PLAN,),
+    ),
     Mutant(
         "a window has the plan of others",
         SOURCE,

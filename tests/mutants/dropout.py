@@ -36,8 +36,8 @@ DROPOUT = (
     Mutant(
         "a run does not tell its dropout which replica it is",
         "megatron/training/setup.py",
-        "streams = DropoutStreams(seed, data, tensor)",
-        "streams = DropoutStreams(seed, tensor=tensor)",
+        "streams = DropoutStreams(seed, grid.data_context, grid.tensor)",
+        "streams = DropoutStreams(seed, tensor=grid.tensor)",
         (f"{LOOP}::test_a_run_draws_dropout_by_seed_replica_and_tensor_rank",),
     ),
     Mutant(

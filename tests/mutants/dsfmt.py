@@ -59,14 +59,14 @@ DSFMT = (
     Mutant(
         "a file holds the generators of its writer alone",
         "megatron/training/deepspeed_checkpoint.py",
-        "    return {rank: states[rank] for rank in world.grid.data.ranks}\n",
-        "    return dict.fromkeys(world.grid.data.ranks, device.rng_states(world.kind))\n",
+        "    return {rank: states[rank] for rank in world.grid.data_context.ranks}\n",
+        "    return dict.fromkeys(world.grid.data_context.ranks, device.rng_states(world.kind))\n",
         (f"{RUNS}[1-1-2 bf16]",),
     ),
     Mutant(
         "generators start anew",
         "megatron/training/deepspeed_checkpoint.py",
-        'if taken.generators and checkpoint.state["layout"] == asdict(topology):',
+        'if taken.generators and layout_text(checkpoint.state["layout"], topology) is None:',
         "if False:",
         (f"{RUNS}[1-1-2 bf16]",),
     ),

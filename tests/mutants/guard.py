@@ -120,8 +120,8 @@ GUARDED = (
     Mutant(
         "replicas are not compared",
         "megatron/training/callbacks/replica_check.py",
-        "    if grid.data.size > 1 and",
-        "    if grid.data.size > 2 and",
+        "    if grid.data_context.size > 1 and",
+        "    if grid.data_context.size > 2 and",
         (f"{FLIPPED}[replicas]",),
     ),
     Mutant(
@@ -141,7 +141,7 @@ GUARDED = (
     Mutant(
         "every rank is its own peer",
         "megatron/training/callbacks/straggler.py",
-        "place.pipe == own.pipe and place.data != own.data",
+        "place.pipe == own.pipe and _replica(place) != _replica(own)",
         "place.pipe == own.pipe",
         (f"{DRIFT}::test_the_slowest_is_named_where_it_is_clearly_slower",),
     ),

@@ -138,8 +138,8 @@ LLAMA = (
     Mutant(
         "each layer of a stage makes a mask of its own",
         "megatron/models/common/masks.py",
-        "return self._within[has_window].of(segment_ids, partial(_within, causal, segment_ids))",
-        "return _within(causal, segment_ids)",
+        "return self._within[has_window].of(segment_ids, partial(within, causal, segment_ids))",
+        "return within(causal, segment_ids)",
         ("tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[llama with dropout]",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_LAYERS
 from tests.mutants.causal_kernel import CAUSAL_KERNEL
 from tests.mutants.chunked_loss import CHUNKED_LOSS
 from tests.mutants.config_file import CONFIG_FILE
+from tests.mutants.context_parallel import CONTEXT_PARALLEL
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
@@ -94,6 +95,7 @@ IN_SYSTEMS = (
 )
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
+    *CONTEXT_PARALLEL,
     *CHUNKED_LOSS,
     *CAUSAL_ATTENTION,
     *CAUSAL_KERNEL,

@@ -363,8 +363,8 @@ PLANNER = (
     Mutant(
         "attention that drops is blocked",
         "megatron/models/common/decoder_cost.py",
-        " and not model.attention_dropout\n    return",
-        "\n    return",
+        " and not model.attention_dropout\n    cut",
+        "\n    cut",
         (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops",),
     ),
     Mutant(

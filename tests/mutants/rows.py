@@ -41,8 +41,8 @@ ROWS = (
     Mutant(
         "ranks beyond a multiple are left idle",
         VALIDATE,
-        "    elif world_size % (t * p):\n",
-        "    elif world_size // (t * p) == 0:\n",
+        "    elif world_size % each:\n",
+        "    elif world_size // each == 0:\n",
         (CASES,),
     ),
     Mutant(

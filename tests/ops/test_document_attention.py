@@ -119,6 +119,9 @@ def test_layers_share_the_plan_of_a_micro_batch_and_the_next_one_has_its_own() -
         for given_, window in ((starts, 0), (starts, 0), (starts, 5), (other, 0), (starts, 0), (starts, 5)):
             found = document_attention.plan_of(given_, 40, 0, window)
         assert making.call_count == 3
+        for piece in (starts[:, :20], starts[:, 20:], starts[:, 20:], starts[:, :20]):  # a view of each layer
+            document_attention.plan_of(piece, 40, 0, 0)
+        assert making.call_count == 5
         starts.copy_(other)
         assert document_attention.plan_of(starts, 40, 0, 5).cu_query.ne(found.cu_query).any(), "they were overwritten"
 

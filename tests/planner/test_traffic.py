@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.arguments import config_from_values
-from megatron.planner.estimate import DATA, PIPELINE, TENSOR, Estimate, Planner
+from megatron.planner.estimate import CONTEXT, DATA, PIPELINE, TENSOR, Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Link, device
 from megatron.planner.time_model import Group, Traffic
@@ -120,3 +120,22 @@ def test_sums_hide_behind_the_last_backward_and_those_of_activations_behind_weig
     split = estimate(tensor=4, pipe=2, num_micro_batches=8, schedule="zb-h1")
     assert split.traffic[TENSOR].hidden_s == 0
     assert math.isclose(sum(beside.parts.values()), beside.step_s)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
+def test_context_ranks_gather_keys_and_values_twice_or_exchange_heads(recompute: str, again: int) -> None:
+    """Keys and values of 2 s h numbers, of one in a way; of heads queries, keys, values and context, s h / c each."""
+    how = {"context": 4, "data": 2, "micro_batch_size": 2, "num_micro_batches": 3, "recompute": recompute}
+    of_layer = 2 * S * H * 2
+    for comm, sent in (("all_gather", 3 * 2 * of_layer), ("a2a", (2 + again) * 4 * of_layer / 4)):
+        more = {"context_parallel_size": 4, "cp_comm_type": comm}
+        planner = Planner(config_from_values({**SIZES, **more, "max_position_embeddings": S}), A100)
+        found = planner.estimate(Layout(**how, cuts_heads=comm == "a2a"))  # type: ignore[arg-type]
+        assert found.traffic[CONTEXT].bytes == pytest.approx(3 * L * 3 / 4 * sent)
+        assert sum(found.parts.values()) == pytest.approx(found.step_s) and found.parts[CONTEXT] > 0
+        assert found.traffic[DATA].bytes == pytest.approx(estimate(data=8).traffic[DATA].bytes), "over data x context"
+        assert (
+            planner.memory(found.layout)[0].activations
+            < PLANNER.memory(replace(found.layout, context=1))[0].activations
+        )
+    assert CONTEXT not in estimate().traffic

@@ -133,7 +133,7 @@ def test_a_full_disk_costs_this_save_only(tmp_path: Path, monkeypatch: pytest.Mo
 
 def _one_rank_fails(rank: int, root: Path) -> str:
     group = Group((0, 1), rank, torch.distributed.group.WORLD)
-    grid = replace(single_grid(), topology=Topology(1, 2, 1), rank=rank, data=group, world=group, host=group)
+    grid = replace(single_grid(), topology=Topology(1, 2, 1), rank=rank, data_context=group, world=group, host=group)
     world = World("cpu", torch.device("cpu"), grid, rank)
     deepspeed_checkpoint.save(root, 1, STATE, Engine(1.0, rank), world)
     if rank == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,7 @@ def _state(config: Config, origin: str) -> dict[str, Any]:
         "optimizer_steps": 0,
         "model": config.identity(),
         "config": config.to_dict(),
-        "layout": asdict(Topology(pipe=1, data=1, tensor=1)),
+        "layout": Topology(pipe=1, data=1, tensor=1).sizes(),
         "data_fingerprint": None,
         "data_order": None,
         "torch": torch.__version__,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import Kept, Product, Work
-from megatron.models.common.decoder_cost import DecoderCosts, dropout_costs
+from megatron.models.common.decoder_cost import DecoderCosts, context_costs, dropout_costs
 
 _TOKEN_TYPES = 2
 
@@ -63,16 +63,16 @@ class BertCosts(DecoderCosts):
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         embedding, *layers, norm, head = super().unit_work(samples, tensor, width)
         h = self.sizes.hidden_size
-        transform = Work(products=(Product(samples * self.seq_length, h, h),), operations=2 * norm.operations)
+        transform = Work(products=(Product(samples * self.own_length, h, h),), operations=2 * norm.operations)
         return [embedding, *layers, transform, head]
 
     def unit_kept(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> list[Kept]:
         embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
-        mask = samples * self.seq_length**2 * width  # which keys are padding, as numbers
+        mask = samples * self.own_length * self.seq_length * width  # which keys are padding, as numbers
         layers = [replace(layer, full=layer.full + mask) for layer in layers]
-        hidden = samples * self.seq_length * self.sizes.hidden_size * width // sequence
+        hidden = samples * self.own_length * self.sizes.hidden_size * width // sequence
         return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
@@ -84,5 +84,6 @@ class BertCosts(DecoderCosts):
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
     """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
     return BertCosts(
-        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu)
-    )
+        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu),
+        **context_costs(config),
+    )  # fmt: skip

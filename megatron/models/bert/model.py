@@ -26,11 +26,11 @@ from megatron.models.common.norms import LayerNorm
 from megatron.models.common.parameters import Rule
 from megatron.models.common.transformer import MLP, Recompute, run_layers
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.mappings import reduce_from_tensor_region
+from megatron.mpu.mappings import all_reduce, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
-from megatron.ops.attention import attention, segment_mask
-from megatron.ops.document_attention import document_attention, document_starts, document_stops
+from megatron.ops.attention import segment_mask
+from megatron.ops.document_attention import document_starts, document_stops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,10 +86,12 @@ def bert_loss(
     following = F.cross_entropy(scores.to(wide), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
     if step_predictions is None:
-        share = num_masked / num_samples
+        share = all_reduce(num_masked.clone(), place.context) / num_samples
     else:
         predictions, samples = step_predictions.to(wide)  # not fp64, which some devices lack
         share = predictions / samples
+    if place.context.rank:  # the first token of a sample is on the first rank of the context group
+        following, num_samples = following * 0.0, num_samples * 0.0
     return {
         "loss": (masked + following * share, num_masked),
         "mlm loss": (masked.detach(), num_masked),
@@ -136,7 +138,7 @@ class SharedWordEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
         words = self.word(tokens.t())  # [s, b, h] or [s/t, b, h]
         types = self.place.part(token_types.t())  # [s, b] or [s/t, b]
-        positions = self.place.part(torch.arange(token_types.shape[1], device=words.device))
+        positions = self.place.part(self.place.positions(token_types.shape[1], words.device))
         x = words + self.position(positions).unsqueeze(1) + self.token_type(types)
         return self.place.dropout(self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
@@ -164,21 +166,24 @@ class BertAttention(SelfAttention):
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
         if mask is not None and mask.dtype == torch.int32:
             starts, stops = mask
-            return self.dense(self.attend(document_attention, query, key, value, starts, stops))
-        return self.dense(self.attend(attention, query, key, value, mask=mask, is_causal=False))
+            return self.dense(self.attend(self.within_documents, query, key, value, starts, stops))
+        return self.dense(self.attend(self.function, query, key, value, mask=mask, is_causal=False))
 
 
-def padding_mask(segments: torch.Tensor, sizes: BertModelArgs) -> torch.Tensor:
-    """Return where a query may look, of segments [b, s], -1 in padding, which no other token sees.
+def padding_mask(segments: torch.Tensor, sizes: BertModelArgs, place: ParallelContext) -> torch.Tensor:
+    """Return where this rank's queries may look, of segments [b, s], -1 in padding, which no other token sees.
+
+    With context parallelism of segments [b, s/c], and collective.
 
     Shapes:
         output int32 [2, b, s], the first key and one more than the last, on a CPU where nothing is dropped from
-               attention; else bool [b, 1, s, s]
+               attention; else bool [b, 1, s, s]; of queries [.., s/c] or all, by ``place``
     """
+    queries, keys = place.queries_and_keys(segments)
     if segments.device.type == "cpu" and not sizes.attention_dropout:
-        starts = document_starts(segments)
-        return torch.stack((starts, document_stops(starts)))
-    return segment_mask(segments, segments)
+        starts = document_starts(keys)
+        return place.own_queries(torch.stack((starts, document_stops(starts))), dim=2)
+    return segment_mask(queries, keys)
 
 
 class BertLayer(nn.Module):
@@ -254,7 +259,8 @@ class Transform(nn.Module):
 class NextSentence(nn.Module):
     """Whether the second segment goes on where the first stops, from the first token of a sample.
 
-    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same.
+    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same. With
+    context parallelism the first rank of the context group has it; what the others make of theirs does not count.
 
     Shapes:
         input  [s, b, h], or this rank's part of it, by ``place``
@@ -345,7 +351,7 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Outputs | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        mask = None if segments is None else padding_mask(segments, self.sizes)
+        mask = None if segments is None else padding_mask(segments, self.sizes, self.place)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))

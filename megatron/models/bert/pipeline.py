@@ -67,7 +67,7 @@ def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
     )  # fmt: skip
-    mask = SharedMask(partial(padding_mask, sizes=sizes))
+    mask = SharedMask(partial(padding_mask, sizes=sizes, place=place))
     return [
         SharingLayerSpec(embedding_pipe(SharedWordEmbedding, 2), sizes, place, shares={"word": word}),
         *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],

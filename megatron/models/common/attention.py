@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import ALIBI, has_window
+from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_head_norm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -183,11 +184,15 @@ class SelfAttention(Attention):
                 f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}"
             )
         self.num_groups = divide("--num-query-groups", groups, place.group)
-        self.is_plain, self.clip = sizes.has_plain_attention, sizes.clip_qkv
+        self.place, self.clip = place, sizes.clip_qkv
+        self.is_plain = sizes.has_plain_attention and place.context.size == 1
         self.rotary = sizes.local_rotary if has_window(sizes, layer) else sizes.rotary
         self.longest = sizes.max_position_embeddings
         self.function = _function_of(sizes)
         self.within_documents = _documents_function(sizes, place, layer)
+        if place.context.size > 1:
+            over_ranks = ContextAttention(self.function, self.within_documents, sizes, place)
+            self.function, self.within_documents = over_ranks, over_ranks.within_documents
         bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
         self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
@@ -218,6 +223,8 @@ class SelfAttention(Attention):
             longest = self.longest
             if cache is not None:
                 positions, longest = cache.slots.positions, cache.slots.stop
+            elif self.place.context.size > 1:
+                positions, longest = self._in_whole(query, positions)
             cosine, sine = turns(self.rotary, query, positions, longest)
             query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
         if cache is not None:
@@ -225,6 +232,13 @@ class SelfAttention(Attention):
         if mask is not None and mask.dtype == torch.int32:
             return self.attend(self.within_documents, query, key, value, mask)
         return self.attend(self.function, query, key, value, mask=mask)
+
+    def _in_whole(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        """Return the positions of this rank's tokens, those that are given or places in the whole, and their limit."""
+        own = query.shape[2]
+        if positions is None:
+            positions = self.place.positions(own, query.device).unsqueeze(0)
+        return positions, max(self.longest, own * self.place.context.size)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values.
@@ -263,9 +277,12 @@ def _documents_function(sizes: ModelArgs, place: ParallelContext, layer: int) ->
 
 
 def slopes_of_heads(sizes: ModelArgs, place: ParallelContext) -> list[float] | None:
-    """Return ALiBi's slopes of this rank's heads, those of tensor rank r from r a / t on; None: it has none."""
+    """Return ALiBi's slopes of the heads that this rank attends with, from r a / t on of tensor rank r; or None."""
     if sizes.position_embedding_type != ALIBI:
         return None
     heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
     first = place.group.rank * heads
+    if place.cuts_heads:
+        heads //= place.context.size
+        first += place.context.rank * heads
     return alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]

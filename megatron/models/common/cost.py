@@ -149,6 +149,10 @@ class Costs(ABC):
         """Return the bytes that a backward through a layer's attention works in, above what the layer has let go."""
         return 0
 
+    def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
+        """Return the bytes of each exchange of a layer's attention over the context ranks, of all of them together."""
+        return ()
+
     @abstractmethod
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """Return what each unit makes one of ``tensor`` ranks do of ``samples`` samples."""

@@ -79,7 +79,7 @@ class DecoderModel(nn.Module):
         if position_ids is None or position_ids.device.type != "cpu":
             return
         lowest, highest = (int(each) for each in position_ids.aminmax())
-        length = max(self.sizes.max_position_embeddings, position_ids.shape[-1])
+        length = max(self.sizes.max_position_embeddings, position_ids.shape[-1] * self.place.context.size)
         if lowest < 0 or highest >= length:
             raise ValueError(
                 f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Give a model of more "

@@ -30,6 +30,11 @@ KEPT = 2**24
 """Probabilities that T5's blocked attention keeps for backward at most: ``megatron.ops.biased_attention.KEPT``."""
 
 
+GATHERED_COPIES = 4
+"""Of the keys and values of whole sequences, in a backward of context parallelism: these, the gradients of two runs of
+queries, and their sum by rank."""
+
+
 class ModelDimensions(Protocol):
     """What is read of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` have it."""
 
@@ -278,6 +283,7 @@ class DecoderCosts(Costs):
         mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
         has_segments: documents are kept apart.
         is_by_length: by where each begins, with no mask in memory.
+        context: ranks over which sequences are cut; ``cuts_heads``: attention exchanges heads and not keys.
     """
 
     is_causal: ClassVar[bool] = True
@@ -289,6 +295,13 @@ class DecoderCosts(Costs):
     mask_bytes: int = field(default=1, kw_only=True)
     has_segments: bool = field(default=False, kw_only=True)
     is_by_length: bool = field(default=False, kw_only=True)
+    context: int = field(default=1, kw_only=True)
+    cuts_heads: bool = field(default=False, kw_only=True)
+
+    @property
+    def own_length(self) -> int:
+        """Tokens of a sample that a rank has."""
+        return self.seq_length // self.context
 
     @property
     def keys(self) -> int:
@@ -299,9 +312,13 @@ class DecoderCosts(Costs):
     def attention_kept(self) -> int:
         """Numbers of a token that attention keeps of queries, keys, values and its output.
 
-        Queries and keys count once more for what they were before they were turned, and before their norms.
+        Queries and keys count once more for what they were before they were turned, and before their norms. Context
+        parallelism leaves nothing of what they were; an all-to-all keeps the output twice.
         """
         both = attention_width(self.sizes) + self.keys
+        if self.context > 1:
+            twice = attention_width(self.sizes) if self.cuts_heads else 0
+            return both * (2 + (self.sizes.qk_norm != "none")) + twice
         return both * (2 + (self.sizes.position_embedding_type == ROPE) + (self.sizes.qk_norm != "none"))
 
     @property
@@ -385,7 +402,7 @@ class DecoderCosts(Costs):
         whole = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
         whole += (self.num_norms - 2) * h * width // sequence
         cut = (self.attention_kept + feed_forward_kept(sizes)) * width
-        tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
+        tokens, core = samples * self.own_length, self._core_kept(samples, tensor, width)
         layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
         hidden = tokens * h * width
         embedding = Kept(tokens * h * (self.mask_bytes + (width if sizes.embed_layernorm else 0)) // sequence)
@@ -395,6 +412,10 @@ class DecoderCosts(Costs):
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> int:
         """As ``Costs`` says, with one thread: scratch memory, and gradients of layer, context, query, key and value."""
+        if self.context > 1:
+            gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
+            gone = feed_forward_kept(self.sizes) * width // tensor * samples * self.own_length
+            return max(GATHERED_COPIES * gathered - gone, 0)
         if not self.is_blocked or width < 4:
             return 0
         sizes, h = self.sizes, self.sizes.hidden_size
@@ -405,9 +426,14 @@ class DecoderCosts(Costs):
         gone += feed_forward_kept(sizes) * width // tensor
         return max(rooms + samples * self.seq_length * (gradients - gone), 0)
 
+    def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
+        """As ``Costs`` says: gathered keys and values, or queries, keys, values and the context of all ranks."""
+        numbers = 2 * attention_width(self.sizes) + 2 * self.keys if self.cuts_heads else 2 * self.keys
+        return (samples * self.seq_length * numbers // tensor * width,) if self.context > 1 else ()
+
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size
-        tokens = samples * self.seq_length
+        tokens = samples * self.own_length
         vocabulary = -(-known_vocab_size(sizes) // tensor)
         hidden, of_token = tokens * h * width, 4 * tokens
         layer = Work(
@@ -433,14 +459,14 @@ class DecoderCosts(Costs):
         """Return the products of all heads of a rank; a fused kernel makes half of a causal matrix."""
         number = samples * self.sizes.num_attention_heads / tensor
         half = 0.5 if self.is_causal and self.is_fused else 1.0
-        return scores(self.seq_length, self.seq_length, self.sizes.kv_hidden_size, number * half)
+        return scores(self.own_length, self.seq_length, self.sizes.kv_hidden_size, number * half)
 
     def _core_kept(self, samples: int, tensor: int, width: int) -> int:
         """Return the bytes of probabilities, before and after dropout, and of its mask: 5 a s / h of s b h.
 
         Fused attention has none. In fp32 on a CPU it keeps two numbers of each query.
         """
-        queries = samples * self.sizes.num_attention_heads // tensor * self.seq_length
+        queries = samples * self.sizes.num_attention_heads // tensor * self.own_length
         if self.is_fused:
             return 2 * width * queries if self.is_blocked and width == 4 else 0
         return queries * self.seq_length * (2 * width + 1)
@@ -461,16 +487,16 @@ class DecoderCosts(Costs):
         """Return the bytes of ALiBi's biases, or of a window."""
         if self.is_by_length:
             return 0
-        square = self.seq_length**2
+        square = self.own_length * self.seq_length
         if self.sizes.position_embedding_type == ALIBI:
             return width * self.sizes.num_attention_heads // tensor * square
         return square if 0 < self.sizes.window_size < self.seq_length - 1 else 0
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.seq_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
+        return samples * self.own_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
-        tokens = samples * self.seq_length
+        tokens = samples * self.own_length
         has_cap = self.sizes.final_logit_softcapping > 0
         return loss_bytes(
             self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
@@ -525,16 +551,24 @@ def mask_reason(config: Any, kind: str) -> str | None:
     return None if config.batch.seq_length > SHORTEST_BY_LENGTH else "the sequence is short"
 
 
+def context_costs(config: Any) -> dict[str, Any]:
+    """Return how the sequences of ``config`` are cut over ranks."""
+    parallel = config.parallel
+    return {"context": parallel.context_parallel_size, "cuts_heads": parallel.cp_comm_type == "a2a"}
+
+
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     """Return the costs of the decoder of ``config``, a ``Config``; what it keeps depends on where it is trained."""
     model, has_segments = config.model, config.data.keeps_documents_apart
     is_plain = model.has_plain_attention and not model.attention_dropout
+    cut = context_costs(config)
     return DecoderCosts(
         model,
         config.batch.seq_length,
         is_on_cpu=is_on_cpu,
-        is_blocked=is_on_cpu and is_plain,
+        is_blocked=is_on_cpu and is_plain and cut["context"] == 1,
         has_segments=has_segments,
         is_by_length=has_segments and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
+        **cut,
         **dropout_costs(config, is_on_cpu),
     )

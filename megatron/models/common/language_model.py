@@ -150,7 +150,7 @@ class Embedding(nn.Module):
         if self.is_changed:
             x = self._changed(x)
         if self.position is not None:
-            ids = position_ids if position_ids is not None else _counted(tokens)
+            ids = position_ids if position_ids is not None else self._counted(tokens)
             x = x + self.position(self.place.part(ids.t()) if is_part else ids)
         x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
@@ -161,10 +161,9 @@ class Embedding(nn.Module):
             x = x * float(torch.tensor(self.scale, dtype=x.dtype))
         return x if self.norm is None else self.norm(x)
 
-
-def _counted(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the positions 0 ... s-1 of ``tokens`` [b, s]."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    def _counted(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the positions of ``tokens`` [b, s] in the sequence."""
+        return self.place.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
 
 
 # The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.

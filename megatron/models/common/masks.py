@@ -12,7 +12,7 @@ import torch
 
 from megatron.models.common.attention import KVCacheSlots, slopes_of_heads
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.ops.attention import document_mask, lowest
+from megatron.ops.attention import document_mask, lowest, segment_mask
 from megatron.ops.document_attention import document_starts, takes_documents
 from megatron.ops.positions import alibi_bias, within_documents
 
@@ -65,6 +65,9 @@ class SharedMask:
 #
 # A stage keeps the mask of one sequence length and those within the documents of one micro-batch, with a window and
 # without: all layers of a forward add the same tensor, which is in memory once for their backward. No rank sends any.
+#
+# With context parallelism the rows are this rank's queries alone, [b or 1, ..., s/c, s], or with --cp-comm-type a2a
+# those of its heads, [b or 1, a/tc, s, s]; the ranks of the context group tell each other their documents.
 
 
 class Masks:
@@ -77,7 +80,11 @@ class Masks:
         self._sizes, self._place = sizes, place
         self.window = sizes.window_size
         self.slopes = slopes_of_heads(sizes, place)
-        self.are_needed = self.slopes is not None or bool(self.window)  # also where no documents are kept apart
+        # Kernels that drop probabilities or cap scores know no causal rule for the last queries of a sequence.
+        is_special = sizes.attention_dropout > 0 or sizes.attn_logit_softcapping > 0
+        self._is_causal_made = place.context.size > 1 and not place.cuts_heads and is_special
+        # also where no documents are kept apart
+        self.are_needed = self.slopes is not None or bool(self.window) or self._is_causal_made
         self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
         self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
         self._starts = LastValueCache()
@@ -89,14 +96,15 @@ class Masks:
         """Return the mask of the layers that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
         length = self._place.length(x)
         if segment_ids is not None and self._has_lengths(x, length):
-            return self._starts.of(segment_ids, partial(document_starts, segment_ids))
+            return self._starts.of(segment_ids, partial(self._starts_of, segment_ids))
         has_window = self._has_window(has_window, length)
-        if segment_ids is None and self.slopes is None and not has_window:
+        if segment_ids is None and self.slopes is None and not has_window and not self._is_causal_made:
             return None
         causal = self._causal_of(length, x, has_window)
         if segment_ids is None:
             return causal
-        return self._within[has_window].of(segment_ids, partial(_within, causal, segment_ids))
+        within = _within if self._place.context.size == 1 else self._within_context
+        return self._within[has_window].of(segment_ids, partial(within, causal, segment_ids))
 
     def for_slots(self, slots: KVCacheSlots, dtype: torch.dtype, has_window: bool = False) -> torch.Tensor | None:
         """Return the mask of a pass that reads from the caches, whose queries stand at ``slots.positions``."""
@@ -107,6 +115,11 @@ class Masks:
         positions = slots.positions if slots.mask is not None else slots.positions[:1]  # in a first pass rows are alike
         keys = torch.arange(slots.stop, device=positions.device)
         return self._pass[has_window].of(slots.positions, partial(self._make, positions, keys, dtype, has_window))
+
+    def _starts_of(self, segment_ids: torch.Tensor) -> torch.Tensor:
+        """Return where the documents of this rank's queries begin among all keys; collective where others have some."""
+        _, keys = self._place.queries_and_keys(segment_ids)
+        return self._place.own_queries(document_starts(keys))
 
     def _has_lengths(self, x: torch.Tensor, length: int) -> bool:
         """Return whether documents go by where they begin: all that drops no probability, where there is a kernel."""
@@ -120,13 +133,14 @@ class Masks:
 
     def _causal_of(self, length: int, x: torch.Tensor, has_window: bool) -> torch.Tensor | None:
         """Return the mask without documents, that of the last call where it is the same."""
-        if self.slopes is None and not has_window:
+        if self.slopes is None and not has_window and self._place.context.size == 1:
             return None
         kept = self._causal[has_window]
         dtype = torch.bool if self.slopes is None else x.dtype
         if kept is None or (kept.shape[-1], kept.dtype, kept.device) != (length, dtype, x.device):
+            queries = self._place.query_positions(length, x.device).unsqueeze(0)
             positions = torch.arange(length, device=x.device)
-            kept = self._causal[has_window] = self._make(positions.unsqueeze(0), positions, x.dtype, has_window)
+            kept = self._causal[has_window] = self._make(queries, positions, x.dtype, has_window)
             self._within[has_window].forget()
         return kept
 
@@ -134,10 +148,16 @@ class Masks:
         """Return the mask of queries at positions [b or 1, s] and keys at [s_k]."""
         behind = (queries.unsqueeze(-1) - keys).unsqueeze(1)  # [b, 1, s, s_k]
         if self.slopes is None:
-            return (behind >= 0) & (behind <= self.window)
+            return (behind >= 0) & (behind <= self.window) if has_window else behind >= 0
         slopes = torch.tensor(self.slopes, dtype=torch.float64, device=keys.device)
         bias = alibi_bias(slopes, queries, keys, dtype)
         return bias.masked_fill_(behind > self.window, lowest(dtype)) if has_window else bias
+
+    def _within_context(self, causal: torch.Tensor | None, segment_ids: torch.Tensor) -> torch.Tensor:
+        """Return the mask ``causal`` within documents that other ranks have pieces of. Collective."""
+        assert causal is not None  # ``_causal_of`` makes it, for the last queries of a sequence have no other
+        same = segment_mask(*self._place.queries_and_keys(segment_ids))
+        return causal & same if causal.dtype == torch.bool else causal.masked_fill(~same, lowest(causal.dtype))
 
 
 def _within(causal: torch.Tensor | None, segment_ids: torch.Tensor) -> torch.Tensor:

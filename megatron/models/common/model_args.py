@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import ROPE, DecoderFeatures
+from megatron.mpu.context_parallel import gather_rows, own_positions, split_along_context
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import set_partial
@@ -83,12 +84,18 @@ class ModelArgs(DecoderFeatures):
 class ParallelContext:
     """Where a module runs: its tensor-parallel group and its source of dropout masks.
 
-    With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h].
+    With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h]. With a
+    ``context`` group of c ranks s is s/c everywhere but in attention: see ``megatron.mpu.context_parallel``.
+
+    Args:
+        cp_comm_type: what attention sends over the context group, as ``ContextAttention`` says.
     """
 
     group: Group = SINGLE
     streams: DropoutStreams = field(default_factory=DropoutStreams)
     sequence_parallel: bool = False
+    context: Group = SINGLE
+    cp_comm_type: str = "all_gather"
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -118,7 +125,35 @@ class ParallelContext:
 
     def length(self, x: torch.Tensor) -> int:
         """Return the length of the sequence of which ``x`` [s, b, h] or [s/t, b, h] are hidden states."""
-        return x.shape[0] * (self.group.size if self.sequence_parallel else 1)
+        return x.shape[0] * (self.group.size if self.sequence_parallel else 1) * self.context.size
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether attention has whole sequences of 1/c of the heads, rather than some queries of all of them."""
+        return self.context.size > 1 and self.cp_comm_type == "a2a"
+
+    def positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of this rank's ``length`` tokens in the whole sequence: int64 [length]."""
+        return own_positions(length, self.context, device)
+
+    def query_positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of the queries that this rank's attention has, of a whole sequence of ``length``."""
+        own = length if self.cuts_heads else length // self.context.size
+        return own_positions(own, SINGLE if self.cuts_heads else self.context, device)
+
+    def queries_and_keys(self, segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the documents of the queries that this rank's attention has, and those of the keys. Collective.
+
+        Shapes:
+            segment_ids [b, s/c], of this rank's tokens
+            output      [b, s/c] or [b, s], and [b, s]
+        """
+        every = gather_rows(segment_ids.t(), self.context).t()
+        return every if self.cuts_heads else segment_ids, every
+
+    def own_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return what ``x``, of all positions of a sequence along ``dim``, has for the queries of this rank."""
+        return x if self.cuts_heads else split_along_context(x, self.context, dim)
 
     def on_part(self, module: Module) -> Module:
         """Return ``module``, whose weights every rank holds whole and applies to its hidden states alone."""

@@ -44,8 +44,8 @@ def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
 
 
 def pipe_topology(topology: Topology) -> PipeModelDataParallelTopology:
-    """Return DeepSpeed's topology with the same sizes and the same order of ranks as ours."""
-    return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data)
+    """Return DeepSpeed's topology with the same order of ranks as ours, data and context being one axis to it."""
+    return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data_context)
 
 
 # What the models over a pipeline's stages share, whatever their layers are and whatever crosses between them.

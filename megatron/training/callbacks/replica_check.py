@@ -2,7 +2,7 @@
 
 | copies | on the ranks of |
 |---|---|
-| every weight, or part of one | the data group |
+| every weight, or part of one | the data group, with context parallelism data x context |
 | what every tensor rank holds whole | the tensor group |
 | tied weights | the stages that hold one |
 
@@ -95,8 +95,8 @@ def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> lis
     named = dict(named_parameters(module))
     found = []
     whole = [name for name, parameter in named.items() if kept(parameter) is parameter]
-    if grid.data.size > 1 and whole:
-        found.append(ReplicaGroup(grid.data.handle, whole))
+    if grid.data_context.size > 1 and whole:
+        found.append(ReplicaGroup(grid.data_context.handle, whole))
     whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
     if grid.tensor.size > 1 and whole:
         found.append(ReplicaGroup(grid.tensor.handle, whole))

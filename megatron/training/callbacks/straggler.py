@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron.mpu.topology import Topology
+from megatron.mpu.topology import Coordinate, Topology
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.trainer import Callback
 
@@ -46,7 +46,7 @@ class StragglerWarning(Callback):
 class Straggler(NamedTuple):
     """Who holds the others up: one rank, or its tensor group; ``place`` is their (stage, replica)."""
 
-    place: tuple[int, int]
+    place: tuple[int, int, int]
     text: str
 
 
@@ -54,7 +54,7 @@ class StragglerDetector:
     """Who was the slowest up to now, and in how many reports in a row."""
 
     def __init__(self) -> None:
-        self._place: tuple[int, int] | None = None
+        self._place: tuple[int, int, int] | None = None
         self._times = 0
 
     def judge(self, found: Straggler | None) -> str | None:
@@ -68,7 +68,7 @@ class StragglerDetector:
 def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
     """Return which rank holds the others up, or None.
 
-    A rank's peers are the same stage of other replicas, or the other stages where there is one replica.
+    A rank's peers are the same stage of other replicas, or with other pieces of the sequences; else the other stages.
 
     Args:
         per_step: seconds of own work of each rank in a step.
@@ -79,28 +79,34 @@ def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topo
     if not peers:
         return None
     usual = statistics.median(per_step[peer] for peer in peers)
-    clearly = AS_REPLICA if topology.data > 1 else AS_STAGE
+    clearly = AS_REPLICA if topology.data_context > 1 else AS_STAGE
     if per_step[rank] < clearly * usual or per_step[rank] - usual < AT_LEAST_S:
         return None
     place = topology.coordinate(rank)
     alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]
     names = f"rank {rank}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
+    context = f", context {place.context}" if topology.context > 1 else ""
     of_data = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
     text = (
-        f"slowest: {names} (stage {place.pipe}, data {place.data}) with {per_step[rank]:.3f} s of own work a step"
-        f"{of_data}; its peers need {usual:.3f} s"
+        f"slowest: {names} (stage {place.pipe}, data {place.data}{context}) with {per_step[rank]:.3f} s of own work a "
+        f"step{of_data}; its peers need {usual:.3f} s"
     )
-    return Straggler((place.pipe, place.data), text)
+    return Straggler((place.pipe, place.data, place.context), text)
 
 
 def _peers(rank: int, topology: Topology) -> list[int]:
     own = topology.coordinate(rank)
     places = {other: topology.coordinate(other) for other in range(topology.world_size)}
-    replicas = [r for r, place in places.items() if place.pipe == own.pipe and place.data != own.data]
+    replicas = [r for r, place in places.items() if place.pipe == own.pipe and _replica(place) != _replica(own)]
     return replicas or [r for r, place in places.items() if place.pipe != own.pipe]
 
 
 def _same_tensor_group(rank: int, topology: Topology) -> list[int]:
     own = topology.coordinate(rank)
     places = {other: topology.coordinate(other) for other in range(topology.world_size)}
-    return [r for r, place in places.items() if (place.pipe, place.data) == (own.pipe, own.data)]
+    return [r for r, place in places.items() if (place.pipe, *_replica(place)) == (own.pipe, *_replica(own))]
+
+
+def _replica(place: Coordinate) -> tuple[int, int]:
+    """Return which samples a rank works on, and which pieces of them."""
+    return place.data, place.context
