@@ -36,7 +36,7 @@ def test_a_pipeline_drops_what_one_process_drops() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "--cp-comm-type a2a"])
-@pytest.mark.parametrize("extra", ["--fp64 --clip-grad 0.5", f"{DROPPED} {APART}"])
+@pytest.mark.parametrize("extra", ["--fp64 --clip-grad 0.5", f"--fp64 --clip-grad 0.5 {APART}", f"{DROPPED} {APART}"])
 @pytest.mark.parametrize(("tensor", "pipe", "data", "context"), LAYOUTS)
 def test_gpt2_in_every_layout(tensor: int, pipe: int, data: int, context: int, extra: str, how: str) -> None:
     if how and tensor * context > 4:
@@ -53,6 +53,20 @@ def test_gpt2_in_every_layout(tensor: int, pipe: int, data: int, context: int, e
 def test_every_family(family: str, variant: int, tensor: int, pipe: int, data: int, context: int) -> None:
     runs, variants = FAMILIES[family]
     check_fp64(runs.difference(tensor, pipe, data, f"{DROPPED} {variants[variant]}", 3, context=context))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipe", "data", "context"), LAYOUTS[:5])
+@pytest.mark.parametrize("how", ["", "--cp-comm-type a2a"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_documents_of_every_family_without_a_mask(
+    family: str, how: str, tensor: int, pipe: int, data: int, context: int
+) -> None:
+    runs, variants = FAMILIES[family]
+    if how and tensor * context > 2:
+        pytest.skip("two groups of keys are for two ranks")
+    extra = f"--fp64 --clip-grad 0.5 {runs.documents} {variants[-1]}"
+    check_fp64(runs.difference(tensor, pipe, data, extra, 3, how, context=context))
 
 
 @pytest.mark.slow
