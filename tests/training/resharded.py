@@ -66,18 +66,20 @@ class Layout:
     zero: int = 0
     dtype: str = "fp32"
     offload: str = ""
+    context: int = 1
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor * self.pipe * self.data
+        return self.tensor * self.pipe * self.data * self.context
 
     def flags(self, script: ModuleType) -> list[str]:
         cut = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero} "
-        cut += self.offload
+        cut += f"{self.offload} --context-parallel-size {self.context}"
         return f"{SIZES[script]} {cut} --fp32".split()
 
     def __str__(self) -> str:
-        return f"{self.tensor}-{self.pipe}-{self.data}-zero{self.zero}{self.offload.replace(' ', '')}-{self.dtype}"
+        axes = f"{self.tensor}-{self.pipe}-{self.data}-{self.context}"
+        return f"{axes}-zero{self.zero}{self.offload.replace(' ', '')}-{self.dtype}"
 
 
 @dataclass

@@ -16,28 +16,31 @@ DROPPED = "--fp64 --hidden-dropout 0.1 --attention-dropout 0.1 --layout-independ
 GLOBAL_BATCH = 8
 
 
-def layout(tensor: int, pipe: int, data: int, micro: int) -> str:
+def layout(tensor: int, pipe: int, data: int, micro: int, context: int = 1) -> str:
     """Return the flags of a layout, with the same global batch in each."""
     gas = GLOBAL_BATCH // (data * micro)
-    return f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro} --gas {gas}"
+    axes = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --context-parallel-size {context}"
+    return f"{axes} --batch-size {micro} --gas {gas}"
 
 
 def losses(folder: Path) -> list[float]:
     return [r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
 
 
-def check(script: ModuleType, places: list[tuple[int, int, int, int]], corpus: Path, folder: Path, steps: int) -> None:
+def check(
+    script: ModuleType, places: list[tuple[int, int, int, int, int]], corpus: Path, folder: Path, steps: int
+) -> None:
     """Compare a chain of runs, each in another layout and from the last one's checkpoint, with one process."""
     whole, last = folder / "whole", None
     once = f"{DROPPED} --train-iters {steps} --eval-iters 0"
     train_ranks(1, flags(corpus, whole, f"{once} {layout(1, 1, 1, 4)}", script), script=script)
     found, each = [], steps // len(places)
-    for number, (tensor, pipe, data, micro) in enumerate(places):
+    for number, (tensor, pipe, data, micro, context) in enumerate(places):
         own = folder / f"part{number}"
-        more = f"{once} {layout(tensor, pipe, data, micro)}" + ("" if last is None else f" --load {last}")
+        more = f"{once} {layout(tensor, pipe, data, micro, context)}" + ("" if last is None else f" --load {last}")
         is_last = number == len(places) - 1
         more += "" if is_last else f" --exit-interval {each}"
-        size = tensor * pipe * data
+        size = tensor * pipe * data * context
         codes, _ = train_ranks(size, flags(corpus, own, more, script), script=script)
         assert codes == [0 if is_last else 75] * size
         found += losses(own)
@@ -47,13 +50,19 @@ def check(script: ModuleType, places: list[tuple[int, int, int, int]], corpus: P
 
 
 def test_a_checkpoint_goes_on_in_another_layout(corpus: Path, tmp_path: Path) -> None:
-    check(pretrain_gpt2, [(2, 1, 1, 2), (1, 1, 2, 4)], corpus, tmp_path, 4)
+    check(pretrain_gpt2, [(2, 1, 1, 2, 1), (1, 1, 2, 4, 1), (1, 1, 1, 4, 2)], corpus, tmp_path, 6)
 
 
-CHAIN = [(2, 2, 1, 4), (1, 1, 4, 1), (4, 1, 1, 8), (1, 2, 2, 1), (1, 1, 1, 2)]
+CHAIN = [(2, 2, 1, 4, 1), (1, 1, 4, 1, 1), (4, 1, 1, 8, 1), (1, 2, 2, 1, 1), (1, 1, 1, 2, 1)]
+CONTEXT_CHAIN = [(1, 2, 1, 4, 2), (1, 1, 1, 1, 4), (2, 1, 1, 8, 2), (1, 1, 2, 1, 2), (1, 1, 1, 2, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5])
 def test_a_chain_of_five_layouts_is_one_run_of_fifty_steps(script: ModuleType, corpus: Path, tmp_path: Path) -> None:
     check(script, CHAIN, corpus, tmp_path, 50)
+
+
+@pytest.mark.slow
+def test_a_chain_of_context_sizes_is_one_run_of_fifty_steps(corpus: Path, tmp_path: Path) -> None:
+    check(pretrain_gpt2, CONTEXT_CHAIN, corpus, tmp_path, 50)

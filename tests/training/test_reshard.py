@@ -59,6 +59,22 @@ def test_tensor_ranks_of_bert_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     check_pairs(pretrain_bert, (SAVED[1],), (LOADED[2],), tmp_path)
 
 
+def test_context_ranks_load_and_save_what_other_layouts_do(tmp_path: Path) -> None:
+    """ZeRO cuts states over them, too."""
+    cut = Layout(1, 1, 1, 2, context=2)
+    check_pairs(pretrain_llama, (cut, Layout(2, 1, 1)), (Layout(1, 2, 1), cut), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_bert])
+def test_every_size_of_the_context_axis_loads_any_other(script: ModuleType, tmp_path: Path) -> None:
+    every = (
+        Layout(1, 1, 1), Layout(1, 1, 1, context=2), Layout(1, 1, 1, 3, context=4), Layout(2, 1, 1, 1, context=2),
+        Layout(1, 2, 1, context=2), Layout(1, 1, 2, 2, context=2), Layout(2, 2, 1),
+    )  # fmt: skip
+    check_pairs(script, every, every, tmp_path)
+
+
 SCRIPTS = {
     "gpt2": pretrain_gpt2,
     "t5": pretrain_t5,

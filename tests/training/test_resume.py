@@ -78,22 +78,23 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "tensor", "pipe", "world_size"),
+    ("script", "tensor", "pipe", "world_size", "more"),
     [
-        (pretrain_gpt2, 1, 1, 1),
-        (pretrain_gpt2, 2, 2, 4),
-        pytest.param(pretrain_gpt2, 1, 1, 2, marks=pytest.mark.slow),
-        pytest.param(pretrain_t5, 2, 2, 4, marks=pytest.mark.slow),
-        pytest.param(pretrain_llama, 2, 2, 4, marks=pytest.mark.slow),
-        pytest.param(pretrain_mpt, 2, 2, 4, marks=pytest.mark.slow),
-        pytest.param(pretrain_bert, 2, 2, 4, marks=pytest.mark.slow),
+        (pretrain_gpt2, 1, 1, 1, ""),
+        (pretrain_gpt2, 2, 2, 4, ""),
+        pytest.param(pretrain_gpt2, 1, 1, 2, "", marks=pytest.mark.slow),
+        pytest.param(pretrain_gpt2, 1, 2, 4, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(pretrain_t5, 2, 2, 4, "", marks=pytest.mark.slow),
+        pytest.param(pretrain_llama, 2, 2, 4, "", marks=pytest.mark.slow),
+        pytest.param(pretrain_mpt, 2, 2, 4, "", marks=pytest.mark.slow),
+        pytest.param(pretrain_bert, 2, 2, 4, "", marks=pytest.mark.slow),
     ],
-    ids=["1-1-1", "2-2-4", "1-1-2", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
+    ids=["1-1-1", "2-2-4", "1-1-2", "context", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
 )
 def test_killed_and_resumed_run_is_bit_for_bit_the_same(
-    script: ModuleType, tensor: int, pipe: int, world_size: int, corpus: Path, tmp_path: Path
+    script: ModuleType, tensor: int, pipe: int, world_size: int, more: str, corpus: Path, tmp_path: Path
 ) -> None:
-    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} {DROPOUT} --train-iters 12"
+    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} {more} {DROPOUT} --train-iters 12"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train_ranks(world_size, flags(corpus, whole, layout, script), draw_numbers, script)[0] == [0] * world_size
     saving = flags(corpus, cut, f"{layout} --save-interval 6", script)
