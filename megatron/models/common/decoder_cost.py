@@ -282,7 +282,7 @@ class DecoderCosts(Costs):
         is_blocked: attention in 32 bits and more goes block by block, as on a CPU.
         mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
         has_segments: documents are kept apart.
-        is_by_length: by where each begins, with no mask in memory.
+        is_by_length: what a query sees goes by where its document begins, with no mask in memory.
         context: ranks over which sequences are cut; ``cuts_heads``: attention exchanges heads and not keys.
     """
 
@@ -562,13 +562,14 @@ def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     model, has_segments = config.model, config.data.keeps_documents_apart
     is_plain = model.has_plain_attention and not model.attention_dropout
     cut = context_costs(config)
+    needs_starts = has_segments or cut["context"] > 1
     return DecoderCosts(
         model,
         config.batch.seq_length,
         is_on_cpu=is_on_cpu,
         is_blocked=is_on_cpu and is_plain and cut["context"] == 1,
         has_segments=has_segments,
-        is_by_length=has_segments and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
+        is_by_length=needs_starts and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
         **cut,
         **dropout_costs(config, is_on_cpu),
     )

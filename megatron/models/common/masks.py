@@ -60,6 +60,7 @@ class SharedMask:
 # |---|---|
 # | nothing of the following | None: attention is causal |
 # | documents, where ``document_attention`` is for all that the layers have | int32 [b, s], where each begins |
+# | nothing of documents with context parallelism, there too | the same, of samples of one document |
 # | documents else, windows | bool [b or 1, 1, s, s], True where a query may look |
 # | ALiBi, and with it documents and windows | numbers [b or 1, a/t, s, s] that are added to the scores |
 #
@@ -88,6 +89,7 @@ class Masks:
         self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
         self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
         self._starts = LastValueCache()
+        self._whole: torch.Tensor | None = None
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def of(
@@ -95,11 +97,13 @@ class Masks:
     ) -> torch.Tensor | None:
         """Return the mask of the layers that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
         length = self._place.length(x)
-        if segment_ids is not None and self._has_lengths(x, length):
-            return self._starts.of(segment_ids, partial(self._starts_of, segment_ids))
         has_window = self._has_window(has_window, length)
         if segment_ids is None and self.slopes is None and not has_window and not self._is_causal_made:
             return None
+        if segment_ids is not None and self._has_lengths(x, length):
+            return self._starts.of(segment_ids, partial(self._starts_of, segment_ids))
+        if segment_ids is None and self._place.context.size > 1 and self._has_lengths(x, length):
+            return self._one_document(x, length)
         causal = self._causal_of(length, x, has_window)
         if segment_ids is None:
             return causal
@@ -120,6 +124,13 @@ class Masks:
         """Return where the documents of this rank's queries begin among all keys; collective where others have some."""
         _, keys = self._place.queries_and_keys(segment_ids)
         return self._place.own_queries(document_starts(keys))
+
+    def _one_document(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Return where documents begin in samples of one."""
+        own = length if self._place.cuts_heads else length // self._place.context.size
+        if self._whole is None or (self._whole.shape, self._whole.device) != ((x.shape[1], own), x.device):
+            self._whole = torch.zeros(x.shape[1], own, dtype=torch.int32, device=x.device)
+        return self._whole
 
     def _has_lengths(self, x: torch.Tensor, length: int) -> bool:
         """Return whether documents go by where they begin: all that drops no probability, where there is a kernel."""
