@@ -34,6 +34,7 @@ add() {                                           # add FLAG VARIABLE: pass the 
 }
 add --pipe-parallel-size pp_size
 add --model-parallel-size mp_size
+add --context-parallel-size cp_size
 add --num-layers NLAYERS
 add --hidden-size NHIDDEN
 add --num-attention-heads NHEADS
@@ -46,7 +47,7 @@ add --tokenizer-path TOKENIZER
 add --deepspeed_config config_json
 add --save CHECKPOINT_PATH
 
-export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size
+export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size cp_size
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
 home=$root

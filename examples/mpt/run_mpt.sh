@@ -12,6 +12,7 @@ MASTER_PORT=${MASTER_PORT:-}                      # 29500
 
 pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
 mp_size=${mp_size:-}                              # by machine; tensor slices of each layer
+cp_size=${cp_size:-}                              # 1; processes that share each sequence
 
 NLAYERS=${NLAYERS:-}                              # 4
 NHIDDEN=${NHIDDEN:-}                              # 128
@@ -19,7 +20,7 @@ NHEADS=${NHEADS:-}                                # 4
 SEQLEN=${SEQLEN:-}                                # 128
 BATCHSIZE=${BATCHSIZE:-}                          # 8; samples of a micro-batch
 GAS=${GAS:-}                                      # 2; micro-batches of a step; with it the samples of a step are
-                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
+                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size / cp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # 400; steps
 
 DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,

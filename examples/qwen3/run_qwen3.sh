@@ -12,6 +12,7 @@ MASTER_PORT=${MASTER_PORT:-}                      # 29500
 
 pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
 mp_size=${mp_size:-}                              # by machine; tensor slices of each layer
+cp_size=${cp_size:-}                              # 1; processes that share each sequence
 
 SIZE=${SIZE:-}                                    # tiny; or 0.6b, 1.7b, 4b, 8b: the published sizes
 NLAYERS=${NLAYERS:-}                              # by SIZE; tiny 4
@@ -22,7 +23,7 @@ NFF=${NFF:-}                                      # by SIZE; tiny 384; size of t
 SEQLEN=${SEQLEN:-}                                # tiny 128, else 4096
 BATCHSIZE=${BATCHSIZE:-}                          # tiny 8, else 1; samples of a micro-batch
 GAS=${GAS:-}                                      # tiny 2, else 16; micro-batches of a step, whose samples are then
-                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
+                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size / cp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # tiny 400, else 20000; steps
 
 DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,

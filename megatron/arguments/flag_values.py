@@ -281,6 +281,10 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     return defaults.values
 
 
+WHOLE = {"sequence_parallel": False, "context_parallel_size": 1}
+"""Fields with which each rank has all tokens of a sequence."""
+
+
 def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: Iterable[str], notes: list[str]) -> None:
     """Take out of ``soft`` what contradicts ``firm``: values of the command line and the JSON."""
     if defaults.get("dtype") in tuple(excluded):
@@ -297,11 +301,11 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
         notes.append(
             f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
         )
-    if "sample_prompts" in defaults and explicit.get("sequence_parallel", defaults.get("sequence_parallel")):
+    cutting = [name for name, whole in WHOLE.items() if explicit.get(name, defaults.get(name, whole)) != whole]
+    if "sample_prompts" in defaults and cutting:
         del defaults["sample_prompts"]
-        notes.append(
-            "no text is shown at the end with --sequence-parallel; tools/generate.py shows some from the checkpoint"
-        )
+        flag = f"--{cutting[0].replace('_', '-')}"
+        notes.append(f"no text is shown at the end with {flag}; tools/generate.py shows some from the checkpoint")
     both = {**defaults, **explicit}
     if defaults.get("optimizer") == "adafactor" and (
         "optimizer" in explicit or both.get("model_parallel_size", 1) > 1 or both.get("zero_stage", 0)

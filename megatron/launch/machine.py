@@ -9,6 +9,8 @@ MASTER_PORT, pp_size and mp_size, where a value that the user set is never chang
 | 1 | 1 | 1 x 1 |
 | 2, 3 | 2 | 2 x 1 |
 | 4 and more | the largest multiple of 4 | 2 x 2 |
+
+With cp_size, which is 1 by itself, pp_size x mp_size is that of so many times fewer.
 """
 
 from __future__ import annotations
@@ -123,12 +125,12 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
             f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
             "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."
         )
-    numbers |= _layout(numbers, gpus)
+    numbers |= _layout(numbers, gpus, _number("cp_size", env.get("cp_size") or "1"))
     return {name: values.get(name, str(numbers.get(name))) for name in NAMES}
 
 
-def _layout(numbers: Mapping[str, int], gpus: int) -> dict[str, int]:
-    """Return GPUS_PER_NODE, pp_size and mp_size that fit together and hold what the user set."""
+def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, int]:
+    """Return GPUS_PER_NODE, pp_size and mp_size that fit together, and with cp_size, and hold what the user set."""
     nodes = numbers["NNODES"]
     devices = numbers.get("GPUS_PER_NODE") or gpus or CPU_PROCESSES
     if gpus and devices > gpus:
@@ -136,8 +138,8 @@ def _layout(numbers: Mapping[str, int], gpus: int) -> dict[str, int]:
             f"GPUS_PER_NODE must not exceed the GPUs of this node, got GPUS_PER_NODE={devices} and {gpus} GPU(s). "
             "Lower it, or train on the CPU with DS_ACCELERATOR=cpu."
         )
-    pipe, tensor = _default_split(numbers, devices)
-    product = max(pipe, 1) * tensor
+    pipe, tensor = _default_split(numbers, devices // context)
+    product = max(pipe, 1) * tensor * context
     if "GPUS_PER_NODE" in numbers:
         per_node = devices
     elif not gpus:
@@ -145,11 +147,14 @@ def _layout(numbers: Mapping[str, int], gpus: int) -> dict[str, int]:
     else:
         per_node = _fitting(devices, nodes, product, upwards=False)
     if per_node == 0 or per_node * nodes % product:
+        names, got, sizes = "pp_size x mp_size", f"mp_size={tensor}", f"{max(pipe, 1)} x {tensor}"
+        if context > 1:
+            names, got, sizes = f"{names} x cp_size", f"{got}, cp_size={context}", f"{sizes} x {context}"
         raise ConfigError(
-            "GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size, got "
-            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor} "
-            f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {max(pipe, 1)} x {tensor} = "
-            f"{product} wanted). Lower pp_size or mp_size, or give more devices."
+            f"GPUS_PER_NODE x NNODES must be a multiple of {names}, got "
+            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, {got} "
+            f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {sizes} = {product} wanted). "
+            f"Lower {names.replace(' x ', ' or ', 1).replace(' x ', ' or ')}, or give more devices."
         )
     return {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
 

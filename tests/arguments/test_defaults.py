@@ -67,9 +67,10 @@ def test_a_floor_of_the_learning_rate_above_a_given_rate_steps_back_and_is_told(
 PROMPTS = "--sample-prompts 'Once upon' 'a time'"
 
 
-@pytest.mark.parametrize(("line", "recipe"), [("--sequence-parallel", PROMPTS), ("", f"{PROMPTS} --sequence-parallel")])
-def test_default_prompts_step_back_where_none_can_be_read_and_are_told(line, recipe):
-    config = read(f"--model-parallel-size 2 {line}", recipe, world_size=2)
+@pytest.mark.parametrize("flags", ["--sequence-parallel --model-parallel-size 2", "--context-parallel-size 2"])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_default_prompts_step_back_where_none_can_be_read_and_are_told(flags, is_given):
+    config = read(*((flags, PROMPTS) if is_given else ("", f"{PROMPTS} {flags}")), world_size=2)
     assert config.seeing.sample_prompts is None
     assert [note for note in config.notes if "no text is shown" in note and "tools/generate.py" in note]
     config = read("", PROMPTS)

@@ -36,6 +36,10 @@ def test_unset_variables_follow_the_number_of_gpus(gpus, expected):
         (0, {"pp_size": "0"}, (4, 0, 2)),
         (8, {"mp_size": "4"}, (8, 2, 4)),
         (8, {"pp_size": "3", "mp_size": "1"}, (6, 3, 1)),
+        (0, {"GPUS_PER_NODE": "2", "cp_size": "2"}, (2, 1, 1)),
+        (0, {"cp_size": "2"}, (4, 2, 1)),
+        (8, {"cp_size": "2", "mp_size": "2"}, (8, 2, 2)),
+        (8, {"cp_size": "8"}, (8, 1, 1)),
         (1, {"NNODES": "2", "MASTER_ADDR": "a", "pp_size": "2"}, (1, 2, 1)),
     ],
 )
@@ -62,6 +66,7 @@ def test_values_of_the_user_are_kept_or_refused():
         (1, {"GPUS_PER_NODE": "4"}, "GPUS_PER_NODE=4 and 1 GPU(s)"),
         (2, {"pp_size": "2", "mp_size": "2"}, "4 wanted"),
         (0, {"GPUS_PER_NODE": "3", "pp_size": "2", "mp_size": "1"}, "3 x 1 = 3 devices, 2 x 1 = 2 wanted"),
+        (2, {"pp_size": "2", "cp_size": "2"}, "cp_size=2 (2 x 1 = 2 devices, 2 x 1 x 2 = 4 wanted)"),
         (0, {"NNODES": "two"}, "NNODES must be a whole number, at least 1, got NNODES='two'"),
         (0, {"NNODES": "2"}, "needs MASTER_ADDR"),
         (0, {"NNODES": "2", "MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR"),
