@@ -53,7 +53,7 @@ COMMON = {
     "CHECKPOINT_PATH": ("out/run 1", "--save out/run 1"),
 }
 EFFECTS = {
-    "gpt2": COMMON | {"SEQLEN": ("65", "--seq-length 65")},
+    "gpt2": COMMON | {"SEQLEN": ("65", "--seq-length 65"), "cp_size": ("1", "--context-parallel-size 1")},
     "t5": COMMON | {"ENC_SEQLEN": ("65", "--enc-seq-length 65"), "DEC_SEQLEN": ("33", "--dec-seq-length 33")},
 }
 CASES = [(model, name) for model in MODELS for name in EFFECTS[model]]
@@ -96,7 +96,9 @@ def test_the_scripts_differ_in_lengths_defaults_and_recipe_alone():
     texts = [script_of(model).read_text() for model in MODELS]
     lines = [text.split("# ----")[0].splitlines() for text in texts]
     names = [[line.partition("=")[0] for line in part if re.match(r"\w+=", line)] for part in lines]
-    assert [name for name in names[0] if name != "SEQLEN"] == [name for name in names[1] if "_SEQLEN" not in name]
+    assert [name for name in names[0] if name not in ("SEQLEN", "cp_size")] == [
+        name for name in names[1] if "_SEQLEN" not in name
+    ]
     assert all(len(text.split("# ----")[1].splitlines()) < 14 for text in texts)
 
 
@@ -154,7 +156,7 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
     documented = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(model).read_text(), re.M))
     fields = {name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in EFFECTS[model].items()}
     checked = {name: (str(args[fields[name]]), value) for name, value in documented.items() if fields[name] in args}
-    assert len(checked) == 7
+    assert len(checked) == {"gpt2": 8, "t5": 7}[model]
     assert all(got == value for got, value in checked.values()), checked
     tensor = 1 if model == "t5" else 2  # Adafactor, on the sample data
     assert (config.parallel.pipe_parallel_size, config.parallel.model_parallel_size) == (2, tensor)
