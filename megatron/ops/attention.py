@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
@@ -53,6 +55,24 @@ def attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped
         )
+
+
+def lower_right_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Return causal attention of the last queries of a sequence to all of its keys, on CUDA without a mask.
+
+    Shapes:
+        query  [b, a/t, s, d]
+        key, value [b, g/t, s_k, d], each for a/g neighbouring queries; s_k is at least s
+        output [b, a/t, s, d]
+
+    Args:
+        scale: default ``d ** -0.5``.
+    """
+    bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+    is_grouped = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_grouped)
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:

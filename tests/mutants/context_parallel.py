@@ -10,7 +10,7 @@ KEPT = "tests/models/common/test_context_parallel.py::test_what_a_layer_keeps_fa
 EVEN = "tests/mpu/test_context_parallel.py::test_every_token_is_on_one_rank_and_causal_work_is_even"
 DOCUMENTS = "tests/parity/test_context_parallel.py::test_documents_straddle_ranks_and_replicas_share_states"
 PIPE = "tests/parity/test_context_parallel.py::test_a_pipeline_drops_what_one_process_drops"
-BLOCKS = "tests/ops/test_lower_right_attention.py::test_values_and_gradients_are_those_with_a_mask"
+LAST = "tests/ops/test_lower_right.py::test_values_and_gradients_are_those_with_a_mask"
 ORDER = "tests/mpu/test_topology.py::test_context_runs_between_tensor_and_data_as_in_megatron"
 FLAGS = "tests/arguments/test_context_parallel.py"
 
@@ -65,11 +65,11 @@ CONTEXT_PARALLEL = (
         (FAMILIES,),
     ),
     Mutant(
-        "the last query of a block sees a key less",
-        "megatron/ops/lower_right_attention.py",
-        "        yield _Block(slice(first, last), before + last)\n",
-        "        yield _Block(slice(first, last), max(before + last - 1, last - first))\n",
-        (BLOCKS,),
+        "the last queries see the first keys",
+        "megatron/ops/attention.py",
+        "    bias: Any = causal_lower_right(",
+        '    bias: Any = __import__("torch").nn.attention.bias.causal_upper_left(',
+        (LAST,),
     ),
     Mutant(
         "losses are those of one context rank, counted as if of all",

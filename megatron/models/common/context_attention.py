@@ -19,7 +19,7 @@ from megatron.mpu.context_parallel import (
     scatter_sequence_gather_heads,
 )
 from megatron.mpu.groups import Group
-from megatron.ops.lower_right_attention import lower_right_attention
+from megatron.ops.attention import lower_right_attention
 
 
 class ContextAttention:

@@ -81,11 +81,9 @@ class Masks:
         self._sizes, self._place = sizes, place
         self.window = sizes.window_size
         self.slopes = slopes_of_heads(sizes, place)
-        # Kernels that drop probabilities or cap scores know no causal rule for the last queries of a sequence.
-        is_special = sizes.attention_dropout > 0 or sizes.attn_logit_softcapping > 0
-        self._is_causal_made = place.context.size > 1 and not place.cuts_heads and is_special
+        self._has_last_queries = place.context.size > 1 and not place.cuts_heads
         # also where no documents are kept apart
-        self.are_needed = self.slopes is not None or bool(self.window) or self._is_causal_made
+        self.are_needed = self.slopes is not None or bool(self.window) or self._has_last_queries
         self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
         self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
         self._starts = LastValueCache()
@@ -98,7 +96,7 @@ class Masks:
         """Return the mask of the layers that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
         length = self._place.length(x)
         has_window = self._has_window(has_window, length)
-        if segment_ids is None and self.slopes is None and not has_window and not self._is_causal_made:
+        if segment_ids is None and self.slopes is None and not has_window and not self._needs_causal(x):
             return None
         if segment_ids is not None and self._has_lengths(x, length):
             return self._starts.of(segment_ids, partial(self._starts_of, segment_ids))
@@ -137,6 +135,12 @@ class Masks:
         sizes = self._sizes
         is_plain = self.slopes is None and not sizes.attn_logit_softcapping
         return not sizes.attention_dropout and takes_documents(x, length, sizes.kv_hidden_size, is_plain=is_plain)
+
+    def _needs_causal(self, x: torch.Tensor) -> bool:
+        """Return whether layers know no causal rule for the last queries of a sequence: all but plain ones on CUDA."""
+        sizes = self._sizes
+        is_special = sizes.attention_dropout > 0 or sizes.attn_logit_softcapping > 0
+        return self._has_last_queries and (is_special or x.device.type != "cuda")
 
     def _has_window(self, has_window: bool, length: int) -> bool:
         """Return whether a window of the layer, if it has one, leaves a key of so many out."""

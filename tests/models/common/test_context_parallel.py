@@ -19,7 +19,7 @@ from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import PhiloxDropout
 from megatron.mpu.topology import Topology
-from megatron.ops import document_attention, lower_right_attention
+from megatron.ops import document_attention
 from megatron.optim.main_params import SequenceParallelGradients
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
@@ -104,7 +104,7 @@ def result(case: Case, grid: Grid, comm: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def results(rank: int, tensor: int, context: int, comm: str, names: list[str]) -> dict[str, Any]:
-    lower_right_attention.QUERIES["cpu"] = document_attention.TILE = 3  # several blocks in a piece
+    document_attention.TILE = 3  # several blocks in a piece
     grid = build_grid(Topology(pipe=1, data=1, tensor=tensor, context=context), rank)
     every = cases()
     return {name: result(every[name], grid, comm) for name in names}
@@ -163,8 +163,9 @@ def kept_bytes(rank: int, context: int, comm: str, length: int) -> int:
 
     context_attention._KeptAsPart.pack = pack  # type: ignore[method-assign]
     x = torch.randn(length // context, BATCH, 16, requires_grad=True)
+    mask = model.masks.of(x, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = model.layers[0](x, None, None, None, None)
+        y = model.layers[0](x, mask, None, None, None)
     del y
     return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in known)
 
@@ -199,7 +200,7 @@ def sent_bytes(rank: int, comm: str) -> float:
     ):  # fmt: skip
         setattr(module, name, counting(getattr(module, name), number))
     x = torch.randn(LONG // 2, BATCH, 16, requires_grad=True)
-    model.layers[0](x, None, None, None, None).sum().backward()
+    model.layers[0](x, model.masks.of(x, None), None, None, None).sum().backward()
     return sent
 
 
