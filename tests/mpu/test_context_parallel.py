@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.mpu import context_parallel as cp
+from megatron.mpu import context_parallel
 from megatron.mpu.groups import SINGLE, Group
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import random, whole_world
@@ -23,13 +23,15 @@ def member(rank: int, size: int) -> Group:
 @given(size=st.integers(2, 8), n=st.integers(1, 5))
 def test_every_token_is_on_one_rank_and_causal_work_is_even(size: int, n: int) -> None:
     length = 2 * size * n
-    parts = [cp.split_along_context(torch.arange(length).view(1, -1), member(r, size))[0] for r in range(size)]
+    parts = [
+        context_parallel.split_along_context(torch.arange(length).view(1, -1), member(r, size))[0] for r in range(size)
+    ]
     assert torch.cat(parts).sort().values.equal(torch.arange(length))
     assert len({int(part.sum()) for part in parts}) == 1, "the keys that a rank's queries see"
-    assert cp.in_order(torch.cat(parts), size).equal(torch.arange(length))
-    assert cp.rank_by_rank(torch.arange(length), size).equal(torch.cat(parts))
+    assert context_parallel.in_order(torch.cat(parts), size).equal(torch.arange(length))
+    assert context_parallel.rank_by_rank(torch.arange(length), size).equal(torch.cat(parts))
     for rank, part in enumerate(parts):
-        assert cp.own_positions(2 * n, member(rank, size)).equal(part)
+        assert context_parallel.own_positions(2 * n, member(rank, size)).equal(part)
 
 
 @given(size=st.integers(1, 4), n=st.integers(1, 6), data=st.data())
@@ -37,22 +39,22 @@ def test_runs_of_a_part_are_where_its_tokens_are(size: int, n: int, data: Any) -
     rank = data.draw(st.integers(0, size - 1))
     start, stop = sorted(data.draw(st.tuples(st.integers(0, 2 * n), st.integers(0, 2 * n))))
     group = member(rank, size)
-    positions = cp.own_positions(2 * n, group)[start:stop].tolist()
+    positions = context_parallel.own_positions(2 * n, group)[start:stop].tolist()
     found: dict[int, int] = {}
-    for run in cp.runs_within(cp.runs_of(2 * n, group), start, stop):
+    for run in context_parallel.runs_within(context_parallel.runs_of(2 * n, group), start, stop):
         found |= {number: run.first + number - run.start for number in range(run.start, run.stop)}
     assert [found[number] for number in range(stop - start)] == positions
 
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="a multiple of 2 x --context-parallel-size = 4, got 6"):
-        cp.split_along_context(torch.zeros(1, 6), member(0, 2))
+        context_parallel.split_along_context(torch.zeros(1, 6), member(0, 2))
 
 
 def test_one_rank_has_all_as_it_is() -> None:
     batch = {"tokens": torch.zeros(2, 3), "segment_ids": None, "is_random": torch.zeros(2)}
-    assert cp.split_batch(batch, SINGLE) == batch
-    cut = cp.split_batch(
+    assert context_parallel.split_batch(batch, SINGLE) == batch
+    cut = context_parallel.split_batch(
         {"tokens": torch.arange(8).view(1, 8), "is_random": torch.zeros(2), "none": None}, member(1, 2)
     )
     assert cut["tokens"].tolist() == [[2, 3, 4, 5]] and len(cut["is_random"]) == 2 and cut["none"] is None
@@ -63,13 +65,15 @@ def exchanged(rank: int, size: int) -> dict[str, tuple[torch.Tensor, torch.Tenso
     group = whole_world(rank, size)
     found = {}
     ways = {
-        "gather": lambda x: cp.gather_from_context_region(x, group, dim=2),
-        "to heads": lambda x: cp.scatter_heads_gather_sequence(x, group),
-        "there and back": lambda x: cp.scatter_sequence_gather_heads(cp.scatter_heads_gather_sequence(x, group), group),
+        "gather": lambda x: context_parallel.gather_from_context_region(x, group, dim=2),
+        "to heads": lambda x: context_parallel.scatter_heads_gather_sequence(x, group),
+        "there and back": lambda x: context_parallel.scatter_sequence_gather_heads(
+            context_parallel.scatter_heads_gather_sequence(x, group), group
+        ),
     }
     whole = random(1, 2, 4, 4 * size, 3)
     for name, way in ways.items():
-        x = cp.split_along_context(whole, group, dim=2).requires_grad_()
+        x = context_parallel.split_along_context(whole, group, dim=2).requires_grad_()
         y = way(x)
         weights = random(2 + rank, *y.shape)
         (y * weights).sum().backward()
@@ -85,8 +89,8 @@ def test_exchanges_give_the_sequence_and_sum_gradients(size: int) -> None:
     for rank, found in enumerate(ranks):
         group = member(rank, size)
         assert found["gather"][0].equal(whole)
-        assert found["gather"][1].equal(cp.split_along_context(of_gathered, group, dim=2))
+        assert found["gather"][1].equal(context_parallel.split_along_context(of_gathered, group, dim=2))
         assert found["to heads"][0].equal(whole.chunk(size, dim=1)[rank])
-        assert found["to heads"][1].equal(cp.split_along_context(of_heads, group, dim=2))
-        assert found["there and back"][0].equal(cp.split_along_context(whole, group, dim=2))
+        assert found["to heads"][1].equal(context_parallel.split_along_context(of_heads, group, dim=2))
+        assert found["there and back"][0].equal(context_parallel.split_along_context(whole, group, dim=2))
         assert found["there and back"][1].equal(random(2 + rank, 2, 4, 4, 3))

@@ -61,7 +61,7 @@ def test_a_layer_masks_by_the_segments_that_it_hands_on(kind, args, dropout):
     sizes, segments = args(**SIZES, attention_dropout=dropout), torch.tensor([[0, 0, 1]], dtype=torch.int32)
     place = ParallelContext()
     if kind is BertLayer:
-        mask = partial(padding_mask, sizes=sizes)
+        mask = partial(padding_mask, sizes=sizes, place=place)
         layer = layer_pipe(kind)(sizes, place, 0, SharedMask(mask)).eval()
     else:
         mask = document_mask if dropout else document_starts
