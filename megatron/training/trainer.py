@@ -108,8 +108,9 @@ class Trainer:
 
     Attributes:
         sizes: the samples of a step over all replicas, by samples consumed.
+        lengths: the tokens that the model reads at a time, by tokens consumed.
         progress: steps, updates and samples up to now.
-        samples: of the step that is being taken, or was the last.
+        samples, seq_length: of the step that is being taken, or was the last.
         learning_rate, last_loss: of that step; None ahead of the first.
         stop_text: why the run ends early, once that is agreed on.
         print_line: shows a line on the screen, on rank 0.
@@ -133,10 +134,11 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or Sections()
         self.lr_scheduler = make_learning_rate(config, world.grid.data.size)
-        self.sizes = config.batch.sizes(world.grid.data.size)
+        self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
         self.progress = TrainState()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
+        self.seq_length = self.lengths.full
         self.learning_rate: float | None = None
         self.last_loss: float | None = None
         self.stop_text = ""
@@ -191,7 +193,7 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
         progress, start = self.progress, self.progress.samples_consumed
-        count = self.sizes.at(start)
+        count, self.seq_length = self.sizes.at(start), self.lengths.of_step(start)
         place = self.config.batch.batch_size, self.world.grid.data.size
         self.samples = StepSamples(progress.step + 1, start, count, *place)
         self.learning_rate = self.lr_scheduler.at(progress.updates)
@@ -210,6 +212,11 @@ class Trainer:
         if self.is_log_step:
             self.log(result)
         return result
+
+    @property
+    def next_seq_length(self) -> int:
+        """Return the length of the step that comes next, at which losses are evaluated."""
+        return self.lengths.of_step(self.progress.samples_consumed)
 
     @property
     def is_log_step(self) -> bool:
@@ -231,6 +238,7 @@ class Trainer:
                 "loss_scale": result.loss_scale,
                 "samples": consumed,
                 "tokens": consumed * per_sample,
+                **({"seq_length": self.seq_length} if self.lengths.do_change else {}),
                 **tokens_values(self.data, consumed, per_sample),
                 **epochs_values(self.data, consumed),
                 "skipped": self.progress.skipped,

@@ -80,7 +80,13 @@ class NotingData:
     corpora: dict[str, dict[str, float]] = {}
 
     def batches(
-        self, kind: str, config: Any, world: World, samples_consumed: int = 0, corpus: str | None = None
+        self,
+        kind: str,
+        config: Any,
+        world: World,
+        samples_consumed: int = 0,
+        corpus: str | None = None,
+        length: int = 0,
     ) -> TimedBatches:
         return TimedBatches((kind, samples_consumed, *([corpus] if corpus else [])))
 
@@ -93,15 +99,16 @@ class Speed(SpeedMonitor):
 
     def on_train_start(self) -> None:
         self._predicted: Any = lambda number: None
-        self._seen = (0, 0, 0.0)
+        self._seen, self._flops = (0, 0, 0.0), 0.0
         self.rates: Any = SimpleNamespace(
-            drain=lambda steps, samples, pause, waited: {
+            flops_of_sample=lambda length: 0.0,
+            drain=lambda steps, samples, pause, waited, flops: {
                 "mfu": None,
                 "step_s": 1.0,
                 "tokens_per_s": 1.0,
                 "flops_per_s": 1.0,
                 "data_wait": waited,
-            }
+            },
         )
 
 
