@@ -160,7 +160,7 @@ def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
         return
     first, *later = lengths.starts()
     each = [
-        f"{length} from {tokens:,} tokens on (step {sizes.steps_until(sample) + 1:,})"
+        f"{length} from {tokens:,} tokens on (about step {sizes.steps_until(sample) + 1:,})"
         for tokens, sample, length in later
     ]
     yield "sequence length", f"{first[2]}, {', '.join(each)}; pieces of the same samples"
