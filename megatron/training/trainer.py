@@ -193,7 +193,8 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
         progress, start = self.progress, self.progress.samples_consumed
-        count, self.seq_length = self.sizes.at(start), self.lengths.of_step(start)
+        count = self.sizes.at(start)
+        self.seq_length = self.lengths.of_step(start)
         place = self.config.batch.batch_size, self.world.grid.data.size
         self.samples = StepSamples(progress.step + 1, start, count, *place)
         self.learning_rate = self.lr_scheduler.at(progress.updates)

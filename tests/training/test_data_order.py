@@ -135,6 +135,24 @@ def test_an_evaluation_reads_whole_batches_whatever_the_ramp(corpora: dict[str, 
     assert np.array_equal(read.numpy(), np.stack([train[index] for index in range(16)]))
 
 
+def test_an_evaluation_reads_the_length_that_it_is_told(corpora: dict[str, str]) -> None:
+    """Whatever the schedule says of its own samples; unless it is told, whole ones."""
+    config = config_of(corpora, 1, 2, extra="--seq-length-schedule 0:2;64:4;9999:8")
+    train = data_of(config).datasets["train"]
+    data = RunData({"valid": train, "train": train}, None)
+    found = {
+        length: [next(batches)["text"] for _ in range(12)]
+        for length in (2, 4, 8, None)
+        if (batches := data.batches("valid", config, world_of(0, 1), length=length)) is not None
+    }
+    for length, read in found.items():
+        assert {part.shape for part in read} == {(2 * SEQ // (length or SEQ), (length or SEQ) + 1)}
+    assert torch.equal(torch.cat(found[8]), torch.cat(found[None]))
+    trained = data.batches("train", config, world_of(0, 1))
+    assert trained is not None
+    assert [next(trained)["text"].shape[1] for _ in range(12)] == [3] * 8 + [5] * 4, "16 samples a step"
+
+
 def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool = False) -> None:
     """Let ``data`` go on where a run on ``before`` was saved."""
     saved = json.loads(json.dumps(before.order.state(consumed)))

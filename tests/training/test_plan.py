@@ -183,7 +183,8 @@ def test_a_plan_tells_the_lengths_of_a_schedule_and_when_they_come() -> None:
     shown = rows("--seq-length 64 --seq-length-schedule 0:16;1000:32;5e3:64 --batch-size 2 --gas 2", 1)
     assert "sequence length" not in rows("", 1)
     assert shown["sequence length"] == (
-        "16, 32 from 1,000 tokens on (about step 5), 64 from 5,000 tokens on (about step 21); pieces of the same samples"
+        "16, 32 from 1,000 tokens on (about step 5), 64 from 5,000 tokens on (about step 21); pieces of the same "
+        "samples"
     )
 
 
