@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -115,8 +116,8 @@ class Trainer:
         stop_text: why the run ends early, once that is agreed on.
         print_line: shows a line on the screen, on rank 0.
         resumed_step: the step at which this start goes on in its own folder; None for a run that is new there.
-        steps_taken, samples_taken, pause_s: since the start, those that came again counted again; and the seconds in
-            which it did not train.
+        steps_taken, samples_taken, pause_s: since the start, those that came again counted again, samples by the length
+            at which they were read; and the seconds in which it did not train.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Trainer:
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
         self.resumed_step: int | None = None
-        self.steps_taken, self.samples_taken, self.pause_s = 0, 0, 0.0
+        self.steps_taken, self.samples_taken, self.pause_s = 0, Counter[int](), 0.0
         self._save_is_wanted = False
         self.callbacks = [each for each in callbacks if each.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
@@ -207,7 +208,8 @@ class Trainer:
         progress.step += 1
         progress.updates += 0 if result.is_skipped else 1
         progress.samples_consumed += count
-        self.steps_taken, self.samples_taken = self.steps_taken + 1, self.samples_taken + count
+        self.steps_taken += 1
+        self.samples_taken[self.seq_length] += count
         self.call("on_after_update", result)
         self.last_loss = result.loss
         if self.is_log_step:

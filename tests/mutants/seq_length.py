@@ -12,7 +12,7 @@ ORDER = "tests/training/test_data_order.py::test_samples_of_another_length_go_on
 PARITY = "tests/parity/test_seq_length.py"
 RATES = "tests/training/test_plan.py::test_rates_count_pieces_as_samples_of_their_length"
 REFUSED = f"{LENGTHS}::test_a_schedule_that_cannot_be_is_told_with_the_way_out"
-TOLD = f"{LOOP}::test_a_length_that_grows_is_told_and_losses_are_evaluated_at_that_of_the_step_to_come"
+SHOWN = f"{LOOP}::test_a_length_that_grows_is_told_and_losses_are_evaluated_at_that_of_the_step_to_come"
 
 SEQ_LENGTH = (
     Mutant(
@@ -69,21 +69,21 @@ SEQ_LENGTH = (
         "megatron/training/trainer.py",
         "        self.seq_length = self.lengths.of_step(start)\n",
         "        self.seq_length = self.lengths.of_step(start + count)\n",
-        (TOLD,),
+        (SHOWN,),
     ),
     Mutant(
         "losses are evaluated on whole samples",
         "megatron/training/callbacks/evaluator.py",
         "        length = trainer.next_seq_length\n",
         "        length = trainer.lengths.full\n",
-        (TOLD,),
+        (SHOWN,),
     ),
     Mutant(
         "losses are evaluated at the length of the step before",
         "megatron/training/callbacks/evaluator.py",
         "        length = trainer.next_seq_length\n",
         "        length = trainer.seq_length\n",
-        (TOLD,),
+        (SHOWN,),
     ),
     Mutant(
         "an evaluation follows the schedule from its own first sample on",
@@ -103,10 +103,10 @@ SEQ_LENGTH = (
     ),
     Mutant(
         "FLOPs are those of whole samples",
-        "megatron/training/callbacks/speed_monitor.py",
-        "self.rates.flops_of_sample(self.trainer.seq_length)",
-        "self.rates.flops_of_sample(self.trainer.lengths.full)",
-        (TOLD,),
+        "megatron/training/trainer.py",
+        "        self.samples_taken[self.seq_length] += count\n",
+        "        self.samples_taken[self.lengths.full] += count\n",
+        (SHOWN,),
     ),
     Mutant(
         "FLOPs of a sample are those of one piece",

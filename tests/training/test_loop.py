@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ class Speed(SpeedMonitor):
 
     def on_train_start(self) -> None:
         self._predicted: Any = lambda number: None
-        self._seen, self._flops = (0, 0, 0.0), 0.0
+        self._seen = (0, Counter(), 0.0)
         self.rates: Any = SimpleNamespace(
             flops_of_sample=lambda length: 0.0,
             drain=lambda steps, samples, pause, waited, flops: {
@@ -315,7 +316,7 @@ def test_a_length_that_grows_is_told_and_losses_are_evaluated_at_that_of_the_ste
 
     monitor.on_train_start = on_train_start
     this.trainer.fit()
-    assert lengths == [2, 2, 4, 8]
+    assert lengths == [2, 2, 4, 8] and this.trainer.samples_taken == {2: 12, 4: 6, 8: 6}
     assert [values["seq_length"] for values in this.records.of("train")] == [2, 2, 4, 8]
     assert [line.split("| sequence ")[1].split(" ")[0] for line in this.screen.lines if "loss scale" in line] == [
         "2", "2", "4", "8"

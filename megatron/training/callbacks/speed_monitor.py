@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from megatron.mpu.topology import Topology
 from megatron.training.dry_run import bubble_of_run, is_known
 from megatron.training.initialize import World
 from megatron.training.report import bounds_of
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
 
 MATMUL_SIZE = 1024
@@ -61,20 +61,17 @@ class SpeedMonitor(Callback):
         self._predicted: Callable[[int], float] = bubble_of_run(
             config, bounds_of(config, trainer.engine.module), self.counted
         )
-        self._seen = (0, 0, 0.0)
-        self._flops = 0.0
-
-    def on_after_update(self, result: StepResult) -> None:
-        self._flops += self.trainer.samples.count * self.rates.flops_of_sample(self.trainer.seq_length)
+        self._seen = (0, Counter[int](), 0.0)
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer, topology = self.trainer, self.trainer.world.grid.topology
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
         steps, samples, pause_s = self._seen
-        self._seen = (trainer.steps_taken, trainer.samples_taken, trainer.pause_s)
-        flops, self._flops = self._flops, 0.0
+        self._seen = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
+        taken = self._seen[1] - samples
+        flops = sum(count * self.rates.flops_of_sample(length) for length, count in taken.items())
         metrics |= self.rates.drain(
-            self._seen[0] - steps, self._seen[1] - samples, self._seen[2] - pause_s, max(self.ranks.waited_s), flops
+            self._seen[0] - steps, taken.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
         )
         if bubble is not None:
             metrics |= {"bubble": bubble, "bubble_predicted": self._predicted(trainer.samples.num_micro_batches)}
