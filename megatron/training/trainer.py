@@ -217,6 +217,11 @@ class Trainer:
         return result
 
     @property
+    def num_pieces(self) -> int:
+        """Return how many pieces each sample of the step is cut into."""
+        return self.lengths.full // self.seq_length
+
+    @property
     def next_seq_length(self) -> int:
         """Return the length of the step that comes next, at which losses are evaluated."""
         return self.lengths.of_step(self.progress.samples_consumed)

@@ -172,4 +172,19 @@ SEQ_LENGTH = (
         "        parts = 1\n",
         (REFUSED,),
     ),
+    Mutant(
+        "a layer is compiled for as many lengths as torch allows",
+        "megatron/training/compile.py",
+        "GRAPHS_OF_A_LENGTH * num_lengths)\n",
+        "GRAPHS_OF_A_LENGTH)\n",
+        ("tests/training/test_compiled.py::test_each_length_of_a_schedule_has_a_graph_however_many_they_are",),
+        refuses=True,
+    ),
+    Mutant(
+        "a dump counts samples where it has pieces",
+        "megatron/training/callbacks/debugger.py",
+        "        samples = self.config.batch.batch_size * self.trainer.num_pieces\n",
+        "        samples = self.config.batch.batch_size\n",
+        ("tests/training/test_debugging.py::test_pieces_of_samples_are_dumped_as_samples_in_every_micro_batch_size",),
+    ),
 )  # fmt: skip
