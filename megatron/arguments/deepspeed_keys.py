@@ -288,8 +288,10 @@ REFUSED = {
     "data_types": 'gradients are summed in fp32; use "grad_accum_dtype": "fp32", or remove the section',
     "gradient_allreduce_op": "the loss is a mean over the global batch; remove the key",
     "sparse_attention": "attention is dense (SDPA); remove the section",
-    "data_efficiency": "all steps have samples of one length and run all layers; remove the section",
-    "curriculum_learning": "all steps have samples of one length; remove the section",
+    "data_efficiency": "samples are not chosen by difficulty, and all steps run all layers; remove the section (the "
+    "sequence length can grow: --seq-length-schedule)",
+    "curriculum_learning": "it would truncate samples and lose their tokens; remove the section, and let the length "
+    'grow by --seq-length-schedule "TOKENS: LENGTH; ..."',
     "progressive_layer_drop": "every layer takes part in every step; remove the section",
     "eigenvalue": "nothing here reads it; remove the section",
     "quantize_training": "quantised training is not supported; remove the section",

@@ -99,8 +99,10 @@ GROUPS = {
     "all weights have one learning rate: use --lr and --min-lr": "--decoupled-lr= --decoupled-min-lr=",
     "all weights start alike: use --init-method-std": """
         --embedding-init-method-std= --init-method-xavier-uniform --use-mup""",
-    "all steps have samples of one length and run all layers; leave it out": """
-        --curriculum-learning-legacy --data-efficiency-curriculum-learning --random-ltd""",
+    "it would truncate samples and lose their tokens; let the length grow by --seq-length-schedule": """
+        --curriculum-learning-legacy""",
+    "samples are not chosen by difficulty, and all steps run all layers; leave it out": """
+        --data-efficiency-curriculum-learning --random-ltd""",
     "no step is left out by its number; --stability-guard rollback leaves the data of bad steps out": """
         --iterations-to-skip=* --skip-train-iteration-range=* --grad-norm-skip-threshold=""",
     "the batch grows by --rampup-batch-size START INCREMENT SAMPLES; use that": "--step-batch-size-schedule=",

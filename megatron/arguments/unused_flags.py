@@ -51,6 +51,8 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
         yield f"{', '.join(unread)} has no effect: this run reads no such split"
     if data.mixture_schedule is not None and data.training_path is not None and not config.checkpoint.eval_only:
         yield from _late_step_notes(config, world_size)
+    if config.batch.seq_length_schedule is not None and not config.checkpoint.eval_only:
+        yield from _late_length_notes(config, world_size)
 
 
 def splits_read(config: Config) -> dict[str, bool]:
@@ -95,6 +97,18 @@ def _late_step_notes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _late_length_notes(config: Config, world_size: int) -> Iterator[str]:
+    samples = config.batch.sizes(config.parallel.data_parallel_size(world_size)).consumed_after(
+        config.batch.train_iters
+    )
+    late = [str(length) for _, sample, length in config.batch.lengths.starts() if sample >= samples]
+    if late and config.batch.train_iters:
+        yield (
+            f"--seq-length-schedule: the run ends after {samples * config.tokens_per_sample} tokens, so the lengths "
+            f"{', '.join(late)} have no effect"
+        )
+
+
 def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if name in config.given]
 
@@ -123,7 +137,7 @@ KEPT = {
 """Fields that say where the inputs of recomputed layers wait, and their flags."""
 IN_TRAINING = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
-    "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
+    "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip

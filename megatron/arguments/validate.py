@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.arguments import unused_flags
-from megatron.config import batch, run
+from megatron.config import batch, run, seq_length
 from megatron.config.config import Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -322,6 +322,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
         )
     yield from sequence_parallel_problems(config)
     yield from context_parallel_problems(config)
+    yield from seq_length.schedule_problems(config)
     yield from unused_flags.unused_flag_problems(config)
     yield from run.stability_problems(config)
     yield from zero_problems(config)

@@ -5,6 +5,7 @@
 | sections "llama" and "mpt" | fields of "model" |
 | ``t5.position_embedding_type``, "learned" | ``model.position_embedding_type``, "learned_absolute" |
 | a decoder's field that was not there yet | its default in the family |
+| "progress" in samples alone | in tokens, too: "tokens_consumed" |
 """
 
 from __future__ import annotations
@@ -38,6 +39,25 @@ def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``Config.identity()`` of today of one that any version saved."""
     return _completed(saved, saved.get("family", FIRST_FAMILY))
+
+
+def progress(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the "progress" of today of the state of a checkpoint that any version saved.
+
+    Of one that names neither "tokens_consumed" nor the lengths of its samples, the first is left out.
+    """
+    found = dict(state["progress"])
+    each = _tokens_per_sample(state.get("config", {}))
+    if "tokens_consumed" not in found and each:
+        found["tokens_consumed"] = each * found["samples_consumed"]
+    return found
+
+
+def _tokens_per_sample(saved: Mapping[str, Any]) -> int:
+    own = saved.get(saved.get("family", FIRST_FAMILY), {})
+    if "enc_seq_length" in own:
+        return int(own["enc_seq_length"]) + int(own["dec_seq_length"])
+    return int(saved.get("batch", {}).get("seq_length", 0))
 
 
 def _completed(model: Mapping[str, Any], family: str) -> dict[str, Any]:

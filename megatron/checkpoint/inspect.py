@@ -40,6 +40,7 @@ def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "updates": progress.get("updates"),
         "samples_consumed": progress.get("samples_consumed"),
+        "tokens_consumed": progress.get("tokens_consumed"),
         "optimizer": state.get("optimizer"),
         "optimizer_steps": state.get("optimizer_steps"),
         "scaler": state.get("scaler"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron.config.option import option
+from megatron.config.seq_length import SeqLengths, parse_lengths
 
 # How many samples a step takes while the batch grows: arithmetic on the samples consumed, and on nothing else.
 #
@@ -135,6 +136,15 @@ class BatchConfig:
         shown_default="the whole global batch in every step",
     )
     seq_length: int = option(256, "tokens of a sample", minimum=1, short="tokens of a sample")
+    seq_length_schedule: str | None = option(
+        None,
+        'lengths at which samples are read from so many tokens of training on: "0: 512; 1e9: 2048; 5e9: 4096"; each '
+        "divides --seq-length, and samples are cut into pieces of it",
+        family_kind="decoder",
+        elsewhere="what frames a sample of T5 or BERT, and what is masked in it, is made for its whole length and "
+        "cannot be cut; leave it out",
+        shown_default="--seq-length in every step",
+    )
     train_iters: int = option(
         200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0, short="optimizer steps"
     )
@@ -160,6 +170,16 @@ class BatchConfig:
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Return the samples of one step over all replicas; with a ramp of the steps behind it."""
         return self.batch_size * self.gas * data_parallel_size
+
+    @property
+    def lengths(self) -> SeqLengths:
+        """The length of a step by tokens consumed.
+
+        Raises:
+            ValueError: --seq-length-schedule cannot be read.
+        """
+        schedule = self.seq_length_schedule
+        return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
     def sizes(self, data_parallel_size: int) -> BatchSizes:
         """Return the samples of a step over all replicas, by samples consumed.

@@ -63,8 +63,8 @@ class CheckpointConfig:
     )
     allow_data_change: bool = option(
         False,
-        "go on although the data are not those of the checkpoint: a corpus that agrees goes on where it was, others "
-        "start at their first sample",
+        "go on although the data are not those of the checkpoint: a corpus that agrees goes on where it was, one in "
+        "samples of another length behind as many tokens, others start at their first sample",
     )
     allow_vocab_change: bool = option(
         False, "load although the tokenizer is not that of the checkpoint; the vocabulary must have its size"

@@ -276,6 +276,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 _ONE = "the one corpus of the checkpoint"
 """Checkpoints of a single corpus held no name."""
+SAME_LENGTH = Fraction(1)
 _PARTS = ("content", "tokenizer", "split, seed, length or other setting of samples")
 
 
@@ -294,13 +295,17 @@ def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
 
 
 def resumed_order(
-    order: BlendSchedule, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False
-) -> tuple[BlendSchedule, list[str]]:
+    order: BlendSchedule, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False,
+    ratio: Fraction = SAME_LENGTH,
+) -> tuple[BlendSchedule, list[str]]:  # fmt: skip
     """Return ``order`` as it goes on from a checkpoint, and lines for the log about what has changed.
 
     Args:
         state: what ``BlendSchedule.state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to
             hold.
+        samples_consumed: by the run that saved it.
+        ratio: tokens of a sample there to those of one here. Where they differ, the run goes on at the first sample
+            that begins at or after as many tokens, and so does each corpus of the same tokens with its own.
         allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
             start at their first sample.
 
@@ -318,27 +323,48 @@ def resumed_order(
             "0), or --allow-data-change: what agrees goes on where it was, the rest starts at its first sample."
         )
 
+    here, cursors, lines = (
+        math.ceil(samples_consumed * ratio),
+        saved.cursors,
+        [f"data changed: {text}" for text in lost],
+    )
+    if ratio != SAME_LENGTH:
+        matches |= _cut_otherwise(order, saved, matches)
+        cursors = {name: math.ceil(cursor * ratio) for name, cursor in cursors.items()}
+        went_on = {matches[name]: cursor for name, cursor in cursors.items() if name in matches}
+        lines += [f"data: {name} goes on at its sample {cursor}" for name, cursor in went_on.items()]
+
     def by_number(values: Mapping[str, int]) -> list[int]:
         found = {matches[name]: value for name, value in values.items() if name in matches}
         return [found.get(corpus.name, 0) for corpus in order.corpora]
 
-    history = [] if lost else [(start, by_number(w), by_number(c)) for start, w, c in saved.phases]
+    is_changed = bool(lost) or ratio != SAME_LENGTH
+    history = [] if is_changed else [(start, by_number(w), by_number(c)) for start, w, c in saved.phases]
     result = BlendSchedule(
         order.corpora,
         order.schedule,
         history=history,
-        samples_consumed=samples_consumed,
-        cursors=by_number(saved.cursors),
+        samples_consumed=here,
+        cursors=by_number(cursors),
     )
-    if not lost and by_number(saved.cursors) != list(result.cursors(samples_consumed).values()):
+    if not is_changed and by_number(saved.cursors) != list(result.cursors(samples_consumed).values()):
         raise _damaged(f"cursors {saved.cursors} where its phases give {result.cursors(samples_consumed)}")
     added = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
-    lines = [f"data changed: {text}" for text in lost]
     lines += [f"data: {corpus.name} is new and starts at its first sample" for corpus in added]
     if (len(saved.fingerprints) == 1) != (len(order.corpora) == 1):
         kept = (corpus for corpus in order.corpora if corpus.is_drawn and corpus not in added)
         lines += [_company_line(corpus, len(order.corpora) == 1) for corpus in kept]
-    return result, [*lines, *_weight_lines(result, samples_consumed)] if samples_consumed else []
+    return result, [*lines, *_weight_lines(result, here)] if samples_consumed else []
+
+
+def _cut_otherwise(order: BlendSchedule, saved: _Saved, matches: Mapping[str, str]) -> dict[str, str]:
+    """Return name there -> name here of corpora whose samples alone differ: same content, same tokenizer."""
+    left = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
+    here = {tuple(corpus.fingerprint.split(".")[:-1]): corpus.name for corpus in left}
+    there = {
+        name: tuple(saved.fingerprints[name].split(".")[:-1]) for name in saved.fingerprints if name not in matches
+    }
+    return {name: here[key] for name, key in there.items() if len(key) == len(_PARTS) - 1 and key in here}
 
 
 def _company_line(corpus: Corpus, is_alone: bool) -> str:

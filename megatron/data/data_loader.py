@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from megatron.child_process import die_with_parent
 from megatron.config.batch import BatchSizes
+from megatron.config.seq_length import SeqLengths
 from megatron.data.blended_dataset import as_ordered
 from megatron.errors import DataError, SampleError
 
@@ -82,8 +83,33 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+class MicroBatch(NamedTuple):
+    """What is read for one micro-batch: samples ``indices``, cut into pieces of ``length`` tokens; None: left whole."""
+
+    indices: list[int]
+    length: int | None = None
+
+
+def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
+    """Return windows of L + 1 tokens cut into pieces of ``length`` + 1, neighbours with one token in common.
+
+    Shapes:
+        values [b, L+1], output [b L/length, length+1]: the pieces of the first window, then those of the next
+
+    Raises:
+        SampleError: they have another shape.
+    """
+    if values.dim() != 2 or (values.shape[1] - 1) % length or values.shape[1] == 1:
+        raise SampleError(
+            f"with --seq-length-schedule all that samples hold must be --seq-length + 1 numbers, to be cut into pieces "
+            f"of {length} + 1, got {key!r} of shape {tuple(values.shape)} in a micro-batch. Change the data set, or "
+            "leave the flag out"
+        )
+    return values.unfold(1, length + 1, length).reshape(-1, length + 1)
+
+
 class Collate:
-    """Reads the samples of one micro-batch into one tensor for each key.
+    """Reads the samples of one micro-batch into one tensor for each key, and cuts them.
 
     ``predictions`` says what each micro-batch of a step is told of all of it.
 
@@ -91,7 +117,7 @@ class Collate:
 
     Raises:
         DataError: the data set is empty.
-        SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked.
+        SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked or cut.
     """
 
     def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
@@ -100,14 +126,19 @@ class Collate:
         if self.length == 0:
             raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
 
-    def __call__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+    def __call__(self, asked: MicroBatch) -> dict[str, torch.Tensor]:
+        indices, length = asked
         samples = [self._read(index) for index in indices]
-        if all(isinstance(sample, Mapping) for sample in samples):
+        has_names = all(isinstance(sample, Mapping) for sample in samples)
+        if has_names:
             batch = {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
-            if self.predictions is not None:
-                batch[KEY] = torch.from_numpy(self.predictions.of(indices[0]))
-            return batch
-        return {"text": _joined("text", samples, indices, _of_arrays)}
+        else:
+            batch = {"text": _joined("text", samples, indices, _of_arrays)}
+        if length is not None:
+            batch = {key: cut(key, values, length) for key, values in batch.items()}
+        if has_names and self.predictions is not None:
+            batch[KEY] = torch.from_numpy(self.predictions.of(indices[0]))
+        return batch
 
     def _read(self, index: int) -> Any:
         item = index if self.length is None else index % self.length
@@ -132,9 +163,9 @@ class Collate:
 class GuardedCollate(Collate):
     """As ``Collate``, in a reading process: an error comes back as its text, without torch's traceback around it."""
 
-    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor] | str:
+    def __getitem__(self, asked: MicroBatch) -> dict[str, torch.Tensor] | str:
         try:
-            return self(indices)
+            return self(asked)
         except SampleError as error:
             return str(error)
 
@@ -175,7 +206,7 @@ _DEATH_SEEN_AFTER_S = 2.0
 
 
 class PrefetchWorkers:
-    """Iterates over the micro-batches of ``indices``, which ``num_workers`` processes read in their order.
+    """Iterates over the micro-batches that are ``asked`` for, which ``num_workers`` processes read in their order.
 
     Args:
         prefetch_factor: micro-batches that each process reads ahead.
@@ -191,7 +222,7 @@ class PrefetchWorkers:
     def __init__(
         self,
         dataset: Samples,
-        indices: Iterable[list[int]],
+        asked: Iterable[MicroBatch],
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
@@ -199,7 +230,7 @@ class PrefetchWorkers:
     ) -> None:
         loader: Iterable[Any] = torch.utils.data.DataLoader(
             GuardedCollate(dataset, predictions),  # type: ignore[arg-type]
-            sampler=indices,  # type: ignore[arg-type]
+            sampler=asked,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -283,12 +314,14 @@ class DataLoader:
     """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
 
     A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
-    arrays or tensors of b samples stacked, and "step_predictions" where the data set tells what it predicts.
+    arrays or tensors of b samples stacked, and "step_predictions" where the data set tells what it predicts. In a step
+    of length l below L all but that are cut into pieces, [b L/l, l+1].
 
     Args:
         num_micro_batches: of every step; with ``sizes`` of a whole one.
         samples_consumed: samples of all replicas that earlier steps have read.
         sizes: samples of a step over all replicas where they change; each a multiple of b d.
+        lengths: at which samples are read, by tokens consumed; None: they are left whole.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each of them reads ahead.
         pin_memory: give tensors in pinned memory.
@@ -310,6 +343,7 @@ class DataLoader:
         data_size: int,
         samples_consumed: int = 0,
         sizes: BatchSizes | None = None,
+        lengths: SeqLengths | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
@@ -319,6 +353,7 @@ class DataLoader:
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
         self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
+        self.lengths = lengths
 
     def num_micro_batches_at(self, samples_consumed: int) -> int:
         """Return the micro-batches on each replica of the step that begins after so many samples."""
@@ -327,26 +362,34 @@ class DataLoader:
             raise ValueError(f"a step must be a multiple of micro-batch x replicas = {share} samples, got {size}")
         return size // share
 
-    def indices(self) -> Iterator[list[int]]:
-        """Yield the sample indices of each micro-batch of this replica, without an end."""
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield the samples of each micro-batch of this replica and their length, without an end."""
         start = self.samples_consumed
         while True:
             number = self.num_micro_batches_at(start)
             stop = start + self.sizes.at(start)
+            length = self.length_at(start)
             own = start + self.data_rank * self.micro_batch_size * number
             for micro_batch in range(number):
                 first = own + micro_batch * self.micro_batch_size
-                yield list(range(first, first + self.micro_batch_size))
+                yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
             start = stop
+
+    def length_at(self, samples_consumed: int) -> int | None:
+        """Return the length of the pieces of the step that begins after so many samples; None: samples are whole."""
+        if self.lengths is None:
+            return None
+        length = self.lengths.of_step(samples_consumed)
+        return None if length == self.lengths.full else length
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         num_predicted = predictions_of(self.dataset)
         predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
         if self.num_workers:
             return PrefetchWorkers(
-                self.dataset, self.indices(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
+                self.dataset, self.micro_batches(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
             )
-        batches = map(Collate(self.dataset, predictions), self.indices())
+        batches = map(Collate(self.dataset, predictions), self.micro_batches())
         return map(_pinned, batches) if self.pin_memory else batches
 
 

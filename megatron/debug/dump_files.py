@@ -36,7 +36,10 @@ WEIGHT, GRADIENT = "weight", "gradient"
 
 
 class Samples(NamedTuple):
-    """Which of the step's global batch a tensor belongs to: from ``first`` up to ``stop``."""
+    """Which of the step's global batch a tensor belongs to: from ``first`` up to ``stop``.
+
+    Where samples are cut into pieces (--seq-length-schedule) these are counted.
+    """
 
     first: int
     stop: int

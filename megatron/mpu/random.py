@@ -244,7 +244,8 @@ def _mixed(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
 #
 # Which rank, stage, replica or micro-batch works on it is nowhere in there. Samples are dealt as
 # ``megatron.data.batches`` says: sample j of micro-batch i on replica r is number (r m + i) b + j of the global batch,
-# with m micro-batches of b samples on each replica.
+# with m micro-batches of b samples on each replica. Where samples are cut into pieces (--seq-length-schedule), b is
+# their number in a micro-batch, and j counts them.
 
 LANES = 4
 """Columns that share a counter."""
@@ -256,7 +257,8 @@ class PhiloxDropout(DropoutStreams):
     """The source of all dropout masks of one rank, in any layout.
 
     Args:
-        micro_batch_size: samples in each forward, to see that the tensors are what they must be.
+        micro_batch_size: samples in each forward, to see that the tensors are what they must be; where samples are cut
+            into pieces (--seq-length-schedule), each counts as a sample, in all layouts alike.
         seed, data, tensor: as of ``DropoutStreams``.
         context: the context-parallel group, whose ranks have pieces of the same samples.
     """
@@ -294,14 +296,14 @@ class PhiloxDropout(DropoutStreams):
         """
         if not training or probability == 0.0:
             return _plus(residual, x)
-        if x.dim() != 3 or x.shape[1] != self.micro_batch_size:
+        if x.dim() != 3 or not x.shape[1] or x.shape[1] % self.micro_batch_size:
             raise ValueError(
                 "with --layout-independent-dropout a tensor must be [sequence, micro-batch, hidden], so that its "
                 f"samples are known, got {tuple(x.shape)} at {site!r} with --batch-size {self.micro_batch_size}. "
                 "Bring it into that shape, or leave the flag out"
             )
         length, samples, width = x.shape
-        key, sample = self.key(layer, site, is_cut), self._first_sample()
+        key, sample = self.key(layer, site, is_cut), self._first_sample(samples)
         row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
         if self.context.size > 1:
             return self._drop_runs(x, residual, probability, key, (row, sample, 0, column), is_part)
@@ -350,12 +352,12 @@ class PhiloxDropout(DropoutStreams):
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Return what ``function`` gives with the probabilities dropped that belong to this place."""
-        key, sample = self.key(layer, site, is_cut), self._first_sample()  # now: the position may move on
-        drop = partial(self._drop_probabilities, probability=probability, key=key, sample=sample, is_cut=is_cut)
+        key, at = self.key(layer, site, is_cut), self.position  # now: the position may move on
+        drop = partial(self._drop_probabilities, probability=probability, key=key, at=at, is_cut=is_cut)
         return function(drop=drop)
 
     def _drop_probabilities(
-        self, x: torch.Tensor, *, probability: float, key: int, sample: int, is_cut: bool,
+        self, x: torch.Tensor, *, probability: float, key: int, at: DropoutKey, is_cut: bool,
         runs: Sequence[Run] = (), first_head: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` with elements dropped.
@@ -364,10 +366,12 @@ class PhiloxDropout(DropoutStreams):
             x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
 
         Args:
+            at: where the training is.
             runs: where its queries are in the whole sequence; none: at its start.
             first_head: of this tensor rank's.
         """
         samples, heads, queries, keys = x.shape
+        sample = self._first_sample(samples, at)
         own_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
         plane = first_head + (self.tensor_rank * own_heads if is_cut else 0)
         if runs and self.by_kernel(x):
@@ -388,10 +392,10 @@ class PhiloxDropout(DropoutStreams):
         )
         return _without(x, mask, probability)
 
-    def _first_sample(self) -> int:
-        """Return the number of the first sample of this micro-batch within the global batch."""
-        at = self.position
-        return (self.data_rank * at.num_micro_batches + at.micro_batch) * self.micro_batch_size
+    def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
+        """Return the number within the global batch of the first of ``samples``, pieces included, of a micro-batch."""
+        at = at or self.position
+        return (self.data_rank * at.num_micro_batches + at.micro_batch) * samples
 
 
 def dropped_mask(

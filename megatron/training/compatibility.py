@@ -56,7 +56,7 @@ RULES = (
     ),
     Rule(
         "corpora, --split, lengths and --seed, by a fingerprint", (), MUST,
-        "samples would come twice or never; --allow-data-change, --finetune (data_order.resumed)",
+        "samples would come twice or never; --allow-data-change, --finetune (data.resumed)",
     ),
     Rule(
         "--optimizer", (), MUST,
@@ -71,6 +71,10 @@ RULES = (
         "--batch-size, --gas, replicas, --rampup-batch-size",
         ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
         "the position is kept in samples, so any size goes on at the next sample; a step has another number of them",
+    ),
+    Rule(
+        "--seq-length-schedule", ("batch.seq_length_schedule",), WARNED,
+        "the length given now holds from the next step on; the samples and their order are the same",
     ),
     Rule(
         "--lr, --min-lr, --lr-decay-style, --warmup, --wsd-decay-fraction",

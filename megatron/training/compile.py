@@ -26,6 +26,8 @@ from megatron.mpu.random import DropoutStreams
 OUTSIDE = ("attend", "recomputed")
 """Methods of ``DropoutStreams`` at which graphs break."""
 COMPILERS = ("g++", "clang++")
+GRAPHS_OF_A_LENGTH = 8
+"""Torch's own limit, behind which a layer would run as it is written; at most as many for each length of a schedule."""
 
 
 def compile_layers(
@@ -34,12 +36,14 @@ def compile_layers(
     device: torch.device,
     *,
     has_all: bool = True,
+    num_lengths: int = 1,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
     """Have each transformer layer of ``module``, one with a feed-forward half, compiled at its first forward.
 
     Args:
         has_all: the module is the whole model; a stage of a pipeline may be without a layer.
+        num_lengths: of sequences that will come; there is a graph for each.
 
     Raises:
         ConfigError: there is nothing to compile, or no compiler.
@@ -55,6 +59,8 @@ def compile_layers(
     streams.enter_graphs()
     for name in OUTSIDE:
         setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_OF_A_LENGTH * num_lengths)
     for layer in layers:
         for part in layer.modules():
             if isinstance(getattr(part, "layer", None), int):

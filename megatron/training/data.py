@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron import device, log
+from megatron.checkpoint import former
 from megatron.config import Config
+from megatron.config.seq_length import SeqLengths
 from megatron.data import BlendSchedule, DataLoader, resumed_order
-from megatron.data.blended_dataset import as_ordered
+from megatron.data.blended_dataset import SAME_LENGTH, as_ordered
 from megatron.data.data_loader import Samples
 from megatron.errors import CheckpointError, DataError, SampleError, marked
 from megatron.mpu.data import Upload
@@ -215,20 +218,26 @@ class RunData:
     has_training: bool = True
 
     def batches(
-        self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None
-    ) -> TimedBatches | None:
+        self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
+        length: int | None = None,
+    ) -> TimedBatches | None:  # fmt: skip
         """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read.
 
         They are on their way to the device already, where there is one beside the CPU.
 
         Args:
             corpus: read this one's own samples alone.
+            length: read samples in pieces of so many tokens; None: those of the training by --seq-length-schedule,
+                others whole.
         """
         dataset = self.datasets.get(kind)
         if dataset is None:
             return None
         is_training = kind == "train"
         ordered = as_ordered(dataset)
+        lengths = config.batch.lengths if is_training else SeqLengths(config.batch.seq_length)
+        if length is not None:
+            lengths = SeqLengths(lengths.full, ((0, length),))
         batches = DataLoader(
             dataset if corpus is None or ordered is None else ordered.parts[corpus],
             micro_batch_size=config.batch.batch_size,
@@ -237,6 +246,7 @@ class RunData:
             data_size=world.grid.data.size,
             samples_consumed=samples_consumed,
             sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
+            lengths=lengths,
             num_workers=config.data.num_workers if is_training else 0,
             prefetch_factor=config.data.prefetch_factor,
             pin_memory=device.can_pin(world.kind),
@@ -365,25 +375,43 @@ def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
         yield "epochs", f"{epochs} when the {num_samples:,} samples of the run are read"
 
 
-def resumed(data: RunData, state: Mapping[str, Any], *, allow_change: bool) -> BlendSchedule | None:
+def resumed(
+    data: RunData, state: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool
+) -> BlendSchedule | None:
     """Return the order in which the training goes on after the ``state`` of a checkpoint; None where there is none.
+
+    Args:
+        tokens_per_sample: of now; None: as in the checkpoint.
 
     Raises:
         CheckpointError: the data are not those of the checkpoint, or it does not say which it has read; the same on
             every rank.
     """
+    ratio = _length_ratio(state, tokens_per_sample)
     if data.order is None:
         return None
-    saved = state.get("data_order") or state.get("data_fingerprint")
-    consumed = state["progress"]["samples_consumed"]
+    saved, consumed = state.get("data_order") or state.get("data_fingerprint"), state["progress"]["samples_consumed"]
     if not saved:
         if consumed:
             _take_unknown(consumed, allow_change)
         return data.order
-    order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change)
+    order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change, ratio=ratio)
     for line in lines:
         log.info(line)
     return order
+
+
+def _length_ratio(state: Mapping[str, Any], tokens_per_sample: int | None) -> Fraction:
+    """Return the tokens of a sample of the checkpoint to those of one now, and say where another length goes on."""
+    progress = former.progress(state) if state["progress"] else {}
+    samples, tokens = progress.get("samples_consumed", 0), progress.get("tokens_consumed")
+    if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:
+        return SAME_LENGTH
+    log.info(
+        f"data: samples of {tokens_per_sample} tokens, of {tokens // samples} in the checkpoint: going on at sample "
+        f"{-(-tokens // tokens_per_sample)}, the first that begins at or after the {tokens} tokens consumed"
+    )
+    return Fraction(tokens, samples * tokens_per_sample)
 
 
 def _take_unknown(consumed: int, allow_change: bool) -> None:

@@ -217,7 +217,7 @@ def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, t
     )
     if taken.generators and layout_text(checkpoint.state["layout"], topology) is None:
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
-    return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
+    return TrainState.resumed(checkpoint.state, config.tokens_per_sample) if taken.counters else TrainState()
 
 
 def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:

@@ -141,6 +141,7 @@ def plan_rows(
     if batch.rampup_batch_size is not None:
         sizes = batch.sizes(d)
         yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
+    yield from _length_rows(config, d)
     yield from sample_rows(config)
     yield from _context_rows(config)
     if topology.pipe > 1:
@@ -150,6 +151,19 @@ def plan_rows(
         yield "holds anyway", neutral_text(config)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
+
+
+def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield at which lengths samples are read, and from where on."""
+    sizes, lengths = config.batch.sizes(replicas), config.batch.lengths
+    if not lengths.do_change:
+        return
+    first, *later = lengths.starts()
+    each = [
+        f"{length} from {tokens:,} tokens on (about step {sizes.steps_until(sample) + 1:,})"
+        for tokens, sample, length in later
+    ]
+    yield "sequence length", f"{first[2]}, {', '.join(each)}; pieces of the same samples"
 
 
 def neutral_text(config: Config) -> str:

@@ -108,7 +108,8 @@ def trace_steps(
             trace.losses.append(result.loss)
             trace.grad_norms.append(result.grad_norm)
             if eval_every and (step + 1) % eval_every == 0:
-                trace.eval_losses.append(engine.evaluate_batch(data.batches("valid", config, here)))
+                valid = data.batches("valid", config, here, length=trainer.next_seq_length)
+                trace.eval_losses.append(engine.evaluate_batch(valid))
     for name, parameter in named_parameters(engine.module):
         master = engine.optimizer.master_of(parameter)
         shard = shard_of(master)

@@ -280,7 +280,8 @@ def build_weights(
     if param_init is None:
         put_in_place(config, module, world)
     if config.parallel.compile:
-        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
+        num_lengths = len(config.batch.lengths.all())
+        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline, num_lengths=num_lengths)
     optimizer = make_optimizer(config, module, world, param_init)
     if param_init is not None:
         put_in_place(config, module, world)  # what is left: frozen weights, buffers

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from megatron.checkpoint import (
     Checkpoint,
     TensorRecord,
     check_model,
+    former,
     named_parameters,
     open_latest,
     save,
@@ -135,11 +136,30 @@ Written = TypeVar("Written")
 
 @dataclass
 class TrainState:
-    """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it."""
+    """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it.
+
+    A checkpoint also says the tokens consumed, which are samples of one length: --seq-length, whatever the schedule.
+    """
 
     step: int = 0
     updates: int = 0
     samples_consumed: int = 0
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], tokens_per_sample: int) -> TrainState:
+        """Return where a run goes on after the ``state`` of a checkpoint.
+
+        That is the same sample, or with samples of another length the first that begins at or after as many tokens.
+        """
+        saved = former.progress(state)
+        found = cls(**{each.name: saved[each.name] for each in fields(cls)})
+        if "tokens_consumed" in saved:
+            found.samples_consumed = -(-saved["tokens_consumed"] // tokens_per_sample)
+        return found
+
+    def saved(self, tokens_per_sample: int) -> dict[str, int]:
+        """Return what a checkpoint says of it."""
+        return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
 
     @property
     def skipped(self) -> int:
@@ -238,7 +258,7 @@ def described(
     """
     _check_between_steps(optimizer)
     return {
-        "progress": asdict(progress),
+        "progress": progress.saved(config.tokens_per_sample),
         "scaler": optimizer.scaler.state(),
         "optimizer": config.optimizer.optimizer,
         "optimizer_steps": optimizer_steps(optimizer),
@@ -302,7 +322,7 @@ def restore(
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
     if taken.generators and layout_text(checkpoint.state["layout"], world.grid.topology) is None:
         restore_rng(checkpoint, world)
-    return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
+    return TrainState.resumed(checkpoint.state, config.tokens_per_sample) if taken.counters else TrainState()
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: RestoreOptions) -> None:
@@ -357,10 +377,10 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: b
     if not allow_change:
         raise CheckpointError(
             f"the data must be those of the checkpoint, {fingerprints}: samples would be repeated or lost. Give the "
-            "same --data-path, --split, --seed and lengths, --allow-data-change to go on at the same number of "
-            "samples, or --finetune to start anew from the weights."
+            "same --data-path, --split, --seed and lengths, --allow-data-change to go on behind the same number of "
+            "tokens, or --finetune to start anew from the weights."
         )
-    log.info(f"the data are not those of the checkpoint, {fingerprints}: going on at the same number of samples")
+    log.info(f"the data are not those of the checkpoint, {fingerprints}: going on behind the same number of tokens")
 
 
 # Which checkpoints of a run folder are on a run's way, and which on one that it has left or never took.

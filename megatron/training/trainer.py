@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -108,14 +109,15 @@ class Trainer:
 
     Attributes:
         sizes: the samples of a step over all replicas, by samples consumed.
+        lengths: the tokens that the model reads at a time, by tokens consumed.
         progress: steps, updates and samples up to now.
-        samples: of the step that is being taken, or was the last.
+        samples, seq_length: of the step that is being taken, or was the last.
         learning_rate, last_loss: of that step; None ahead of the first.
         stop_text: why the run ends early, once that is agreed on.
         print_line: shows a line on the screen, on rank 0.
         resumed_step: the step at which this start goes on in its own folder; None for a run that is new there.
-        steps_taken, samples_taken, pause_s: since the start, those that came again counted again; and the seconds in
-            which it did not train.
+        steps_taken, samples_taken, pause_s: since the start, those that came again counted again, samples by the length
+            at which they were read; and the seconds in which it did not train.
     """
 
     def __init__(
@@ -133,16 +135,17 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or Sections()
         self.lr_scheduler = make_learning_rate(config, world.grid.data.size)
-        self.sizes = config.batch.sizes(world.grid.data.size)
+        self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
         self.progress = TrainState()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
+        self.seq_length = self.lengths.full
         self.learning_rate: float | None = None
         self.last_loss: float | None = None
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
         self.resumed_step: int | None = None
-        self.steps_taken, self.samples_taken, self.pause_s = 0, 0, 0.0
+        self.steps_taken, self.samples_taken, self.pause_s = 0, Counter[int](), 0.0
         self._save_is_wanted = False
         self.callbacks = [each for each in callbacks if each.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
@@ -192,6 +195,7 @@ class Trainer:
         """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
         progress, start = self.progress, self.progress.samples_consumed
         count = self.sizes.at(start)
+        self.seq_length = self.lengths.of_step(start)
         place = self.config.batch.batch_size, self.world.grid.data.size
         self.samples = StepSamples(progress.step + 1, start, count, *place)
         self.learning_rate = self.lr_scheduler.at(progress.updates)
@@ -204,12 +208,23 @@ class Trainer:
         progress.step += 1
         progress.updates += 0 if result.is_skipped else 1
         progress.samples_consumed += count
-        self.steps_taken, self.samples_taken = self.steps_taken + 1, self.samples_taken + count
+        self.steps_taken += 1
+        self.samples_taken[self.seq_length] += count
         self.call("on_after_update", result)
         self.last_loss = result.loss
         if self.is_log_step:
             self.log(result)
         return result
+
+    @property
+    def num_pieces(self) -> int:
+        """Return how many pieces each sample of the step is cut into."""
+        return self.lengths.full // self.seq_length
+
+    @property
+    def next_seq_length(self) -> int:
+        """Return the length of the step that comes next, at which losses are evaluated."""
+        return self.lengths.of_step(self.progress.samples_consumed)
 
     @property
     def is_log_step(self) -> bool:
@@ -231,6 +246,7 @@ class Trainer:
                 "loss_scale": result.loss_scale,
                 "samples": consumed,
                 "tokens": consumed * per_sample,
+                **({"seq_length": self.seq_length} if self.lengths.do_change else {}),
                 **tokens_values(self.data, consumed, per_sample),
                 **epochs_values(self.data, consumed),
                 "skipped": self.progress.skipped,

@@ -178,6 +178,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "data_path": "none",
         "mixture_schedule": "1e9: 0.5 0.5",
         "rampup_batch_size": "2 2 100",
+        "seq_length_schedule": "0: 64; 1e9: 256",
         "denoisers": "R,S",
         "mean_span_length": "4",
         "pipeline_split_rank": "1",

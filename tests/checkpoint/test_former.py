@@ -14,6 +14,7 @@ from megatron.checkpoint.huggingface.config import saved_config
 from megatron.config.decoder import IDENTITY
 from megatron.errors import CheckpointError
 from megatron.training.compatibility import settings_changed
+from megatron.training.train_state import TrainState
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 29}
 OLD: dict[str, dict[str, Any]] = {
@@ -64,6 +65,23 @@ def test_what_a_checkpoint_of_before_did_not_have_is_compared_with_the_familys_d
         check_model(identity, other)
 
 
+@pytest.mark.parametrize(("family", "length"), [("gpt2", 256), ("llama", 256), ("t5", 256 + 58)])
+def test_a_position_in_samples_is_one_in_tokens_of_the_saved_lengths(family: str, length: int) -> None:
+    """A checkpoint of before goes on where it would have; one that names no length keeps its samples alone."""
+    settings, _, config = as_before(family)
+    assert config.tokens_per_sample == length
+    old = {"step": 3, "updates": 2, "samples_consumed": 24}
+    state: dict[str, Any] = {"config": settings, "progress": old}
+    assert former.progress(state) == {**old, "tokens_consumed": 24 * length}
+    assert TrainState.resumed(state, length) == TrainState(**old)
+    assert TrainState.resumed(state, 2 * length) == TrainState(3, 2, 12)
+    assert TrainState.resumed(state, 5 * length) == TrainState(3, 2, 5), "the first that begins at or after"
+    assert former.progress({"progress": old}) == old
+    assert TrainState.resumed({"progress": old}, length) == TrainState(**old)
+    now = {"config": settings, "progress": {**old, "tokens_consumed": 7}}
+    assert former.progress(now)["tokens_consumed"] == 7, "what a checkpoint of today says counts"
+
+
 def test_the_stored_checkpoints_are_read() -> None:
     """Those of the first format, of a GPT-2."""
     for path in Path(__file__).parents[1].rglob("format_1/**/manifest.json"):
@@ -72,3 +90,4 @@ def test_the_stored_checkpoints_are_read() -> None:
             found = former.settings(state["config"])["model"]
             assert (found["position_embedding_type"], found["normalization"]) == ("learned_absolute", "LayerNorm")
             assert found["num_query_groups"] == found["num_attention_heads"]
+            assert former.progress(state)["tokens_consumed"] == 24 * 16

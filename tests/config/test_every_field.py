@@ -110,7 +110,7 @@ ACTS_ON = {
     """,
     "samples": "eval_iters eval_interval",
     "batch": "reset_position_ids reset_attention_mask eod_mask_loss",
-    "loader": "num_workers prefetch_factor",
+    "loader": "num_workers prefetch_factor seq_length_schedule",
     "tokenizer": "tokenizer_type vocab_file merge_file tokenizer_path",
     "place": "save load resume load_if_exists checkpoint_format tensorboard_dir",
     "saves": """
@@ -190,6 +190,7 @@ BESIDE = {
 """Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
 VALUES = {
     "activation": "relu",
+    "seq_length_schedule": "0:4;9:8",
     "dtype": "bf16",
     "device": "cuda",
     "data_path": "1 a 1 b",

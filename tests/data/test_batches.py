@@ -93,11 +93,11 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
             )
             for rank in range(d)
         ]
-        iterators = [replica.indices() for replica in replicas]
+        iterators = [replica.micro_batches() for replica in replicas]
         for step in range(first, 7):
             number = replicas[0].num_micro_batches_at(consumed[step])
             assert number == len(wanted[step]) // (b * d)
-            assert [i for it in iterators for _ in range(number) for i in next(it)] == wanted[step]
+            assert [i for it in iterators for _ in range(number) for i in next(it).indices] == wanted[step]
 
 
 def test_a_step_that_replicas_cannot_share_is_refused() -> None:
@@ -105,7 +105,7 @@ def test_a_step_that_replicas_cannot_share_is_refused() -> None:
         Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=2, sizes=BatchSizes(8, 2, 2, 10)
     )
     with pytest.raises(ValueError, match="must be a multiple of micro-batch x replicas = 4 samples, got 2"):
-        next(batches.indices())
+        next(batches.micro_batches())
 
 
 class Failing(Numbered):

@@ -75,7 +75,7 @@ MIXTURE = (
     Mutant(
         "after a change that was allowed all corpora start anew",
         "megatron/data/blended_dataset.py",
-        "        cursors=by_number(saved.cursors),\n",
+        "        cursors=by_number(cursors),\n",
         "",
         ("tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_names_both",),
     ),

@@ -143,3 +143,27 @@ def test_an_error_of_the_compiler_ends_the_run() -> None:
     compile_layers(model, model.place.streams, CPU, backend=broken)
     with pytest.raises(Exception, match="no such kernel"):
         bits(model)
+
+
+class Doubling(torch.nn.Module):
+    """A layer that compiles at once: it has a feed-forward half and does not use it."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8)
+def test_each_length_of_a_schedule_has_a_graph_however_many_they_are() -> None:
+    """Torch stops at the ninth: an error here, else a warning behind which a layer runs as it is written."""
+    torch._dynamo.reset()
+    counters.clear()
+    model: Any = make("gpt2", **NO_RATES)
+    layer = Doubling(model.layers[0].mlp)
+    compile_layers(layer, model.place.streams, CPU, backend="eager", num_lengths=10)
+    for length in range(2, 12):
+        layer(torch.zeros(length))
+    assert counters["stats"]["unique_graphs"] == 10

@@ -31,6 +31,7 @@ from megatron.training.data import (
     to_save,
 )
 from megatron.training.initialize import World
+from megatron.training.train_state import TrainState
 from tests.helpers.token_data import write
 
 SEQ, STEPS = 8, 9
@@ -55,10 +56,12 @@ def config_of(paths: dict[str, str], replicas: int, micro: int, *, mixed: str = 
     return parse(words, world_size=replicas, env={})
 
 
-def data_of(config: Config, schedule: str | None = None) -> RunData:
+def data_of(config: Config, schedule: str | None = None, length: int = SEQ) -> RunData:
     paths = BlendPaths(data_path=config.data.data_path, split="1", mixture_schedule=schedule)
     needed = (True, False, False)
-    train, _, _ = build_train_valid_test(paths, seq_length=SEQ, seed=config.run.seed, vocab_size=50_000, needed=needed)
+    train, _, _ = build_train_valid_test(
+        paths, seq_length=length, seed=config.run.seed, vocab_size=50_000, needed=needed
+    )
     assert train is not None
     return RunData({"train": train}, train.fingerprint, train.order)
 
@@ -132,6 +135,24 @@ def test_an_evaluation_reads_whole_batches_whatever_the_ramp(corpora: dict[str, 
     assert np.array_equal(read.numpy(), np.stack([train[index] for index in range(16)]))
 
 
+def test_an_evaluation_reads_the_length_that_it_is_told(corpora: dict[str, str]) -> None:
+    """Whatever the schedule says of its own samples; unless it is told, whole ones."""
+    config = config_of(corpora, 1, 2, extra="--seq-length-schedule 0:2;64:4;9999:8")
+    train = data_of(config).datasets["train"]
+    data = RunData({"valid": train, "train": train}, None)
+    found = {
+        length: [next(batches)["text"] for _ in range(12)]
+        for length in (2, 4, 8, None)
+        if (batches := data.batches("valid", config, world_of(0, 1), length=length)) is not None
+    }
+    for length, read in found.items():
+        assert {part.shape for part in read} == {(2 * SEQ // (length or SEQ), (length or SEQ) + 1)}
+    assert torch.equal(torch.cat(found[8]), torch.cat(found[None]))
+    trained = data.batches("train", config, world_of(0, 1))
+    assert trained is not None
+    assert [next(trained)["text"].shape[1] for _ in range(12)] == [3] * 8 + [5] * 4, "16 samples a step"
+
+
 def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool = False) -> None:
     """Let ``data`` go on where a run on ``before`` was saved."""
     saved = json.loads(json.dumps(before.order.state(consumed)))
@@ -170,6 +191,48 @@ def test_another_corpus_is_an_error_that_names_both_unless_it_is_allowed(
     assert all(each in str(raised.value) for each in prints)
     go_on(changed, first, 48, allow_change=True)
     assert changed.order.cursors(48) == {"a": first.order.cursors(48)["a"], "b": 0}
+
+
+@pytest.mark.parametrize("length, carried, position", [(4, [68, 28], 96), (16, [17, 7], 24), (6, [46, 19], 64)])
+def test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus(
+    length: int, carried: list[int], position: int, corpora: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 samples of 8 tokens were read, 34 of one corpus and 14 of the other."""
+    lines: list[str] = []
+    monkeypatch.setattr("megatron.training.data.log.info", lines.append)
+    first = data_of(config_of(corpora, 1, 4))
+    assert first.order.cursors(48) == {"a": 34, "b": 14}
+    config = config_of(corpora, 1, 4, extra=f"--seq-length {length}")
+    progress = TrainState(6, 6, 48).saved(SEQ)
+    assert progress["tokens_consumed"] == 48 * SEQ
+    state = {"data_order": first.order.state(48), "data_fingerprint": "x", "progress": progress}
+    other = data_of(config, length=length)
+    with pytest.raises(CheckpointError, match="--allow-data-change"):
+        resumed(other, state, length, allow_change=False)
+    other.use_order(resumed(other, state, length, allow_change=True))
+    assert TrainState.resumed(state, length) == TrainState(6, 6, position)
+    assert list(other.order.cursors(position).values()) == carried
+    read = [other.order.locate(index) for index in range(position, position + 20)]
+    for corpus, start in enumerate(carried):
+        places = [place for number, place in read if number == corpus]
+        assert places == list(range(start, start + len(places)))
+    assert f"going on at sample {position}, the first that begins at or after the 384 tokens consumed" in "".join(lines)
+    same = TrainState.resumed(state, SEQ)
+    assert same == TrainState(6, 6, 48), "of the same length it is the same sample"
+
+
+def test_another_length_of_one_corpus_goes_on_behind_as_many_tokens(corpora: dict[str, str]) -> None:
+    first, other = (
+        data_of(config_of(corpora, 1, 4, mixed="{a}", extra=f"--seq-length {length}"), length=length)
+        for length in (SEQ, 2 * SEQ)
+    )
+    state = {"data_order": first.order.state(5), "data_fingerprint": "x", "progress": TrainState(1, 1, 5).saved(SEQ)}
+    order = resumed(other, state, 2 * SEQ, allow_change=True)
+    assert order is not None and [order.locate(index) for index in (3, 4)] == [(0, 3), (0, 4)]
+    saved = json.loads(json.dumps(order.state(3)))
+    again = resumed(other, {**state, "data_order": saved, "progress": TrainState(2, 2, 3).saved(2 * SEQ)}, 2 * SEQ,
+                    allow_change=False)  # fmt: skip
+    assert again is not None and again.locate(3) == (0, 3)
 
 
 def test_a_checkpoint_that_knows_a_fingerprint_only_goes_on(corpora: dict[str, str]) -> None:

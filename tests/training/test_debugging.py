@@ -160,3 +160,15 @@ def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path)
     imported, hooks, is_own = run_ranks(1, _look, f"--debug-dump {tmp_path} --debug-dump-steps 1")[0]
     assert imported and not is_own
     assert hooks == 0  # behind the dumped step
+
+
+def test_pieces_of_samples_are_dumped_as_samples_in_every_micro_batch_size(tmp_path: Path) -> None:
+    """Step 1 has pieces of 2 tokens and step 2 whole samples of 8; 8 of these are a step."""
+    for gas in (1, 4):
+        dumps.run(tmp_path / str(gas), gas=gas, extra="--fp64 --seq-length-schedule 0:2;64:8")
+    one, other = read(tmp_path / "1"), read(tmp_path / "4")
+    for dump, gas in ((one, 1), (other, 4)):
+        found = {(r.step, r.samples, r.shape[:2]) for r in dump.records if r.name == SLICED and r.what == "output"}
+        assert {(step, shape) for step, _, shape in found} == {(1, (2, 32 // gas)), (2, (8, 8 // gas))}
+        assert all(samples is not None and samples.stop - samples.first == shape[1] for _, samples, shape in found)
+        assert {samples.stop for step, samples, _ in found if step == 1} == {32 // gas * (n + 1) for n in range(gas)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,9 +81,16 @@ class NotingData:
     corpora: dict[str, dict[str, float]] = {}
 
     def batches(
-        self, kind: str, config: Any, world: World, samples_consumed: int = 0, corpus: str | None = None
+        self,
+        kind: str,
+        config: Any,
+        world: World,
+        samples_consumed: int = 0,
+        corpus: str | None = None,
+        length: int | None = None,
     ) -> TimedBatches:
-        return TimedBatches((kind, samples_consumed, *([corpus] if corpus else [])))
+        is_cut = length is not None and length < config.batch.seq_length
+        return TimedBatches((kind, samples_consumed, *([corpus] if corpus else []), *([length] if is_cut else [])))
 
 
 class Speed(SpeedMonitor):
@@ -93,15 +101,16 @@ class Speed(SpeedMonitor):
 
     def on_train_start(self) -> None:
         self._predicted: Any = lambda number: None
-        self._seen = (0, 0, 0.0)
+        self._seen = (0, Counter(), 0.0)
         self.rates: Any = SimpleNamespace(
-            drain=lambda steps, samples, pause, waited: {
+            flops_of_sample=lambda length: 0.0,
+            drain=lambda steps, samples, pause, waited, flops: {
                 "mfu": None,
                 "step_s": 1.0,
                 "tokens_per_s": 1.0,
                 "flops_per_s": 1.0,
                 "data_wait": waited,
-            }
+            },
         )
 
 
@@ -292,6 +301,30 @@ def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make
     resumed.trainer.progress = TrainState(step=2, updates=2, samples_consumed=4)
     resumed.trainer.fit()
     assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.trainer.progress.samples_consumed == 26
+
+
+def test_a_length_that_grows_is_told_and_losses_are_evaluated_at_that_of_the_step_to_come(make: Any) -> None:
+    """A step is 6 samples of 8 tokens: the switches are ahead of the third step and of the fourth."""
+    this = make("--train-iters 4 --seq-length 8 --seq-length-schedule 0:2;96:4;97:8 --eval-interval 1 --log-interval 1")
+    lengths: list[int] = []
+    monitor = this.trainer.find(SpeedMonitor)
+    monitor_start = monitor.on_train_start
+
+    def on_train_start() -> None:
+        monitor_start()
+        monitor.rates.flops_of_sample = lambda length: lengths.append(length) or 1.0
+
+    monitor.on_train_start = on_train_start
+    this.trainer.fit()
+    assert lengths == [2, 2, 4, 8] and this.trainer.samples_taken == {2: 12, 4: 6, 8: 6}
+    assert [values["seq_length"] for values in this.records.of("train")] == [2, 2, 4, 8]
+    assert [line.split("| sequence ")[1].split(" ")[0] for line in this.screen.lines if "loss scale" in line] == [
+        "2", "2", "4", "8"
+    ]  # fmt: skip
+    assert this.engine.evaluated == [("valid", 0, 2)] * 10 + [("valid", 0, 4)] * 10 + [("valid", 0)] * 20
+    plain = make("--train-iters 1 --seq-length 8 --seq-length-schedule 0:8 --log-interval 1")
+    plain.trainer.fit()
+    assert "seq_length" not in plain.records.of("train")[0]
 
 
 def test_several_corpora_are_evaluated_one_by_one_and_weighed(make: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,27 @@ def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_an
     costs = registry.costs_of(config)
     assert 24 * Rates(config, None, [costs.num_parameters]).flops_per_sample == costs.flops_per_step(24)
     assert Rates(config, None, [1000]).flops_per_sample == 6 * 1000 * config.tokens_per_sample
+
+
+def test_a_plan_tells_the_lengths_of_a_schedule_and_when_they_come() -> None:
+    shown = rows("--seq-length 64 --seq-length-schedule 0:16;1000:32;5e3:64 --batch-size 2 --gas 2", 1)
+    assert "sequence length" not in rows("", 1)
+    assert shown["sequence length"] == (
+        "16, 32 from 1,000 tokens on (about step 5), 64 from 5,000 tokens on (about step 21); pieces of the same "
+        "samples"
+    )
+
+
+def test_rates_count_pieces_as_samples_of_their_length() -> None:
+    config = config_of("", 1, "gpt2")
+    length = config.batch.seq_length
+    costs = registry.costs_of(config)
+    rates = Rates(config, None, [costs.num_parameters])
+    half = registry.costs_of(replace(config, batch=replace(config.batch, seq_length=length // 2)))
+    assert rates.flops_of_sample(length) == rates.flops_per_sample == costs.flops_per_sample
+    assert rates.flops_of_sample(length // 2) == 2 * half.flops_per_sample < costs.flops_per_sample
+    assert rates.drain(1, 4, flops=5.0)["flops_per_s"] < rates.drain(1, 4)["flops_per_s"]
+    assert Rates(config, None, [1000]).flops_of_sample(length // 2) == 6 * 1000 * length
 
 
 def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: pytest.MonkeyPatch) -> None:

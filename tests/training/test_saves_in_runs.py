@@ -128,7 +128,8 @@ def test_other_settings_are_warned_of_and_weights_alone_are_taken(whole: Path, c
     changes = ["train_iters: saved 8, now 9", "lr: saved 0.003, now 0.001", "batch_size: saved 2, now 1"]
     assert all(each in warned for each in changes), warned
     after, before = open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8)
-    assert after.state["progress"] == {"step": 9, "updates": 9, "samples_consumed": 8 * 4 + 1}
+    position = {"samples_consumed": 8 * 4 + 1, "tokens_consumed": (8 * 4 + 1) * 32}
+    assert after.state["progress"] == {"step": 9, "updates": 9, **position}
     assert (before.state["optimizer_steps"], after.state["optimizer_steps"]) == (8, 1), "Adam counts from 0"
 
 

@@ -222,7 +222,7 @@ def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, ori
 def _state(config: Config, origin: str) -> dict[str, Any]:
     """Return what ``megatron.training.train_state`` saves, of a run that has not taken a step."""
     return {
-        "progress": {"step": 0, "updates": 0, "samples_consumed": 0},
+        "progress": {"step": 0, "updates": 0, "samples_consumed": 0, "tokens_consumed": 0},
         "scaler": {},
         "optimizer": origin,
         "optimizer_steps": 0,

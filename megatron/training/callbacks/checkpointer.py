@@ -106,7 +106,7 @@ class Checkpointer(Callback):
             check_tokenizer(state, self.tokenizer, allow_change=flags.allow_vocab_change)
             if taken.data:
                 self._data_loaded = Saved(state.get("data_fingerprint"), state.get("data_order"))
-                order = resumed(trainer.data, state, allow_change=flags.allow_data_change)
+                order = resumed(trainer.data, state, config.tokens_per_sample, allow_change=flags.allow_data_change)
         trainer.progress = restore_from(trainer, checkpoint, taken)
         if order is not None:
             trainer.data.use_order(order)

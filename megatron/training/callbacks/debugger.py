@@ -187,7 +187,8 @@ class Debugger(Callback):
             self._note_loss_structure(self._writer)
         if seen.is_boundary or not self._pattern.search(seen.name):
             return
-        samples, first = self.config.batch.batch_size, self.world.grid.data.rank * self._number + seen.micro_batch
+        samples = self.config.batch.batch_size * self.trainer.num_pieces
+        first = self.world.grid.data.rank * self._number + seen.micro_batch
         self._writer.add(
             x,
             seen.name,

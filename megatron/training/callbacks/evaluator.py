@@ -18,6 +18,8 @@ SPLITS = {"valid": "validation", "test": "test"}
 class Evaluator(Callback):
     """Takes the mean loss over --eval-iters global batches, of several corpora by their weights.
 
+    Samples are read at the length of the coming step: positions beyond it are not trained yet.
+
     Args:
         every: steps between evaluations of the validation split; 0: none in mid-run.
 
@@ -57,7 +59,8 @@ class Evaluator(Callback):
         """Return the mean loss over --eval-iters global batches, of one corpus if it is named. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
-        batches = trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus)
+        length = trainer.next_seq_length
+        batches = trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus, length=length)
         loss = 0.0
         for _ in range(iterations):
             loss += trainer.engine.evaluate_batch(batches) / iterations

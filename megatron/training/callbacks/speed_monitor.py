@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,15 +61,17 @@ class SpeedMonitor(Callback):
         self._predicted: Callable[[int], float] = bubble_of_run(
             config, bounds_of(config, trainer.engine.module), self.counted
         )
-        self._seen = (0, 0, 0.0)
+        self._seen = (0, Counter[int](), 0.0)
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer, topology = self.trainer, self.trainer.world.grid.topology
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
         steps, samples, pause_s = self._seen
-        self._seen = (trainer.steps_taken, trainer.samples_taken, trainer.pause_s)
+        self._seen = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
+        taken = self._seen[1] - samples
+        flops = sum(count * self.rates.flops_of_sample(length) for length, count in taken.items())
         metrics |= self.rates.drain(
-            self._seen[0] - steps, self._seen[1] - samples, self._seen[2] - pause_s, max(self.ranks.waited_s)
+            self._seen[0] - steps, taken.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
         )
         if bubble is not None:
             metrics |= {"bubble": bubble, "bubble_predicted": self._predicted(trainer.samples.num_micro_batches)}
@@ -106,21 +110,34 @@ class Rates:
     def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
         self.tokens_per_sample = config.tokens_per_sample
         of_own_model = 6.0 * counted[0] * self.tokens_per_sample
-        self.flops_per_sample = (
-            registry.costs_of(config).flops_per_sample if is_known(config, counted) else of_own_model
-        )
+        self._config, self._is_known = config, is_known(config, counted)
+        self.flops_per_sample = registry.costs_of(config).flops_per_sample if self._is_known else of_own_model
+        self._by_length = {config.batch.seq_length: self.flops_per_sample}
         self.peak_flops = peak_flops
         self._since = time.perf_counter()
         self._first: float | None = None
         self._later_s, self._later_samples = 0.0, 0
 
-    def drain(self, steps: int, samples: int, pause_s: float = 0.0, waited_s: float = 0.0) -> dict[str, Any]:
+    def flops_of_sample(self, length: int) -> float:
+        """Return the FLOPs of a sample that is read in pieces of ``length`` tokens."""
+        if not self._is_known:
+            return self.flops_per_sample
+        if length not in self._by_length:
+            batch = self._config.batch
+            piece = registry.costs_of(replace(self._config, batch=replace(batch, seq_length=length))).flops_per_sample
+            self._by_length[length] = batch.seq_length // length * piece
+        return self._by_length[length]
+
+    def drain(
+        self, steps: int, samples: int, pause_s: float = 0.0, waited_s: float = 0.0, flops: float | None = None
+    ) -> dict[str, Any]:
         """Return the rates since the last call.
 
         Args:
             steps, samples: that were taken since.
             pause_s: time in between that was not training (evaluation, saving).
             waited_s: time in which the training waited for data.
+            flops: of these samples; None: they were read whole.
         """
         now = time.perf_counter()
         seconds = max(now - self._since - pause_s, 1e-9)
@@ -130,7 +147,7 @@ class Rates:
             self._first = tokens_per_s
         else:
             self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + samples
-        flops = self.flops_per_sample * samples / seconds
+        flops = (self.flops_per_sample * samples if flops is None else flops) / seconds
         return {
             "step_s": seconds / max(steps, 1),
             "tokens_per_s": tokens_per_s,

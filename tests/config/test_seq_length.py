@@ -1,0 +1,120 @@
+"""The length of a step as a function of the tokens consumed, and every schedule that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config import Config, parse
+from megatron.config.seq_length import SeqLengths, parse_lengths
+from megatron.errors import ConfigError
+
+FLAG = "--seq-length-schedule"
+
+
+def read(schedule: str, extra: str = "", *, family: str = "gpt2", world_size: int = 1) -> Config:
+    words = [*f"--data-path none --seq-length 64 --dry-run {extra}".split(), FLAG, schedule]
+    return parse(words, world_size=world_size, env={}, family=family)
+
+
+def test_a_step_has_the_length_of_the_last_entry_that_it_begins_at_or_after() -> None:
+    lengths = SeqLengths(64, parse_lengths("0: 16; 1e3: 32 ;2_000: 64".replace("_", "")))
+    assert lengths.steps == ((0, 16), (1000, 32), (2000, 64)) and lengths.all() == [16, 32, 64]
+    assert [lengths.at(tokens) for tokens in (0, 999, 1000, 1999, 2000, 10**15)] == [16, 16, 32, 32, 64, 64]
+    assert [lengths.of_step(samples) for samples in (0, 15, 16, 31, 32)] == [16, 16, 32, 32, 64]
+    assert lengths.starts() == [(0, 0, 16), (1000, 16, 32), (2000, 32, 64)] and lengths.do_change
+
+
+@pytest.mark.parametrize("schedule", [None, "0: 64"])
+def test_one_length_is_that_of_no_schedule(schedule: str | None) -> None:
+    lengths = Config().batch.lengths if schedule is None else read(schedule).batch.lengths
+    assert lengths.all() == [lengths.full] and not lengths.do_change
+    assert {lengths.at(tokens) for tokens in (0, 5, 10**12)} == {lengths.full}
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=0, max_size=5, unique=True), st.integers(0, 10**9))
+def test_the_length_never_falls(tokens: list[int], here: int) -> None:
+    steps = tuple(zip([0, *sorted(tokens)], (2**n for n in range(6)), strict=False))
+    lengths = SeqLengths(steps[-1][1], steps)
+    assert lengths.at(here) == max(length for start, length in steps if start <= here)
+    assert lengths.at(here) <= lengths.at(here + 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (" ; ", "without a step"),
+        ("0 16", "'0 16' has no colon"),
+        ("x: 16", "'x' is no whole number of tokens"),
+        ("-1: 16", "'-1' is no whole number of tokens"),
+        ("0.5: 16", "'0.5' is no whole number of tokens"),
+        ("1e30: 16", "'1e30' is no whole number of tokens"),
+        ("nan: 16", "'nan' is no whole number"),
+        ("0: ", "'' is no length"),
+        ("0: 0; 1e3: 64", "'0' is no length"),
+        ("0: 16 32", "'16 32' is no length"),
+        ("0: 64x", "'64x' is no length"),
+    ],
+)
+def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
+    with pytest.raises(ConfigError, match='must be steps "TOKENS: LENGTH"') as raised:
+        read(schedule)
+    assert said in str(raised.value) and FLAG in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "extra", "said"),
+    [
+        ("5: 16; 1e3: 64", "", "from the first token on, got 5 tokens in its first entry. Let it begin with 0: 16"),
+        ("0: 16; 9: 32; 9: 64", "", "must rise, got 9 behind 9"),
+        ("0: 16; 9: 32; 8: 64", "", "must rise, got 8 behind 9"),
+        ("0: 32; 9: 16; 10: 64", "", "lengths of --seq-length-schedule must rise, got 16 behind 32"),
+        ("0: 32; 9: 32; 10: 64", "", "must rise, got 32 behind 32"),
+        ("0: 24; 9: 64", "", "must divide --seq-length, so that a sample is cut into whole pieces, got 24 and 64"),
+        (
+            "0: 16; 9: 32",
+            "",
+            'must be --seq-length, got 32 and 64. Add a last entry "TOKENS: 64", or use --seq-length 32',
+        ),
+        ("0: 16; 9: 128", "", "may be more than --seq-length, the length of a sample, got 128 and 64"),
+        ("0: 2; 9: 64", "--context-parallel-size 2", "must be a multiple of 2 x --context-parallel-size = 4, got 2"),
+        (
+            "0: 4; 9: 64",
+            "--context-parallel-size 2 --model-parallel-size 2 --sequence-parallel",
+            "multiple of 2 x --context-parallel-size x --model-parallel-size = 8, got 4",
+        ),
+        ("0: 1; 9: 64", "--model-parallel-size 2 --sequence-parallel", "multiple of --model-parallel-size = 2"),
+        ("0: 16; 9: 64", "--eval-only --load x", "--seq-length-schedule acts in training only, got --eval-only"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_told_with_the_way_out(schedule: str, extra: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(schedule, extra, world_size=4)
+    assert said in str(raised.value)
+
+
+def test_all_problems_of_a_schedule_are_told_together_with_others() -> None:
+    with pytest.raises(ConfigError, match="6 problems") as raised:
+        read("7: 32; 3: 24; 9: 32", "--hidden-size 30 --num-attention-heads 4", world_size=1)
+    text = str(raised.value)
+    assert all(
+        each in text for each in ("first token", "tokens of", "lengths of", "must divide", "last length", "hidden")
+    )
+
+
+@pytest.mark.parametrize("family", ["t5", "bert"])
+def test_samples_of_other_kinds_cannot_be_cut(family: str) -> None:
+    with pytest.raises(ConfigError, match="is made for its whole length and cannot be cut"):
+        parse(["--data-path", "none", FLAG, "0: 8; 9: 512"], world_size=1, env={}, family=family)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "noted"), [("0: 16; 1023: 32; 1024: 64", 4, "64"), ("0: 16; 1023: 64", 5, "")]
+)
+def test_lengths_that_a_run_does_not_reach_are_noted(schedule: str, steps: int, noted: str) -> None:
+    """A step is 4 samples of 64 tokens: the fourth begins after 768, and 1,023 tokens lie within it."""
+    notes = read(schedule, f"--batch-size 4 --train-iters {steps}").notes
+    found = [note for note in notes if FLAG in note]
+    assert [f"ends after {256 * steps} tokens" in note for note in found] == [True] * len(found)
+    assert bool(found) == bool(noted) and all(f"the lengths 32, {noted} have" in note for note in found)
