@@ -146,7 +146,7 @@ class _Scores:
         self.high = own + 1 if stops is None else stops
 
     def taken(self, x: Tensor, row: int, heads: slice) -> Tensor:
-        """Return ``heads`` of one sample of ``x`` [b, n, s, d], next to each other; 16 bits in fp32, which is faster."""
+        """Return ``heads`` of one sample of ``x`` [b, n, s, d], contiguous; 16 bits in fp32, which is faster."""
         return x[row, heads].to(self.wide).contiguous()
 
     def parts(self) -> Iterator[_Part]:
