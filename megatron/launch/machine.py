@@ -147,14 +147,12 @@ def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, in
     else:
         per_node = _fitting(devices, nodes, product, upwards=False)
     if per_node == 0 or per_node * nodes % product:
-        names, got, sizes = "pp_size x mp_size", f"mp_size={tensor}", f"{max(pipe, 1)} x {tensor}"
-        if context > 1:
-            names, got, sizes = f"{names} x cp_size", f"{got}, cp_size={context}", f"{sizes} x {context}"
+        named, got, times = (" x cp_size", f", cp_size={context}", f" x {context}") if context > 1 else ("", "", "")
         raise ConfigError(
-            f"GPUS_PER_NODE x NNODES must be a multiple of {names}, got "
-            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, {got} "
-            f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {sizes} = {product} wanted). "
-            f"Lower {names.replace(' x ', ' or ', 1).replace(' x ', ' or ')}, or give more devices."
+            f"GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size{named}, got "
+            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor}{got} "
+            f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {max(pipe, 1)} x {tensor}"
+            f"{times} = {product} wanted). Lower pp_size or mp_size, or give more devices."
         )
     return {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
 
