@@ -123,7 +123,13 @@ ON_CUDA = (
         "is_short = stops - starts <= 2 * SHORT",
         (CUDA,),
     ),
-    Mutant("short documents see each other", SOURCE, "(seen >= begin) & (seen <= place)", "(seen <= place)", (CUDA,)),
+    Mutant(
+        "short documents see each other",
+        SOURCE,
+        "(seen >= begin) & (seen <= place)",
+        "(seen >= begin - 1) & (seen <= place)",
+        (CUDA,),
+    ),
     Mutant(
         "the window of short documents is ignored",
         SOURCE,
