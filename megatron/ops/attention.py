@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
@@ -70,6 +69,8 @@ def lower_right_attention(
     Args:
         scale: default ``d ** -0.5``.
     """
+    from torch.nn.attention.bias import causal_lower_right  # not ahead of need: it imports a compiler
+
     bias: Any = causal_lower_right(query.shape[2], key.shape[2])
     is_grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_grouped)

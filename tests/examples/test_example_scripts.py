@@ -13,20 +13,23 @@ from tests.test_run_script import COMMON, ROOT, fake_python, run
 
 __all__ = ["fake_python"]  # the fixture
 
+CONTEXT = {"cp_size": ("1", "--context-parallel-size 1")}
 OWN = {
     "llama": {
         "SEQLEN": ("65", "--seq-length 65"),
+        **CONTEXT,
         "NGROUPS": ("6", "--num-query-groups 6"),
         "NFF": ("77", "--ff-hidden-size 77"),
     },
     "qwen3": {
         "SIZE": ("1.7b", "said "),
         "SEQLEN": ("65", "--seq-length 65"),
+        **CONTEXT,
         "NGROUPS": ("6", "--num-query-groups 6"),
         "NFF": ("77", "--ff-hidden-size 77"),
     },
-    "bert": {"SEQLEN": ("65", "--seq-length 65")},
-    "mpt": {"SEQLEN": ("65", "--seq-length 65")},
+    "bert": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT},
+    "mpt": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT},
 }
 """Model -> its own variables, with a value and the flag that this becomes."""
 TRAINED_AS = {"qwen3": "llama"}
