@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron import torch_compat
+from megatron.models.common import decoder_cost
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.ops import document_attention, flex_attention, plans
@@ -250,4 +251,5 @@ def test_what_flash_attention_lacks_goes_by_blocks_with_triton(
         with patch.object(document_attention, "has_triton", lambda: False):
             found = document_attention.way_of(x, length, head_size, is_plain=is_plain)
     assert found == (way if way == "FlashAttention" else None)
+    assert (flex_attention.LEAST, flex_attention.MOST) == decoder_cost.HEADS_IN_BLOCKS, "planning knows it"
     assert document_attention.way_of(x, length, head_size, is_plain=is_plain) is None, "a device without kernels"
