@@ -5,13 +5,16 @@
 | ``all_gather_single`` (2.13 warns of the older name) | ``all_gather_into_tensor`` |
 | ``reduce_scatter_single`` (likewise) | ``reduce_scatter_tensor`` |
 | ``varlen_attn(enable_gqa=True)`` | keys and values for each query |
+| ``torch.compile(recompile_limit=...)`` | one limit for all that is compiled |
 | ``CppCodeCache.load(needs_vec_isa=False)`` | chooses vectors by itself, but none of a width that none has |
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +68,49 @@ def varlen_attention(
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     found: Any = varlen_attn(query, key, value, cu_query, cu_key, max_query, max_key, **how)
     return found  # type: ignore[no-any-return]
+
+
+MOST_GRAPHS = 64
+"""Of ``flex_attention`` in a process: a graph for each shape, with gradients and without. Torch's limit is 8."""
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed, of which torch makes kernels of ``flex_attention`` on CUDA."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Return torch's ``flex_attention``, compiled; within a graph it is a part of that.
+
+    On a CPU it is not compiled: all scores are made, and there are no gradients.
+
+    Shapes:
+        query, output [b, a, s, d]; key, value [b, g, s_k, d]
+
+    Raises:
+        Exception: of torch's own kinds: there are more than ``MOST_GRAPHS`` shapes, or heads fit no kernel.
+    """
+    from torch.nn.attention.flex_attention import flex_attention  # not ahead of need: few runs have it
+
+    is_part = torch.compiler.is_compiling() or query.device.type == "cpu"
+    function: Any = flex_attention if is_part else compiled_flex_attention()
+    found: torch.Tensor = function(query, key, value, **how)
+    return found
+
+
+@functools.cache
+def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Return ``flex_attention`` compiled, which fails where it would go on without a kernel and make all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    how: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        how["recompile_limit"] = MOST_GRAPHS
+    else:
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, **how)
+    return compiled
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:

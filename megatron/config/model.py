@@ -161,6 +161,11 @@ class FamilyConfig:
     def is_encoder_decoder(self) -> bool:
         return self.KIND == "encoder-decoder"
 
+    @property
+    def pads_samples(self) -> bool:
+        """Whether samples may end in padding that is kept apart from their text."""
+        return False
+
     def has_max_positions(self, model: ModelConfig) -> bool:
         """Return whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
         return True

@@ -1,9 +1,10 @@
 """Attention within documents by where each begins, with no mask of s x s: on a CPU by tiles, on CUDA by FlashAttention.
 
-| where | long documents | short ones | else |
-|---|---|---|---|
-| CPU | tiles of queries, each with the keys that one of them sees | the same | |
-| CUDA, 16 bits | ``torch.nn.attention.varlen`` by ``cu_seqlens`` | windows of 2 ``SHORT`` keys with a mask | a mask |
+| where | long documents | short ones |
+|---|---|---|
+| CPU | tiles of queries, each with the keys that one of them sees | the same |
+| CUDA, 16 bits, plain | ``torch.nn.attention.varlen`` by ``cu_seqlens`` | windows of 2 ``SHORT`` keys with a mask |
+| CUDA else, with Triton | ``flex_attention`` of ``megatron.ops.flex_attention`` | the same |
 
 What is computed and what is in memory grow with s times the length of a document. The host reads no length from a
 device: all shapes are those of the sample.
@@ -20,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.flop_counter import register_flop_formula
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.ops.attention import attention, lowest
-from megatron.torch_compat import varlen_attention
+from megatron.ops.flex_attention import attention_by_blocks, takes_blocks
+from megatron.ops.plans import plan_of
+from megatron.torch_compat import has_triton, varlen_attention
 
 # Where documents begin: int32 [b, s], of each query the first key that it sees. It has the shape of the tokens, so it
 # is cut and sent as they are. Queries that are a piece of a sequence, as on a rank of context parallelism, take the
@@ -69,8 +71,8 @@ def document_attention(
         first: position of the first query among the keys: of a piece of a sequence.
         window: keys before its own that a query sees; 0: all of its document.
         scale: default ``d ** -0.5``.
-        cap: of ``softcapped``, on a CPU; 0: none.
-        slopes: of ALiBi, one for each head, on a CPU; None: none.
+        cap: of ``softcapped_attention``; 0: none.
+        slopes: of ALiBi, one for each head; None: none.
 
     Source: Dao et al. 2022, "FlashAttention"; Press et al. 2022, "Train short, test long".
     """
@@ -78,24 +80,44 @@ def document_attention(
     if query.device.type == "cpu":
         context: Tensor = _forward(query, key, value, starts, stops, slopes, first, window, scale, cap)
         return context
-    assert stops is None and not cap and slopes is None
+    is_plain = stops is None and not cap and slopes is None
+    if way_of(query, key.shape[2], query.shape[-1], is_plain=is_plain) == BLOCKS:
+        return attention_by_blocks(
+            query, key, value, starts, stops, first=first, window=window, scale=scale, cap=cap, slopes=slopes
+        )
+    assert is_plain
     return attention_by_length(query, key, value, starts, first=first, window=window, scale=scale)
 
 
-def takes_documents(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> bool:
-    """Return whether ``document_attention`` is for the device and the type of ``x``, and for samples of ``length``.
+TILES, LENGTHS, BLOCKS = "tiles", "FlashAttention", "flex_attention"
+"""By what documents are kept apart without a mask: the first on a CPU, the others on ``KIND``."""
+KIND = "cuda"
+
+
+def way_of(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> str | None:
+    """Return by what ``document_attention`` goes on the device of ``x`` and for its type, or None: a mask is needed.
 
     Args:
+        length: of samples.
         is_plain: scores are causal, not capped, and nothing is added to them.
     """
     if x.device.type == "cpu":
-        return True
+        return TILES
+    if x.device.type != KIND:
+        return None
     is_long = length > 2 * SHORT and head_size % 8 == 0
-    return is_plain and is_long and x.device.type == "cuda" and _has_flash(x.dtype, x.device, head_size)
+    if is_plain and is_long and _has_flash(x.dtype, x.device, head_size):
+        return LENGTHS
+    return BLOCKS if takes_blocks(x.dtype, head_size) and has_triton() else None
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
+    return _asked_flash(dtype, place, head_size)
 
 
 @functools.cache
-def _has_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
+def _asked_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
     query, key, value = (torch.empty(1, 1, SHORT, head_size, dtype=dtype, device=place) for _ in range(3))
     return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False)))
 
@@ -324,36 +346,19 @@ class _Plan(NamedTuple):
     mask: Tensor
 
 
-_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Starts -> plans by their version, the piece, number of keys, first position and window; gone when the starts are."""
-
-
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
 ) -> Tensor:
     """Return ``document_attention``, causal and without additions to the scores."""
     b, _, s, _ = query.shape
-    plan = plan_of(starts, key.shape[2], first, window)
+    plan = plan_of(_plan, starts, None, key.shape[2], first, window)
     by_window = _by_windows(query, key, value, plan.mask, first=first, scale=scale)
     q, k, v = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
     by_length = varlen_attention(q, k, v, plan.cu_query, plan.cu_key, s, key.shape[2], scale=scale, window=window)
     return torch.where(plan.is_short[:, None, :, None], by_window, by_length.unflatten(0, (b, s)).permute(0, 2, 1, 3))
 
 
-def plan_of(starts: Tensor, num_keys: int, first: int, window: int) -> _Plan:
-    """Return the plan of these starts, that of the layer before where it is the same."""
-    if torch.compiler.is_compiling():  # what is kept from one call to the next is no part of a graph
-        return _plan(starts, num_keys, first, window)
-    whole = starts if starts._base is None else starts._base  # each layer makes its own view of a piece
-    piece = starts.storage_offset(), starts.shape, starts.stride()
-    known, settings = _plans.setdefault(whole, {}), (starts._version, piece, num_keys, first, window)
-    if settings not in known:
-        known[settings] = _plan(starts, num_keys, first, window)
-    plan: _Plan = known[settings]
-    return plan
-
-
-def _plan(starts: Tensor, num_keys: int, first: int, window: int) -> _Plan:
+def _plan(starts: Tensor, _: None, num_keys: int, first: int, window: int) -> _Plan:
     positions = torch.arange(first, first + starts.shape[1], dtype=starts.dtype, device=starts.device)
     stops = document_stops(starts - first) + first
     is_short = stops - starts <= SHORT

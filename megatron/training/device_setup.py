@@ -14,12 +14,13 @@ from megatron import accelerators, device
 from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
+from megatron.config.decoder import ALIBI
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.common.decoder_cost import mask_reason
 from megatron.mpu import fused_dropout
 from megatron.ops.attention import attention_kernels
-from megatron.ops.document_attention import takes_documents
+from megatron.ops.document_attention import BLOCKS, TILES, way_of
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -196,22 +197,32 @@ def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, s
 
 
 def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says by what documents are kept apart, where they are."""
-    if not config.data.keeps_documents_apart:
+    """Yield the row of the start table that says by what documents, or padding, are kept apart, where they are."""
+    pads = config.own.pads_samples
+    if not config.data.keeps_documents_apart and not pads:
         return
-    model, length = config.model, config.batch.seq_length
-    if registry.family_of(config.family).kind != "decoder":
+    if config.own.is_encoder_decoder:
         yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
         return
-    reason = mask_reason(config, place.type)
-    if reason is None:
-        x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
-        reason = None if takes_documents(x, length, model.kv_hidden_size) else "FlashAttention is not for this device"
+    way, reason = _way_of_documents(config, place, is_causal=registry.family_of(config.family).kind == "decoder")
+    what = "padding apart" if pads else "apart"
     if reason is not None:
-        yield "documents", f"apart by a mask of [b, 1, s, s], one a stage: {reason}"
+        yield "documents", f"{what} by a mask of [b, 1, s, s], one a stage: {reason}"
         return
-    how = "" if place.type == "cpu" else ", by FlashAttention"
-    yield "documents", f"apart by where each begins, without a mask{how}"
+    how = {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}")
+    yield "documents", f"{what} by where each begins, without a mask{how}"
+
+
+def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
+    """Return by what documents are kept apart on ``place``, or why by a mask."""
+    model = config.model
+    reason = mask_reason(config, place.type, is_causal=is_causal)
+    if reason is not None:
+        return "", reason
+    x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
+    has_more = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
+    way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_more)
+    return (way, None) if way else ("", "flex_attention needs Triton, which is not installed")
 
 
 def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:

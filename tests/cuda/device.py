@@ -109,6 +109,7 @@ class Seen:
         launches: operators by name.
         unaligned: products of 16-bit matrices of which one begins, or has rows, off the multiples of 16 bytes.
         masks: calls of attention with a mask, and the elements of the largest one.
+        by_blocks: calls of flex_attention, and the elements of the lists of blocks of each.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -118,6 +119,7 @@ class Seen:
     unaligned: Counter[str] = field(default_factory=Counter)
     masks: Counter[str] = field(default_factory=Counter)
     largest_mask: int = 0
+    by_blocks: list[int] = field(default_factory=list)
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)

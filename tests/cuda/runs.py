@@ -26,7 +26,7 @@ from megatron.checkpoint.saving import StagingBuffer
 from megatron.config import parse
 from megatron.models.registry import FAMILIES, has_part, load
 from megatron.mpu import data
-from megatron.ops import document_attention
+from megatron.ops import document_attention, flex_attention
 from megatron.training import global_vars, initialize, setup, train_state
 from megatron.training.data import RunData
 from megatron.training.parity import mock_tokenizer, random_data
@@ -302,4 +302,14 @@ def _patch(run: Run) -> None:
         return as_on_a_gpu(query, key, value, attn_mask, *args, **kwargs)
 
     torch.nn.functional.scaled_dot_product_attention = attention
-    document_attention.can_use_flash_attention = lambda parameters: True  # which a CPU build of torch denies
+
+    def by_blocks(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
+        run.device.seen.by_blocks.append(sum(x.numel() for x in block_mask.as_tuple() if isinstance(x, torch.Tensor)))
+        return as_on_a_gpu(query, key, value, scale=scale, enable_gqa=enable_gqa)  # Triton's has these shapes
+
+    def takes_flash(parameters: Any) -> bool:  # a CPU build of torch denies all
+        return parameters.query.dtype in (torch.bfloat16, torch.float16)
+
+    document_attention.can_use_flash_attention = takes_flash
+    document_attention.has_triton = lambda: True
+    flex_attention.flexible_attention = by_blocks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron.ops.attention import document_mask, segment_mask
 
@@ -82,3 +83,45 @@ def gradients(context: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.T
 def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     """Return how far apart two lists are at most; NaN where one is."""
     return float(torch.stack([(a - b).detach().double().abs().max() for a, b in zip(found, wanted, strict=True)]).max())
+
+
+def by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, score_mod: Callable[..., torch.Tensor] | None,
+    block_mask: BlockMask, scale: float | None, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return what ``flex_attention`` does with nothing but the blocks of ``block_mask``; it has gradients on a CPU."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert block_mask.shape[2:] == (query.shape[2], key.shape[2]), "torch refuses others"
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    batch, head, own, seen = (
+        torch.arange(n).view([-1 if dim == place else 1 for dim in range(4)]) for place, n in enumerate(scores.shape)
+    )
+    if score_mod is not None:
+        scores = score_mod(scores, batch, head, own, seen)
+    return scores.masked_fill(~mask_of(block_mask), float("-inf")).softmax(-1) @ value
+
+
+def mask_of(block_mask: BlockMask, *, by_keys: bool = False) -> torch.Tensor:
+    """Return what the blocks of ``block_mask`` let through, bool [b, 1, s, s_k], by its lists as kernels read them.
+
+    Args:
+        by_keys: by the lists of blocks of queries for each block of keys, as in backward.
+    """
+    b, _, s, s_k = block_mask.shape
+    of, found = "q" if by_keys else "kv", []
+    for kind in (of, f"full_{of}"):
+        count, which = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+        assert count.dtype == which.dtype == torch.int32
+        rows, columns = which.shape[2:]
+        taken = torch.zeros(b, 1, rows, columns, dtype=torch.int32)
+        counts = torch.arange(columns) < count.unsqueeze(3)
+        taken.scatter_add_(3, which.long(), counts.int())
+        assert int(taken.max()) <= 1, "a block comes twice"
+        found.append((taken.transpose(2, 3) if by_keys else taken).bool())
+    assert not (found[0] & found[1]).any(), "a block comes twice"
+    some_seen, all_seen = (
+        x.repeat_interleave(block_mask.BLOCK_SIZE[0], 2).repeat_interleave(block_mask.BLOCK_SIZE[1], 3) for x in found
+    )
+    places = (torch.arange(b).view(-1, 1, 1, 1), 0, torch.arange(s).view(-1, 1), torch.arange(s_k))
+    return (some_seen & block_mask.mask_mod(*places)) | all_seen

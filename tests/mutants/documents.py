@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SOURCE = "megatron/ops/document_attention.py"
+FLEX = "megatron/ops/flex_attention.py"
+PLANS = "megatron/ops/plans.py"
 KERNEL = "megatron/ops/causal_kernel.cpp"
 MASKS = "megatron/models/common/masks.py"
 _OPS = "tests/ops/test_document_attention.py"
@@ -21,7 +23,14 @@ PLAN = f"{_OPS}::test_layers_share_the_plan_of_a_micro_batch_and_the_next_one_ha
 OLDER = f"{_OPS}::test_keys_are_repeated_for_a_torch_that_knows_no_groups"
 MADE = "tests/models/common/test_masks.py::test_nothing_of_s_x_s_is_made_of_documents_but_where_attention_drops"
 FEATURES = "tests/models/common/test_features.py::test_a_feature_is_its_formula"
-FAKE = "tests/cuda/test_documents.py"
+_FLEX = "tests/ops/test_flex_attention.py"
+BLOCKS = f"{_FLEX}::test_documents_of_any_lengths_equal_a_mask_in_values_and_gradients"
+BLOCKS_OF_A_PIECE = f"{_FLEX}::test_queries_of_a_piece_see_the_keys_of_the_whole"
+BLOCKS_OF_BOTH = f"{_FLEX}::test_both_directions_within_documents_equal_a_mask"
+LISTS = f"{_FLEX}::test_blocks_are_those_that_queries_see"
+SHARED = f"{_FLEX}::test_layers_share_the_plan_of_a_micro_batch_which_is_gone_with_it"
+WAY = f"{_FLEX}::test_what_flash_attention_lacks_goes_by_blocks_with_triton"
+FAKE = "tests/cuda/test_documents.py::test_what_flash_attention_lacks_goes_by_blocks_without_a_mask"
 SAID = "tests/training/test_determinism.py::test_the_start_says_by_what_documents_are_kept_apart"
 
 IN_TILES = (
@@ -167,25 +176,27 @@ ON_CUDA = (
     ),
     Mutant(
         "each layer makes a plan of its own",
-        SOURCE,
-        "    if settings not in known:\n",
+        PLANS,
+        "    if key not in known:\n",
         "    if True:\n",
         (PLAN,),
     ),
-    Mutant("a plan outlives what it was made of", SOURCE, "(starts._version, piece,", "(piece,", (PLAN,)),
-    Mutant("a piece has the plan of others", SOURCE, "_version, piece, num_keys", "_version, num_keys", (PLAN,)),
+    Mutant(
+        "a plan outlives what it was made of", PLANS, "(make, starts._version, _piece", "(make, _piece", (PLAN, SHARED)
+    ),
+    Mutant("a piece has the plan of others", PLANS, "_version, _piece(starts), None", "_version, None", (PLAN,)),
     Mutant(
         "each layer plans its piece anew",
-        SOURCE,
-        "whole = starts if starts._base is None else starts._base",
-        "whole = starts",
+        PLANS,
+        "return x if x._base is None else x._base",
+        "return x",
         (PLAN,),
     ),
     Mutant(
         "a window has the plan of others",
-        SOURCE,
-        "num_keys, first, window)\n    if",
-        "num_keys, first)\n    if",
+        PLANS,
+        "_piece(stops), *settings)",
+        "_piece(stops), *settings[:2])",
         (PLAN,),
     ),
     Mutant(
@@ -193,7 +204,7 @@ ON_CUDA = (
         SOURCE,
         "is_long = length > 2 * SHORT and",
         "is_long =",
-        (f"{FAKE}::test_what_flash_attention_lacks_keeps_the_mask[a short sequence]",),
+        (WAY,),
     ),
     Mutant(
         "torch 2.11 is given groups",
@@ -211,16 +222,133 @@ ON_CUDA = (
     ),
 )
 
+BY_BLOCKS = (
+    Mutant(
+        "the last block of keys is left out",
+        FLEX,
+        "num_some = end - begin - num_all",
+        "num_some = (end - begin - num_all - 1).clamp(min=1)",
+        (BLOCKS, LISTS),
+    ),
+    Mutant(
+        "blocks begin one too late", FLEX, "which_some = begin + columns", "which_some = begin + 1 + columns", (LISTS,)
+    ),
+    Mutant(
+        "full blocks may begin ahead of a document",
+        FLEX,
+        "all_from = -(-lows.amax(2) // BLOCK)",
+        "all_from = lows.amax(2) // BLOCK",
+        (BLOCKS, LISTS),
+    ),
+    Mutant(
+        "full blocks may hold keys behind a query",
+        FLEX,
+        "highs.amin(2) // BLOCK - all_from",
+        "-(-highs.amin(2) // BLOCK) - all_from",
+        (BLOCKS, LISTS),
+    ),
+    Mutant(
+        "a bias is capped",
+        FLEX,
+        """        if cap:
+            score = cap * torch.tanh(score / cap)
+        return score if slopes is None else score + slopes[head] * (key - positions[query])
+""",
+        """        if slopes is not None:
+            score = score + slopes[head] * (key - positions[query])
+        return cap * torch.tanh(score / cap) if cap else score
+""",
+        (BLOCKS,),
+    ),
+    Mutant("far keys count more", FLEX, "slopes[head] * (key - pos", "slopes[head] * -(key - pos", (BLOCKS,)),
+    Mutant("all heads have the first slope", FLEX, "slopes[head] *", "slopes[0 * head] *", (BLOCKS,)),
+    Mutant("a cap is not divided by", FLEX, "torch.tanh(score / cap)", "torch.tanh(score)", (BLOCKS,)),
+    Mutant(
+        "a piece stands at the start of its sequence in blocks",
+        FLEX,
+        "torch.arange(first, first + starts.shape[1]",
+        "torch.arange(0, starts.shape[1]",
+        (BLOCKS_OF_A_PIECE,),
+    ),
+    Mutant(
+        "a window in blocks has one token too few",
+        FLEX,
+        "positions - window) if window",
+        "positions - window + 1) if window",
+        (BLOCKS, LISTS),
+    ),
+    Mutant("a query in blocks sees the key behind it", FLEX, "(positions + 1)", "(positions + 2)", (BLOCKS, LISTS)),
+    Mutant("a query in blocks sees the document before", FLEX, "(key >= low[b", "(key >= 0 * low[b", (BLOCKS, LISTS)),
+    Mutant("the blocks are those of the first sample", FLEX, "low[b, query]", "low[0 * b, query]", (LISTS,)),
+    Mutant(
+        "stops in blocks are not looked at",
+        FLEX,
+        "if stops is None else stops.clone()",
+        "if True else stops.clone()",
+        (BLOCKS_OF_BOTH,),
+    ),
+    Mutant("a plan holds what it was made of", FLEX, "else starts.clone()", "else starts", (SHARED,)),
+    Mutant(
+        "queries are not padded to whole blocks",
+        FLEX,
+        "    behind = -x.shape[2] % BLOCK\n",
+        "    behind = 0\n",
+        (BLOCKS,),
+    ),
+    Mutant(
+        "a plan is for other stops, too",
+        PLANS,
+        "None if stops is None else _piece(stops), *",
+        "*",
+        (SHARED,),
+    ),
+    Mutant("stops of their own are taken for known", PLANS, "or _whole(stops) is whole", "or True", (SHARED,)),
+    Mutant(
+        "fp64 goes to a kernel",
+        FLEX,
+        "DTYPES = (torch.float32,",
+        "DTYPES = (torch.float64, torch.float32,",
+        (WAY,),
+    ),
+    Mutant("small heads go to a kernel", FLEX, "LEAST, MOST = 16, 256", "LEAST, MOST = 8, 256", (WAY,)),
+    Mutant(
+        "a device without Triton goes by blocks",
+        SOURCE,
+        "takes_blocks(x.dtype, head_size) and has_triton()",
+        "takes_blocks(x.dtype, head_size)",
+        (WAY,),
+    ),
+    Mutant("capped scores go to FlashAttention", SOURCE, "if is_plain and is_long and", "if is_long and", (WAY,)),
+    Mutant(
+        "each layer makes a plan of blocks",
+        PLANS,
+        "    if key not in known:\n",
+        "    if True:\n",
+        (SHARED, f"{FAKE}[ALiBi]"),
+    ),
+    Mutant(
+        "padding is told by a mask where a kernel is",
+        "megatron/models/bert/model.py",
+        "way = None if sizes.attention_dropout else way_of(",
+        "way = None if x.device.type != 'cpu' or sizes.attention_dropout else way_of(",
+        (f"{FAKE}[padding]",),
+    ),
+)
+
 IN_LAYERS = (
     Mutant(
         "documents are told by a mask",
         MASKS,
-        "not sizes.attention_dropout and takes",
-        "False and takes",
+        "        if sizes.attention_dropout:\n",
+        "        if True:\n",
         (MADE, f"{BYTES}[kernel]"),
     ),
     Mutant(
-        "attention that drops goes without its mask", MASKS, "not sizes.attention_dropout and takes", "takes", (MADE,)
+        "attention that drops goes without its mask",
+        MASKS,
+        "        if sizes.attention_dropout:\n",
+        "        if False:\n",
+        (MADE,),
     ),
     Mutant(
         "a layer without a window has one within documents",
@@ -262,4 +390,4 @@ IN_THE_KERNEL = (
     ),
 )
 
-DOCUMENTS = (*IN_TILES, *ON_CUDA, *IN_LAYERS, *IN_THE_KERNEL)
+DOCUMENTS = (*IN_TILES, *ON_CUDA, *BY_BLOCKS, *IN_LAYERS, *IN_THE_KERNEL)

@@ -68,7 +68,7 @@ PLAIN_DECODERS = (
     Mutant(
         "the padding of BERT's samples does not travel",
         "megatron/models/bert/pipeline.py",
-        'return {"has_segments": config.own.short_seq_prob > 0}',
+        'return {"has_segments": config.own.pads_samples}',
         'return {"has_segments": config.data.keeps_documents_apart}',
         (_BESIDE,),
     ),

@@ -18,7 +18,7 @@ from megatron.models.common import decoder_cost
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.ops import causal_attention, document_attention
+from megatron.ops import causal_attention, document_attention, plans
 from megatron.ops.causal_attention import causal_self_attention
 from megatron.ops.document_attention import attention_by_length, document_starts, document_stops
 from tests.helpers.documents import (
@@ -116,23 +116,24 @@ def test_the_way_of_cuda_equals_a_mask_in_values_and_gradients(
 def test_layers_share_the_plan_of_a_micro_batch_and_the_next_one_has_its_own() -> None:
     starts, other = (document_starts(segments_of(lengths, 40).unsqueeze(0)) for lengths in ([3, 20], [7, 9]))
     with on_a_device(4), patch.object(document_attention, "_plan", wraps=document_attention._plan) as making:
+        of = partial(plans.plan_of, making)
         for given_, window in ((starts, 0), (starts, 0), (starts, 5), (other, 0), (starts, 0), (starts, 5)):
-            found = document_attention.plan_of(given_, 40, 0, window)
+            found = of(given_, None, 40, 0, window)
         assert making.call_count == 3
         for piece in (starts[:, :20], starts[:, 20:], starts[:, 20:], starts[:, :20]):  # a view of each layer
-            document_attention.plan_of(piece, 40, 0, 0)
+            of(piece, None, 40, 0, 0)
         assert making.call_count == 5
         starts.copy_(other)
-        assert document_attention.plan_of(starts, 40, 0, 5).cu_query.ne(found.cu_query).any(), "they were overwritten"
+        assert of(starts, None, 40, 0, 5).cu_query.ne(found.cu_query).any(), "they were overwritten"
 
 
 def test_a_plan_is_gone_with_its_micro_batch() -> None:
     starts = document_starts(segments_of([3, 20], 40).unsqueeze(0))
-    before = len(document_attention._plans)
-    document_attention.plan_of(starts, 40, 0, 0)
-    assert len(document_attention._plans) == before + 1
+    before = len(plans._plans)
+    plans.plan_of(document_attention._plan, starts, None, 40, 0, 0)
+    assert len(plans._plans) == before + 1
     del starts
-    assert len(document_attention._plans) == before
+    assert len(plans._plans) == before
 
 
 def test_cu_seqlens_have_one_size_for_all_documents_and_hold_few_sequences() -> None:

@@ -95,13 +95,53 @@ def test_the_start_says_by_what_documents_are_kept_apart():
     }
     reason = functools.partial(decoder_cost.mask_reason, kind="cuda")
     long = ("--seq-length", "1024", "--max-position-embeddings", "1024", *none)
-    assert reason(config_of(*long, "--bf16")) is None
+    small, large = ("--num-attention-heads", "64"), ("--num-attention-heads", "1")
     for words, why in (
-        (("--fp32",), "16 bits"),
-        (("--bf16", "--seq-length", "512"), "the sequence is short"),
-        (("--bf16", "--position-embedding-type", "alibi"), "no ALiBi"),
+        (("--fp64",), "kernels on CUDA take fp32 and 16 bits"),
+        (("--fp32", *small), "flex_attention takes heads of 16 to 256, got 8"),
+        (("--bf16", "--position-embedding-type", "alibi", *large), "flex_attention takes heads of 16 to 256, got 512"),
+        (("--bf16", "--seq-length", "512", *small), "flex_attention takes heads of 16 to 256, got 8"),
+        (("--bf16", *small), None),
+        (("--fp32",), None),
+        (("--bf16", "--seq-length", "512"), None),
+        (("--bf16", "--position-embedding-type", "alibi"), None),
     ):
-        assert why in reason(config_of(*long, *words))
+        assert reason(config_of("--hidden-size", "512", *long, *words)) == why
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("FlashAttention", "apart by where each begins, without a mask, by FlashAttention"),
+        ("flex_attention", "apart by where each begins, without a mask, by flex_attention, which no GPU has run yet"),
+        (None, "apart by a mask of [b, 1, s, s], one a stage: flex_attention needs Triton, which is not installed"),
+    ],
+)
+def test_on_cuda_the_start_names_the_kernel_of_documents_and_of_padding(way, said, monkeypatch):
+    asked = []
+
+    def way_of(x, length, head_size, *, is_plain):
+        asked.append((length, is_plain))
+        return way
+
+    monkeypatch.setattr(device_setup, "way_of", way_of)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    none = ("--attention-dropout", "0")
+    assert documents_row("cuda", *none) == said
+    assert documents_row("cuda", *none, "--position-embedding-type", "alibi") == said
+    assert documents_row("cuda", *none, "--attn-logit-softcapping", "20") == said
+    bert = config_of(*none, family="bert")
+    assert dict(device_setup.document_rows(bert, torch.device("cuda")))["documents"] == f"padding {said}"
+    assert [is_plain for _, is_plain in asked] == [True, False, False, False]
+
+
+def test_the_start_says_by_what_padding_is_kept_apart_where_there_is_some():
+    def row(*flags):
+        return dict(device_setup.document_rows(config_of(*flags, family="bert"), torch.device("cpu")))
+
+    assert row("--attention-dropout", "0") == {"documents": "padding apart by where each begins, without a mask"}
+    assert "--attention-dropout 0.1 needs it" in row("--attention-dropout", "0.1")["documents"]
+    assert row("--short-seq-prob", "0") == {}
 
 
 def test_torch_answers_which_kernel_it_takes():

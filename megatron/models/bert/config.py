@@ -66,6 +66,10 @@ class BertConfig(FamilyConfig):
         maximum=1,
     )
 
+    @property
+    def pads_samples(self) -> bool:
+        return self.short_seq_prob > 0
+
     def check(self, config: Config) -> Iterator[str]:
         yield from super().check(config)
         shortest = _SHORTEST_TEXT + _FRAME[self.binary_head]

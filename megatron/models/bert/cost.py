@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import Kept, Product, Work
-from megatron.models.common.decoder_cost import DecoderCosts, context_costs, dropout_costs
+from megatron.models.common.decoder_cost import DecoderCosts, context_costs, dropout_costs, mask_reason
 
 _TOKEN_TYPES = 2
 
@@ -25,6 +25,8 @@ class Heads(Protocol):
 
     @property
     def binary_head(self) -> bool: ...
+    @property
+    def pads_samples(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class BertCosts(DecoderCosts):
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> list[Kept]:
         embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
-        mask = samples * self.own_length * self.seq_length * width  # which keys are padding, as numbers
-        layers = [replace(layer, full=layer.full + mask) for layer in layers]
+        if self.heads.pads_samples and not self.is_by_length:
+            mask = samples * self.own_length * self.seq_length * width  # which keys are padding, as numbers
+            layers = [replace(layer, full=layer.full + mask) for layer in layers]
         hidden = samples * self.own_length * self.sizes.hidden_size * width // sequence
         return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
 
@@ -84,6 +87,7 @@ class BertCosts(DecoderCosts):
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
     """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
     return BertCosts(
-        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu),
-        **context_costs(config),
+        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu,
+        is_by_length=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,
+        **dropout_costs(config, is_on_cpu), **context_costs(config),
     )  # fmt: skip

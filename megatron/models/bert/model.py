@@ -30,7 +30,7 @@ from megatron.mpu.mappings import all_reduce, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import segment_mask
-from megatron.ops.document_attention import document_starts, document_stops
+from megatron.ops.document_attention import document_starts, document_stops, way_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,17 +170,21 @@ class BertAttention(SelfAttention):
         return self.dense(self.attend(self.function, query, key, value, mask=mask, is_causal=False))
 
 
-def padding_mask(segments: torch.Tensor, sizes: BertModelArgs, place: ParallelContext) -> torch.Tensor:
+def padding_mask(
+    segments: torch.Tensor, x: torch.Tensor, sizes: BertModelArgs, place: ParallelContext
+) -> torch.Tensor:  # fmt: skip
     """Return where this rank's queries may look, of segments [b, s], -1 in padding, which no other token sees.
 
     With context parallelism of segments [b, s/c], and collective.
 
     Shapes:
-        output int32 [2, b, s], the first key and one more than the last, on a CPU where nothing is dropped from
-               attention; else bool [b, 1, s, s]; of queries [.., s/c] or all, by ``place``
+        x      hidden states, as layers read them
+        output int32 [2, b, s], the first key and one more than the last, where nothing is dropped from attention and
+               the device has a kernel; else bool [b, 1, s, s]; of queries [.., s/c] or all, by ``place``
     """
     queries, keys = place.queries_and_keys(segments)
-    if segments.device.type == "cpu" and not sizes.attention_dropout:
+    way = None if sizes.attention_dropout else way_of(x, keys.shape[1], sizes.kv_hidden_size, is_plain=False)
+    if way is not None:
         starts = document_starts(keys)
         return place.own_queries(torch.stack((starts, document_stops(starts))), dim=2)
     return segment_mask(queries, keys)
@@ -351,7 +355,7 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Outputs | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        mask = None if segments is None else padding_mask(segments, self.sizes, self.place)
+        mask = None if segments is None else padding_mask(segments, x, self.sizes, self.place)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))
@@ -375,7 +379,7 @@ def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict
     tokens = words(config.batch.seq_length)
     nothing = torch.zeros_like(tokens)
     inputs = {"tokens": tokens, "token_types": nothing, "is_random": nothing[:, 0]}
-    return inputs | ({"segments": nothing.int()} if config.own.short_seq_prob > 0 else {})  # samples are padded
+    return inputs | ({"segments": nothing.int()} if config.own.pads_samples else {})
 
 
 def bert_fields(

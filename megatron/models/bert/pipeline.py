@@ -103,7 +103,7 @@ class BertModelPipe(ModelPipe):
 
     @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
-        return {"has_segments": config.own.short_seq_prob > 0}  # where samples are padded
+        return {"has_segments": config.own.pads_samples}
 
     def _declare_boundaries(self) -> None:
         ends = enumerate(self.parts[1:-1])

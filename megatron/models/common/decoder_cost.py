@@ -533,10 +533,15 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 
 SHORTEST_BY_LENGTH = 512
 """``2 * megatron.ops.document_attention.SHORT``."""
+HEADS_IN_BLOCKS = (16, 256)
+"""``LEAST`` and ``MOST`` of ``megatron.ops.flex_attention``."""
 
 
-def mask_reason(config: Any, kind: str) -> str | None:
-    """Return why a decoder keeps documents apart by a mask on a device of ``kind``; None: by where each begins."""
+def mask_reason(config: Any, kind: str, *, is_causal: bool = True) -> str | None:
+    """Return why documents are kept apart by a mask on a device of ``kind``; None: by where each begins.
+
+    CUDA is taken to have Triton, and FlashAttention for 16 bits.
+    """
     model, dtype = config.model, config.precision.dtype or "fp32"
     if model.attention_dropout:
         return f"--attention-dropout {model.attention_dropout:g} needs it, 0 does not"
@@ -544,11 +549,16 @@ def mask_reason(config: Any, kind: str) -> str | None:
         return None
     if kind != "cuda":
         return f"{kind} has no attention by lengths"
-    if model.position_embedding_type == ALIBI or model.attn_logit_softcapping:
-        return "FlashAttention has no ALiBi and no soft-cap"
-    if dtype not in ("bf16", "fp16") or model.kv_hidden_size % 8:
-        return "FlashAttention takes 16 bits, and heads of a multiple of 8"
-    return None if config.batch.seq_length > SHORTEST_BY_LENGTH else "the sequence is short"
+    has_more = not is_causal or model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
+    is_long = config.batch.seq_length > SHORTEST_BY_LENGTH
+    if is_long and not has_more and dtype in ("bf16", "fp16") and model.kv_hidden_size % 8 == 0:
+        return None
+    if dtype == "fp64":
+        return "kernels on CUDA take fp32 and 16 bits"
+    least, most = HEADS_IN_BLOCKS
+    if not least <= model.kv_hidden_size <= most:
+        return f"flex_attention takes heads of {least} to {most}, got {model.kv_hidden_size}"
+    return None
 
 
 def context_costs(config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from megatron.models.common.attention import KVCacheSlots, slopes_of_heads
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.ops.attention import document_mask, lowest, segment_mask
-from megatron.ops.document_attention import document_starts, takes_documents
+from megatron.ops.document_attention import document_starts, way_of
 from megatron.ops.positions import alibi_bias, within_documents
 
 # What all layers of a stage share of a micro-batch, made once of a tensor that each of them is given.
@@ -42,16 +42,16 @@ class SharedMask:
     """The mask of the documents of a micro-batch, for the layers of a stage: it is in memory once for their backward.
 
     Args:
-        make: of segment ids [b, s], the mask [b, 1, s, s].
+        make: of segment ids [b, s] and hidden states, what layers take as their mask.
     """
 
-    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self._make, self._last = make, LastValueCache()
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
-    def of(self, segment_ids: torch.Tensor) -> torch.Tensor:
-        """Return the mask of ``segment_ids``."""
-        return self._last.of(segment_ids, partial(self._make, segment_ids))
+    def of(self, segment_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the mask of ``segment_ids`` for the layers that read ``x``."""
+        return self._last.of(segment_ids, partial(self._make, segment_ids, x))
 
 
 # The masks of a decoder, of layers with a window and of those without.
@@ -134,7 +134,9 @@ class Masks:
         """Return whether documents go by where they begin: all that drops no probability, where there is a kernel."""
         sizes = self._sizes
         is_plain = self.slopes is None and not sizes.attn_logit_softcapping
-        return not sizes.attention_dropout and takes_documents(x, length, sizes.kv_hidden_size, is_plain=is_plain)
+        if sizes.attention_dropout:
+            return False
+        return way_of(x, length, sizes.kv_hidden_size, is_plain=is_plain) is not None
 
     def _needs_causal(self, x: torch.Tensor) -> bool:
         """Return whether layers know no causal rule for the last queries of a sequence: all but plain ones on CUDA."""

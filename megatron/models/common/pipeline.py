@@ -155,7 +155,7 @@ def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, inputs: Stream) -> Stream:
             x, *beside = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            x = super().forward(x, self.mask.of(beside[0]) if beside else None)
+            x = super().forward(x, self.mask.of(beside[0], x) if beside else None)
             return (x, *beside) if beside else x
 
     LayerPipe.__name__ = f"{layer.__name__}Pipe"
