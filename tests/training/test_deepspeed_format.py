@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
-from megatron.training.callbacks import metrics_writer, speed_monitor
 from tds.engine.checkpointing import load_safely
 from tests.helpers.runs import flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
@@ -19,14 +18,7 @@ from tests.training.test_resume import draw_numbers, kill_after, losses
 SHORT = "--train-iters 6 --hidden-dropout 0.1 --eval-iters 0 --device cpu"
 FORMAT = "--checkpoint-format deepspeed"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_runs() -> Iterator[None]:
-    """Leave out what costs most of a small run: the picture, and measuring the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
-        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
-        yield
+pytestmark = pytest.mark.usefixtures("cheap_runs")
 
 
 def flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

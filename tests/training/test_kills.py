@@ -28,10 +28,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("tokens"))
 
 
-@pytest.fixture(autouse=True)
-def cheap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_writer, "draw_losses", lambda *_: None)
-    monkeypatch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
 
 
 def assert_undisturbed(outcome: Outcome, kills: int) -> None:

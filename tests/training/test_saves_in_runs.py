@@ -6,7 +6,6 @@ import errno
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import Callback
-from megatron.training.callbacks import checkpointer, metrics_writer, speed_monitor
+from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.run_lock import NAME
@@ -30,14 +29,7 @@ from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_runs() -> Iterator[None]:
-    """Leave out what costs most of a small run: the picture, and measuring the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
-        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
-        yield
+pytestmark = pytest.mark.usefixtures("cheap_runs")
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

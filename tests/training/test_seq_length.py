@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
-from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import flags, start_script, train_ranks
@@ -20,14 +18,7 @@ from tests.training.test_resume import assert_same_checkpoint, losses
 GROWS = "--seq-length-schedule 0:8;256:16;640:32"  # a step is 4 samples of 32 tokens: 8, 8, 16, 16, 16, 32 ...
 SHORT = f"--train-iters 7 {GROWS} --hidden-dropout 0.1 --reset-attention-mask --reset-position-ids --eval-interval 2"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_runs() -> Iterator[None]:
-    """Leave out what costs most of a small run: the picture, and measuring the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
-        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
-        yield
+pytestmark = pytest.mark.usefixtures("cheap_runs")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

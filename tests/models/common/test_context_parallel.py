@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from benchmarks.context import bytes_kept, bytes_sent
 from megatron.models.bert.model import BertModel
-from megatron.models.common import context_attention
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.common.model_args import ParallelContext
-from megatron.mpu import context_parallel
 from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
@@ -147,27 +146,12 @@ def kept_bytes(rank: int, context: int, comm: str, length: int) -> int:
     grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=context), rank)
     place = ParallelContext(context=grid.context, cp_comm_type=comm)
     model = filled(DecoderModel(llama_sizes(**GROUPED, max_position_embeddings=length), place))
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    packed = context_attention._KeptAsPart.pack
-
-    def pack(self: Any, x: torch.Tensor) -> Any:
-        found = packed(self, x)
-        keep(found if isinstance(found, torch.Tensor) else self._part)
-        return found
-
-    context_attention._KeptAsPart.pack = pack  # type: ignore[method-assign]
     x = torch.randn(length // context, BATCH, 16, requires_grad=True)
     mask = model.masks.of(x, None)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with bytes_kept(model) as kept:
         y = model.layers[0](x, mask, None, None, None)
     del y
-    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in known)
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize("comm", ["all_gather", "a2a"])
@@ -182,26 +166,13 @@ def test_what_a_layer_keeps_falls_as_one_over_the_context_ranks(comm: str) -> No
 
 def sent_bytes(rank: int, comm: str) -> float:
     """Return the bytes that a rank sends over the context group in a forward and a backward of one layer."""
-    grid, sent = build_grid(Topology(pipe=1, data=1, tensor=1, context=2), rank), 0
+    grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=2), rank)
     place = ParallelContext(context=grid.context, cp_comm_type=comm)
     model = filled(DecoderModel(llama_sizes(**GROUPED, max_position_embeddings=LONG), place))
-
-    def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        def counted(*tensors: torch.Tensor, **how: Any) -> Any:
-            nonlocal sent
-            sent += tensors[number].nbytes // 2  # of two ranks, each sends the other's half
-            return call(*tensors, **how)
-
-        return counted
-
-    for module, name, number in (
-        (context_parallel, "all_gather_single", 0), (context_parallel, "reduce_scatter_single", 1),
-        (context_parallel.dist, "all_to_all_single", 0),
-    ):  # fmt: skip
-        setattr(module, name, counting(getattr(module, name), number))
     x = torch.randn(LONG // 2, BATCH, 16, requires_grad=True)
-    model.layers[0](x, model.masks.of(x, None), None, None, None).sum().backward()
-    return sent
+    with bytes_sent(2) as sent:
+        model.layers[0](x, model.masks.of(x, None), None, None, None).sum().backward()
+    return sum(sent)
 
 
 @pytest.mark.parametrize("comm", ["all_gather", "a2a"])
