@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.arguments import unused_flags
-from megatron.config import batch, run, seq_length
+from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -410,4 +410,5 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *run.stability_notes(config, world_size),
         *zero_notes(config, world_size),
         *context_parallel_notes(config),
+        *decoder.window_notes(config),
     ]

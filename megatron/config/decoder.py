@@ -314,11 +314,23 @@ def unused_features(config: Any) -> Iterator[str]:
     for name, needed in (("window_attn_skip_freq", "window_size"), ("rotary_local_base", "window_size")):
         if name in given and not model.window_size:
             yield f"{_flag(name)} acts on layers with a window, got no {_flag(needed)}. Leave it out, or add that"
+    if "window_size" in given and model.window_size > config.batch.seq_length and config.checkpoint.load is None:
+        yield (
+            f"--window-size must not exceed --seq-length, got {model.window_size} and {config.batch.seq_length}: each "
+            "token sees all before it. Leave it out, or give longer sequences"
+        )
     if config.data.reset_position_ids and not model.has_position_ids:
         yield (
             f"--reset-position-ids acts on positions, got --position-embedding-type {model.position_embedding_type}, "
             "which has none: --reset-attention-mask alone keeps documents apart. Leave it out"
         )
+
+
+def window_notes(config: Any) -> Iterator[str]:
+    """Yield what is said of a window that leaves no key of a sample out, as that of a longer model may."""
+    model, length = config.model, config.batch.seq_length
+    if config.own.KIND == "decoder" and "window_size" in config.given and model.window_size >= length - 1 > 0:
+        yield f"--window-size {model.window_size} leaves no token out of samples of {length} tokens"
 
 
 def _group_problems(model: Any, t: int) -> Iterator[str]:

@@ -66,6 +66,14 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         read(f"{TWO} --seq-length 63 --compile --cp-comm-type a2a --num-attention-heads 1")
 
 
+def test_a_window_longer_than_the_sequence_is_refused_and_of_loaded_weights_is_named() -> None:
+    with pytest.raises(ConfigError, match="--window-size must not exceed --seq-length, got 65 and 64"):
+        read(f"{TWO} --window-size 65")
+    for line in ("--window-size 64", "--window-size 63", "--window-size 65 --load runs/longer"):
+        assert sum("leaves no token out of samples of 64 tokens" in note for note in read(f"{TWO} {line}").notes) == 1
+    assert not any("--window-size" in note for note in read(f"{TWO} --window-size 62").notes)
+
+
 def test_what_acts_otherwise_is_said_once() -> None:
     ring = [note for note in read(f"{TWO} --cp-comm-type p2p").notes if "cp-comm-type" in note]
     assert ring == ["--cp-comm-type p2p: keys and values are gathered, as with all_gather; the numbers are the same"]

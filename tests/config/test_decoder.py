@@ -18,9 +18,9 @@ def parsed(words: str, family: str = "gpt2", world_size: int = 1) -> Config:
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
-        ("--window-size 128", "window_size", 128),
-        ("--window-size 128,0", "window_size", 128),
-        ("--window-size (128,0)", "window_size", 128),
+        ("--window-size 48", "window_size", 48),
+        ("--window-size 48,0", "window_size", 48),
+        ("--window-size (48,0)", "window_size", 48),
         ("--window-size -1,0", "window_size", 0),
         ("--qk-layernorm", "qk_norm", "head"),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),

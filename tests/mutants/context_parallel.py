@@ -156,6 +156,13 @@ CONTEXT_PARALLEL = (
         (f"{FLAGS}::test_what_it_cannot_go_with_is_refused",),
     ),
     Mutant(
+        "a window longer than the sequence of loaded weights is refused",
+        "megatron/config/decoder.py",
+        "> config.batch.seq_length and config.checkpoint.load is None:",
+        "> config.batch.seq_length:",
+        (f"{FLAGS}::test_a_window_longer_than_the_sequence_is_refused_and_of_loaded_weights_is_named",),
+    ),
+    Mutant(
         "a model that was not built for context parallelism is taken",
         "megatron/training/setup.py",
         "    if size > 1 and built != {size}:\n",

@@ -17,17 +17,16 @@ from benchmarks import kill
 from benchmarks.kill import Outcome, broken, losses, newest_step, run_killed, run_whole
 from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Case, Moment, draw_moments, preload, write_corpus
 from megatron import files
-from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import train_ranks
+
+pytestmark = pytest.mark.usefixtures("cheap_runs")
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preload()
     return write_corpus(tmp_path_factory.mktemp("tokens"))
-
-
 
 
 def assert_undisturbed(outcome: Outcome, kills: int) -> None:
