@@ -32,6 +32,9 @@ CASES = [
     for stage in range(4)
     for away in ("", "--offload-optimizer", *(("--offload-parameters", BOTH, AS_NEEDED) if stage == 3 else ()))
 ]
+CASES += [
+    f"--optimizer muon {case}" for case in ("--bf16 --zero-stage 0", "--bf16 --zero-stage 1", "--fp32 --zero-stage 3")
+]
 
 
 def bytes_of(tensors: Any, seen: set[int]) -> int:
