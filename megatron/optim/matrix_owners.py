@@ -35,7 +35,7 @@ OWN_NUMBERS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Cut:
+class MatrixPartition:
     """A weight [m, n] and how the ranks hold it.
 
     Args:
@@ -49,7 +49,7 @@ class Cut:
     data: ParamPartition | None
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, tensor: Group, replicas: int) -> Cut:
+    def of(cls, parameter: torch.Tensor, tensor: Group, replicas: int) -> MatrixPartition:
         """Return how ``parameter`` is held where ZeRO cuts it over so many ``replicas``; 1: it does not.
 
         Raises:
@@ -92,7 +92,7 @@ def owners(costs: Sequence[int], number: int) -> list[int]:
     return found
 
 
-def runs_of(cuts: Sequence[Cut], number: int, numbers: int | None = None) -> Iterator[range]:
+def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = None) -> Iterator[range]:
     """Yield ranges of weights that are exchanged together, so that each of ``number`` owners has few at a time."""
     room, start, held = number * (numbers or OWN_NUMBERS), 0, 0
     for index, cut in enumerate(cuts):

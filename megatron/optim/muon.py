@@ -14,7 +14,7 @@ import torch
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.matrices import Matrices
-from megatron.optim.matrix_owners import Cut, Held, from_owners, owners, runs_of, to_owners
+from megatron.optim.matrix_owners import Held, MatrixPartition, from_owners, owners, runs_of, to_owners
 from megatron.torch_compat import newton_schulz
 
 # One step on a matrix W [m, n] with gradient G:
@@ -70,7 +70,7 @@ class MuonArgs:
 class MuonWeight:
     """A weight of which this rank has a part: how ranks hold it, and the matrices in it."""
 
-    cut: Cut
+    cut: MatrixPartition
     matrices: Matrices
 
     def flops(self, steps: int) -> int:

@@ -28,7 +28,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.matrices import matrices_of
 from megatron.mpu.shard import shard_of
 from megatron.optim.grad_scaler import GradScaler
-from megatron.optim.matrix_owners import Cut
+from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
@@ -163,7 +163,7 @@ def build_optimizer(
 def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, replicas: int, args: MuonArgs) -> MuonWeight:
     matrices = matrices_of(parameter)
     assert matrices is not None
-    return MuonWeight(Cut.of(parameter, tensor, replicas), args.matrices(matrices))
+    return MuonWeight(MatrixPartition.of(parameter, tensor, replicas), args.matrices(matrices))
 
 
 def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:

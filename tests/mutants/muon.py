@@ -36,7 +36,7 @@ MUON = (
         refuses=True,
     ),
     Mutant(
-        "every replica without ZeRO makes all matrices orthogonal",
+        "one rank is the owner of all matrices",
         "megatron/optim/muon.py",
         "found += [divmod(o, self._tensor.size) for o in owners(costs, self._data.size * self._tensor.size)]",
         "found += [(0, 0) for _ in costs]",

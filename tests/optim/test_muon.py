@@ -12,7 +12,7 @@ from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.matrices import Matrices, matrices_of, set_matrices
 from megatron.optim import MuonArgs, build_optimizer
-from megatron.optim.matrix_owners import Cut, owners, runs_of
+from megatron.optim.matrix_owners import MatrixPartition, owners, runs_of
 from tests.helpers.model_samples import filled, small_sizes
 
 LR, DECAY = 0.02, 0.1
@@ -135,7 +135,7 @@ def test_a_matrix_costs_what_its_products_do() -> None:
 
 
 def test_weights_travel_in_runs_of_few_numbers_for_an_owner() -> None:
-    cuts = [Cut((4, 4), None, None)] * 5
+    cuts = [MatrixPartition((4, 4), None, None)] * 5
     assert list(runs_of(cuts, 2, 16)) == [range(2), range(2, 4), range(4, 5)]
     assert list(runs_of(cuts, 1, 1)) == [range(n, n + 1) for n in range(5)], "one that is too large goes alone"
     assert list(runs_of([], 2)) == []
