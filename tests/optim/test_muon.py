@@ -150,3 +150,21 @@ def test_making_its_state_moves_no_weight() -> None:
     make_moments(optimizer)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert all(not optimizer.inner.state[p]["momentum_buffer"].any() for p in optimizer.param_groups[0]["params"])
+
+
+def test_a_state_dict_goes_on_with_the_same_bits() -> None:
+    """What checkpoints in DeepSpeed's layout hold."""
+
+    def stepped(optimizer: Any, model: DecoderModel, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        optimizer.step()
+
+    one, other = grouped_model(), grouped_model()
+    optimizers = [build_optimizer(model.parameters(), name="muon", lr=LR) for model in (one, other)]
+    stepped(optimizers[0], one, 1)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for optimizer, model in zip(optimizers, (one, other), strict=True):
+        stepped(optimizer, model, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
