@@ -79,6 +79,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
         "host": weights * away.offload_parameters + optimizers * away.offload_optimizer,
     }
     settings: dict[str, Any] = {"micro_batch_size": 1, "dtype": config.precision.dtype, "zero": zero_of(config, 2)}
+    settings["optimizer"] = config.optimizer.optimizer
     (memory,) = registry.costs_of(config).memory_per_stage([0, 6], **settings)
     return found, {name: getattr(memory, name) for name in found}
 
