@@ -113,6 +113,21 @@ def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> C
     return compiled
 
 
+# A name that torch keeps to itself: the function that ``torch.optim.Muon`` makes updates with. Its public step takes
+# one matrix for one parameter on one rank; tests/test_torch_compat.py holds the two against each other.
+
+
+def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Return ``update`` [m, n] made nearly orthogonal, in bf16, by torch's own coefficients; its memory may be used.
+
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+    """
+    from torch.optim import _muon
+
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(update, coefficients, steps, _muon.EPS)
+
+
 def load_cpp(source: str, flags: Sequence[str]) -> Any:
     """Return the library of this C++ program, compiled with ``flags`` and none of torch's choice for vectors.
 

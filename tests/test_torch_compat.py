@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.torch_compat import all_gather_single, load_cpp, reduce_scatter_single
+from megatron.torch_compat import all_gather_single, load_cpp, newton_schulz, reduce_scatter_single
 from tests.helpers.harness import run_ranks
 
 NAMES = ("all_gather_single", "reduce_scatter_single")
@@ -61,3 +61,17 @@ def test_a_program_is_built_without_torchs_choice_of_vectors(is_older: bool, mon
     assert source == "int x;" and given.pop("extra_flags") == ["-O1"]
     assert given == {"needs_vec_isa": False} or (given == {} and has_none)
     assert not (is_older and given)
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((24, 8), 5), ((8, 24), 5), ((8, 8), 2)])
+def test_the_private_newton_schulz_is_what_torchs_muon_moves_a_matrix_by(shape: tuple[int, int], steps: int) -> None:
+    """The contract of the one private name: a first step without momentum, decay and scale is minus its result."""
+    gradient = torch.randn(shape, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    weight.grad = gradient.clone()
+    settings = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_steps": steps}
+    torch.optim.Muon([weight], adjust_lr_fn="original", **settings).step()
+    found = newton_schulz(gradient.clone(), steps)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(newton_schulz(gradient.bfloat16(), steps), found), "it begins by rounding to bf16"
+    assert torch.equal(weight.detach(), -(max(1, shape[0] / shape[1]) ** 0.5) * found.double())

@@ -108,12 +108,10 @@ GROUPS = {
         --use-precision-aware-optimizer --use-layer-wise-distributed-optimizer""",
     "the loss is computed in fp32, which is more exact": "--fp16-lm-cross-entropy",
     "AdamW is one kernel where the device has one": "--ds_fused_adam --no-store-param-remainders",
-    "it acts with --optimizer muon and other optimizers only, which are refused": """
-        --muon-momentum= --muon-use-nesterov --muon-nesterov --muon-scale-mode= --muon-num-ns-steps=
-        --muon-no-split-qkv --muon-tp-mode= --muon-fp32-matmul-prec= --muon-extra-scale-factor=
-        --muon-coefficient-type= --muon-use-syrk --muon-scalar-optimizer= --lion-beta1= --lion-beta2=
-        --soap-shampoo-beta= --adaptive-muon-moment2-method= --adaptive-muon-beta2= --adaptive-muon-eps=
-        --no-use-layer-wise-param-layout""",
+    "with --optimizer muon products of a matrix with itself are as torch has them": "--muon-use-syrk",
+    "it acts with --optimizer lion, soap and adaptive_muon only, which are refused": """
+        --lion-beta1= --lion-beta2= --soap-shampoo-beta= --adaptive-muon-moment2-method=
+        --adaptive-muon-beta2= --adaptive-muon-eps= --no-use-layer-wise-param-layout""",
     "--offload-optimizer moves all of the optimizer's states": """
         --optimizer-offload-fraction= --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d""",
     "memory of the host changes no number; --no-pin-memory is the switch here": """
@@ -308,6 +306,9 @@ def _held(flag: str, holds: str, about: str, otherwise: str, num_values: int | s
 
 _DENSE = "the models are dense; use 1, or leave it out"
 _WHOLE = "it is --context-parallel-size with --cp-comm-type a2a here; use these, or 1"
+_WHOLE_MATRICES = "Muon looks at whole matrices in every layout; use duplicated, distributed, or leave it out"
+_BF16_PRODUCTS = "Newton-Schulz steps run in bf16, as torch.optim.Muon's do; use medium, or leave it out"
+_COEFFICIENTS = "Newton-Schulz has the coefficients of torch.optim.Muon; use simple"
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
 HELD = (
     _held("--num-experts", "1", "one expert is a dense model", _DENSE, "*"),
@@ -325,6 +326,15 @@ HELD = (
     *(
         _held(flag, "fp32", _FP32, f"{_FP32}; use fp32, or leave it out")
         for flag in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+    ),
+    _held("--muon-tp-mode", "duplicated distributed", "Muon looks at whole matrices in every layout", _WHOLE_MATRICES),
+    _held("--muon-fp32-matmul-prec", "medium", "Newton-Schulz steps run in bf16", _BF16_PRODUCTS),
+    _held("--muon-coefficient-type", "simple", "they are those of torch.optim.Muon", _COEFFICIENTS),
+    _held(
+        "--muon-scalar-optimizer",
+        "adam",
+        "AdamW moves what is no matrix",
+        "AdamW moves what is no matrix; use adam, or leave it out",
     ),
     _held("--error-injection-rate", "0", "no error is made on purpose", "no error is made on purpose; leave it out"),
     _held("--lr-warmup-init", "0", "the warm-up starts at 0", "the warm-up starts at 0; leave it out"),

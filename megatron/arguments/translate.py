@@ -323,6 +323,11 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 values.pop(name, None)
                 del found.values[name]
                 found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+    if values.get("optimizer") != "muon":
+        for name in [name for name in found.values if name.startswith("muon_")]:
+            values.pop(name, None)
+            del found.values[name]
+            found.neutral[found.spelling[name]] = "it acts with --optimizer muon only"
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
             found.neutral[found.spelling[name]] = "random tokens come from no file"

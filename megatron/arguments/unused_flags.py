@@ -154,7 +154,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
             "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
             f"{optimizer.lr_decay_style}. Leave it out, or change the style"
         )
-    if optimizer.optimizer != "adamw":
+    if optimizer.optimizer not in ("adamw", "muon"):
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
         named = [*_flags(config, ADAM), *stated]

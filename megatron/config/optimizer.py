@@ -16,9 +16,10 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "update rule; adafactor keeps a mean for each row and column of a matrix and no moment",
-        choices=("adamw", "adafactor", "sgd"),
-        synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"},
+        "update rule; muon moves the matrices of layers by orthogonalised momentum and all else by AdamW; adafactor "
+        "keeps a mean for each row and column of a matrix and no moment",
+        choices=("adamw", "muon", "adafactor", "sgd"),
+        synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw", "dist_muon": "muon", "Muon": "muon"},
     )
     lr: float = option(5e-4, "highest learning rate", above=0, short="highest learning rate")
     min_lr: float = option(
@@ -89,6 +90,39 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
     adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
+    muon_momentum: float = option(0.95, "with --optimizer muon: decay of the mean of gradients", minimum=0, below=1)
+    muon_nesterov: bool = option(
+        True,
+        "with --optimizer muon: what is orthogonalised is the momentum with the newest gradient counted once more",
+        flag="",
+        constants={
+            "--muon-nesterov": True, "--muon-use-nesterov": True,
+            "--muon-no-nesterov": False, "--muon-no-use-nesterov": False,
+        },
+    )  # fmt: skip
+    muon_num_ns_steps: int = option(5, "with --optimizer muon: Newton-Schulz steps", minimum=1, maximum=99)
+    muon_scale_mode: str = option(
+        "match_rms_adamw",
+        "with --optimizer muon: what the learning rate of a matrix [m, n] is multiplied by; match_rms_adamw: 0.2 "
+        "sqrt(max(m, n)), by which AdamW's learning rates fit; spectral: sqrt(max(m, n)); original: sqrt(max(1, m/n)); "
+        "unit_rms_norm: sqrt(m/n)",
+        choices=("match_rms_adamw", "spectral", "original", "unit_rms_norm"),
+        synonyms={"shape_scaling": "original"},
+    )
+    muon_extra_scale_factor: float = option(
+        1.0,
+        "with --optimizer muon: the same once more, for every matrix; spectral and 0.2 are match_rms_adamw",
+        above=0,
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "with --optimizer muon: query, key and value of a layer are three matrices, and not one",
+        flag="",
+        constants={"--muon-split-qkv": True, "--muon-no-split-qkv": False},
+    )
+    muon_split_qkv_heads: bool = option(
+        False, "with --optimizer muon: query, key and value of each head are matrices of their own"
+    )
     clip_grad: float = option(
         1.0, "largest global gradient norm; 0: no clipping", minimum=0, short="largest gradient norm"
     )
@@ -125,6 +159,8 @@ class OptimizerConfig:
                 "matrices, of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer "
                 "adamw"
             )
+        if self.muon_split_qkv_heads and not self.muon_split_qkv:
+            yield "--muon-split-qkv-heads takes apart what --muon-no-split-qkv leaves as one. Leave one of them out"
         yield from self._warmup_problems()
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"

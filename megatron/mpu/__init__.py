@@ -29,6 +29,11 @@ _HOMES = {
         "is_partial",
         "global_norm",
     ),
+    "megatron.mpu.matrices": (
+        "Matrices",
+        "set_matrices",
+        "matrices_of",
+    ),
     "megatron.mpu.mappings": (
         "copy_to_tensor_region",
         "reduce_from_tensor_region",

@@ -20,6 +20,7 @@ from megatron.mpu.mappings import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 
 # A product with a weight and a bias; in compiled layers on a CPU the bias by itself.
@@ -263,6 +264,7 @@ class ColumnParallelLinear(nn.Module):
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))
+        set_matrices(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = set_shard(nn.Parameter(torch.zeros(local)), Shard((output_size,), 0, start, local))
@@ -305,6 +307,7 @@ class RowParallelLinear(nn.Module):
         local = divide("input_size", input_size, group)
         start = group.rank * local
         self.weight = empty_weight((output_size, local), Shard((output_size, input_size), 1, start, local))
+        set_matrices(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = set_shard(nn.Parameter(torch.zeros(output_size)), Shard((output_size,)))

@@ -4,12 +4,21 @@ from typing import Any
 
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.lr_scheduler import LRScheduler
+from megatron.optim.muon import MuonArgs
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_groups import build_optimizer
 from megatron.optim.zero.partition import OffloadConfig, ParamInit
 from tds.deprecated_paths import look_up
 
-__all__ = ["GradScaler", "LRScheduler", "MixedPrecisionOptimizer", "OffloadConfig", "ParamInit", "build_optimizer"]
+__all__ = [
+    "GradScaler",
+    "LRScheduler",
+    "MixedPrecisionOptimizer",
+    "MuonArgs",
+    "OffloadConfig",
+    "ParamInit",
+    "build_optimizer",
+]
 _FORMER = {
     "Arrival": "megatron.optim.zero.partition.ParamInit",
     "LearningRate": "megatron.optim.lr_scheduler.LRScheduler",

@@ -4,6 +4,7 @@
 |---|---|---|
 | adamw | ``torch.optim.AdamW`` | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
+| muon | ``torch.optim.Muon`` on matrices of layers, AdamW on all else (``megatron.optim.muon``) | a momentum [m, n] |
 | sgd | ``torch.optim.SGD``, without momentum | none |
 
 Adafactor moves a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` in units of its update, whose RMS is cut at
@@ -24,12 +25,15 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.matrices import matrices_of
 from megatron.mpu.shard import shard_of
 from megatron.optim.grad_scaler import GradScaler
+from megatron.optim.matrix_owners import MatrixPartition
+from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
 """Least RMS of a gradient, of matrices and of vectors, and least RMS by which a weight is taken to be.
 
@@ -51,6 +55,16 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``groups`` with those of matrices of layers apart, which say ``"is_muon": True``."""
+    found = []
+    for group in groups:
+        for is_muon in (True, False):
+            own = [p for p in group["params"] if (p.dim() == 2 and matrices_of(p) is not None) == is_muon]
+            found += [{**group, "params": own, "is_muon": is_muon}] if own else []
+    return found
 
 
 def build_optimizer(
@@ -75,12 +89,14 @@ def build_optimizer(
     reduce_bucket_size: int = 0,
     allgather_bucket_size: int = 0,
     prefetches: bool = True,
+    muon: MuonArgs | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
     Args:
-        betas, epsilon: of AdamW; the others have none.
+        betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
         adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
+        muon: how Muon moves matrices.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
@@ -107,11 +123,24 @@ def build_optimizer(
             return torch.optim.SGD(groups, lr=lr)
         if name == "adafactor":
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
+        if name == "muon":
+            place = param_init.device if param_init is not None else next((p.device for p in parameters), None)
+            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=data, place=place)
+        return build_adam(groups)
+
+    def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
+    args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
+    weights: list[MuonWeight] = []
+    if name == "muon":
+        groups = muon_groups(groups)
+        replicas = data.size if zero_stage else 1
+        moved = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
+        weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in moved]
     return MixedPrecisionOptimizer(
         groups,
         build,
@@ -129,6 +158,12 @@ def build_optimizer(
         allgather_bucket_size=allgather_bucket_size,
         prefetches=prefetches,
     )
+
+
+def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, replicas: int, args: MuonArgs) -> MuonWeight:
+    matrices = matrices_of(parameter)
+    assert matrices is not None
+    return MuonWeight(MatrixPartition.of(parameter, tensor, replicas), args.matrices(matrices))
 
 
 def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -113,7 +113,7 @@ def least_bytes(planner: Planner, layout: Layout) -> float:
     """Return bytes that the fullest stage of ``layout`` needs at least: weights and states of the mean stage."""
     state, zero = State.of(layout.dtype, layout.optimizer), layout.zero
     held = planner.parameters(layout.tensor) / layout.pipe
-    optimizer = 0 if layout.offload_optimizer else state.optimizer / zero.share(1)
+    optimizer = 0 if layout.offload_optimizer else (state.optimizer - state.saved) / zero.share(1)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)
     kept = 0.0
     if layout.recompute != "full" and layout.schedule == ONE_CHUNK[0]:  # 1f1b

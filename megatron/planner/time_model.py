@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.models.common.cost import Costs, Product, Work
 from megatron.models.common.memory import BYTES, Kept, State
 from megatron.planner.layout import SPLITTING, Layout
@@ -365,13 +366,37 @@ class Messages:
             sent = (group.gathered(weights).behind(forward_s) + backward).times(m)
         if stage == 1:
             sent += group.gathered(weights)
-        return sent, self._update(layout, held, state)
+        if layout.optimizer != "muon":
+            return sent, self._update(layout, held, state)
+        products = max(self.costs.stage_matrices(bounds, layout.pipe), key=lambda own: sum(one.weights for one in own))
+        matrices = sum(one.weights for one in products) // layout.tensor
+        beside, seconds = self._orthogonalised(layout, products, group)
+        return sent + beside, seconds + self._update(layout, held, state, matrices)
 
-    def _update(self, layout: Layout, held: int, state: State) -> float:
+    def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
+        """Return what Muon's updates send, and the seconds of their Newton-Schulz steps in bf16, shared by all owners.
+
+        Query, key and value count as one matrix, gate and up too; numbers travel to an owner and back in 2 bytes.
+        """
+        machine, owners = self.machine, layout.tensor * layout.data * layout.context
+        dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
+        seconds = 0.0
+        for one in products:
+            rows, columns = sorted((one.inner, one.columns))
+            rate = machine.product_rate(dtype, float(rows * rows * columns) ** (1 / 3))
+            seconds += one.number * newton_schulz_flops(rows, columns) / rate / owners
+        number = sum(one.weights for one in products)
+        tensor = Group.of(machine, layout.tensor, 1, layout.world_size)
+        own = 2 * number / owners  # bytes; each rank sends parts of as much as it gets
+        back = own if layout.zero_stage else own * data.size
+        there = data.gathered(own if layout.zero_stage else 0)
+        return there + data.gathered(back) + tensor.gathered(own).times(2), seconds
+
+    def _update(self, layout: Layout, held: int, state: State, matrices: int = 0) -> float:
         """Return the seconds of an update: all of a parameter is read and written, and gradients read for the norm."""
         machine, share = self.machine, layout.zero.share(1)
         number = held / share
-        moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient)
+        moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient) - 2 * state.saved * matrices / share
         if not layout.offload_optimizer:
             return moved / machine.update_bandwidth
         copies = number * 2 * state.gradient / machine.host_bandwidth  # masters come back as they are, and are rounded

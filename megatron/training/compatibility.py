@@ -84,9 +84,11 @@ RULES = (
         "the course given now holds, at the number of updates of the checkpoint",
     ),
     Rule(
-        "--weight-decay, --adam-*, --clip-grad",
+        "--weight-decay, --adam-*, --muon-*, --clip-grad",
         ("optimizer.weight_decay", "optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps",
-         "optimizer.clip_grad"), WARNED,
+         "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_num_ns_steps",
+         "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor", "optimizer.muon_split_qkv",
+         "optimizer.muon_split_qkv_heads"), WARNED,
         "holds from the next step on",
     ),
     Rule(

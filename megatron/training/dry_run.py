@@ -11,6 +11,7 @@ from typing import Any
 from megatron import accelerators, log
 from megatron.config import Config
 from megatron.config.data import EACH
+from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError
 from megatron.log import human_bytes, human_count
@@ -149,8 +150,25 @@ def plan_rows(
     yield from _zero_rows(config, topology.data_context)
     if config.neutral:
         yield "holds anyway", neutral_text(config)
+    if config.optimizer.optimizer == "muon":
+        yield "optimizer", _muon_text(config, topology)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
+
+
+def _muon_text(config: Config, topology: Topology) -> str:
+    """Say what Muon moves, and who has its matrices."""
+    settings, owners = config.optimizer, topology.tensor * topology.data_context
+    products = registry.costs_of(config).stage_matrices([0, registry.costs_of(config).num_units])[0]
+    flops = sum(
+        one.number * newton_schulz_flops(one.inner, one.columns, settings.muon_num_ns_steps) for one in products
+    )
+    text = (
+        f"muon on {human_count(sum(one.weights for one in products))} parameters in matrices of layers (momentum "
+        f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW on all else; Newton-Schulz takes "
+        f"{flops / 1e12:,.3g} TFLOP a step"
+    )
+    return text if owners == 1 else f"{text}, by {owners} owners of whole matrices on each stage"
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
@@ -262,7 +280,9 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
         names = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}"
     states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
-    if settings.optimizer != "adamw":
+    if settings.optimizer == "muon":
+        states = f"masters and optimizer states, updated there but for Newton-Schulz; {settings.cpu_adam}'s AdamW"
+    elif settings.optimizer != "adamw":
         states = "masters and optimizer states, updated there"
     away = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
     if away:

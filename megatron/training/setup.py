@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,14 +15,22 @@ import tds
 from megatron import device, log
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.checkpoint import named_parameters
-from megatron.config import Config
+from megatron.config import Config, OptimizerConfig
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.registry import load
 from megatron.mpu.groups import Grid, Group, groups_by_ranks
 from megatron.mpu.random import DropoutStreams, PhiloxDropout
 from megatron.mpu.shard import init_empty_weights, is_uninitialized
-from megatron.optim import GradScaler, LRScheduler, MixedPrecisionOptimizer, OffloadConfig, ParamInit, build_optimizer
+from megatron.optim import (
+    GradScaler,
+    LRScheduler,
+    MixedPrecisionOptimizer,
+    MuonArgs,
+    OffloadConfig,
+    ParamInit,
+    build_optimizer,
+)
 from megatron.training import device_setup
 from megatron.training.compile import compile_layers
 from megatron.training.device_setup import check_agreement, dropout_warning
@@ -356,7 +365,12 @@ def make_optimizer(
         reduce_bucket_size=config.parallel.reduce_bucket_size,
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
+        muon=_muon(settings),
     )
+
+
+def _muon(settings: OptimizerConfig) -> MuonArgs:
+    return MuonArgs(**{each.name: getattr(settings, f"muon_{each.name}") for each in fields(MuonArgs)})
 
 
 def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:

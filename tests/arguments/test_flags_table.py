@@ -12,7 +12,8 @@ import pytest
 from megatron.arguments import flags_doc
 from megatron.arguments.flag_values import all_options, options_in, refusals
 from megatron.arguments.megatron_flags import CONVERTED_ROWS, CPM_FLAGS, NEUTRAL_ROWS, REFUSED_FLAGS, REFUSED_ROWS, ROWS
-from megatron.config import parse
+from megatron.config import OptimizerConfig, parse
+from megatron.config.option import options_of
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
@@ -50,6 +51,12 @@ NEEDS = {
         )
     },
     "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
+    **{
+        flag: ["--optimizer", "muon"]
+        for option in options_of(OptimizerConfig)
+        for flag in option.flags
+        if option.name.startswith("muon_")
+    },
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
     "--num-attention-heads": ["--kv-hidden-size", "8"],
@@ -162,6 +169,9 @@ TIES = (
     "--no-norm-bias",
     "--overlap-grad-reduce",
     "--disable-bias-linear",
+    "--muon-nesterov",
+    "--muon-use-nesterov",
+    "--muon-split-qkv",
 )
 
 

@@ -85,6 +85,8 @@ ACTS_ON = {
     """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
+        muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
+        muon_split_qkv_heads
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size
         stage3_prefetch_bucket_size
@@ -374,11 +376,18 @@ OPTIONS = {option.name: (section, option) for section, option in all_options()}
 OF = {field: observable for observable, fields in ACTS_ON.items() for field in fields.split()}
 
 
+OFF = {
+    "overlap_grad_reduce": "--no-overlap-grad-reduce",
+    "muon_nesterov": "--muon-no-nesterov",
+    "muon_split_qkv": "--muon-no-split-qkv",
+}
+"""Of fields that are on by themselves: the flag that switches them off."""
+
+
 def words_of(option: Option, folder: Path) -> tuple[list[str], list[str]]:
     """Return the command line beside which ``option`` acts, and that with the option given as well."""
     family, flag = family_of(option), option.flag or next(iter(option.constants))
-    if option.name == "overlap_grad_reduce":
-        flag = "--no-overlap-grad-reduce"
+    flag = OFF.get(option.name, flag)
     needs = NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
     beside = BESIDE[option.name].format(folder=folder).split() if option.name in BESIDE else needs
     if option.kind == "bool" or flag in option.constants:

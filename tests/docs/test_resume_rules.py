@@ -21,7 +21,9 @@ FLAG = r"--[a-z][\w-]*\*?"
 
 def what_of(rule: Rule) -> str:
     """Return the first cell of a rule as the page has it, with every flag by its full name."""
-    return rule.what.replace("--adam-*", "--adam-beta1, --adam-beta2, --adam-eps")
+    muon = "momentum nesterov num-ns-steps scale-mode extra-scale-factor split-qkv split-qkv-heads".split()
+    named = rule.what.replace("--adam-*", "--adam-beta1, --adam-beta2, --adam-eps")
+    return named.replace("--muon-*", ", ".join(f"--muon-{name}" for name in muon))
 
 
 def table(page: Path, heading: str, number: int = 0) -> list[list[str]]:

@@ -41,6 +41,7 @@ from tests.mutants.migration import MIGRATION
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.modern import MODERN_DECODERS
 from tests.mutants.mpt import MPT
+from tests.mutants.muon import MUON
 from tests.mutants.norms import NORMS
 from tests.mutants.on_a_device import ON_A_DEVICE
 from tests.mutants.overlap import OVERLAP
@@ -85,6 +86,7 @@ IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT,
 IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
 IN_SYSTEMS = (
     *ZERO_PARTS,
+    *MUON,
     *RECOMPUTE,
     *DEVICE,
     *ON_A_DEVICE,

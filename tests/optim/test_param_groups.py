@@ -36,7 +36,7 @@ def test_a_shared_parameter_is_there_once_and_a_frozen_one_not_at_all():
     assert [group["params"] for group in groups] == [[shared]]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd"])
 def test_a_step_without_gradients_decays_weights_only(name):
     model = filled(DecoderModel(small_sizes())).double()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -56,5 +56,5 @@ def test_settings_reach_torchs_optimizer():
 
 
 def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ValueError, match="--optimizer must be adamw, adafactor or sgd, got lion"):
+    with pytest.raises(ValueError, match="--optimizer must be adamw, adafactor, muon or sgd, got lion"):
         build_optimizer([], name="lion")

@@ -32,6 +32,9 @@ CASES = [
     for stage in range(4)
     for away in ("", "--offload-optimizer", *(("--offload-parameters", BOTH, AS_NEEDED) if stage == 3 else ()))
 ]
+CASES += [
+    f"--optimizer muon {case}" for case in ("--bf16 --zero-stage 0", "--bf16 --zero-stage 1", "--fp32 --zero-stage 3")
+]
 
 
 def bytes_of(tensors: Any, seen: set[int]) -> int:
@@ -76,6 +79,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
         "host": weights * away.offload_parameters + optimizers * away.offload_optimizer,
     }
     settings: dict[str, Any] = {"micro_batch_size": 1, "dtype": config.precision.dtype, "zero": zero_of(config, 2)}
+    settings["optimizer"] = config.optimizer.optimizer
     (memory,) = registry.costs_of(config).memory_per_stage([0, 6], **settings)
     return found, {name: getattr(memory, name) for name in found}
 

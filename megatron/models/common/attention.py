@@ -15,6 +15,7 @@ from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_head_norm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.mpu.matrices import set_matrices
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
 from megatron.ops.document_attention import document_attention
@@ -195,6 +196,8 @@ class SelfAttention(Attention):
             self.function, self.within_documents = over_ranks, over_ranks.within_documents
         bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
         self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
+        d = sizes.kv_hidden_size
+        set_matrices(self.query_key_value.weight, (heads // groups * d, d, d), head=d)
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
         self.query_norm = make_head_norm(sizes, place, heads)
         self.key_norm = make_head_norm(sizes, place, groups)

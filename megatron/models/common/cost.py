@@ -45,6 +45,11 @@ class Product:
         return 2.0 * self.rows * self.inner * self.columns * self.number
 
     @property
+    def weights(self) -> int:
+        """Numbers in the matrices [inner, columns]."""
+        return round(self.inner * self.columns * self.number)
+
+    @property
     def side(self) -> float:
         """The side of a cube with as many multiplications as one of them."""
         return float(self.rows * self.inner * self.columns) ** (1 / 3)
@@ -208,6 +213,16 @@ class Costs(ABC):
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [_held(units, shared, chunks_on(bounds, number, stage)) for stage in range(number)]
 
+    def stage_matrices(self, bounds: Sequence[int], stages: int | None = None) -> list[list[Product]]:
+        """Return the products with a layer's weights on each stage, of one tensor rank that has all of them."""
+        number = stages or len(bounds) - 1
+        works, is_layer = self.unit_work(1, 1, 4), [name.split()[-1].isdigit() for name in self.unit_names]
+        return [
+            [one for start, stop in chunks_on(bounds, number, stage) for n in range(start, stop) if is_layer[n]
+             for one in works[n].products]
+            for stage in range(number)
+        ]  # fmt: skip
+
     def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1) -> int:
         """Return what ZeRO 3 has gathered of the units of ``pieces`` at most: all but layers, and some of the largest.
 
@@ -259,6 +274,8 @@ class Costs(ABC):
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
         small = self.small_parameters(tensor, state.gradient)
+        products = self.stage_matrices(bounds, stages) if state.saved else [[]] * stages
+        matrices = [sum(one.weights for one in own) // tensor for own in products]
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
             pieces = chunks_on(bounds, stages, stage)
@@ -271,7 +288,7 @@ class Costs(ABC):
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor, zero.layers) if zero.stage == 3 else 0
             at_work += max(work - logits, 0)  # the logits are gone when attention goes backward
-            memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
+            memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered, matrices[stage])
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
                 parts = [units[start:stop] for start, stop in pieces]

@@ -9,7 +9,8 @@ from typing import Any
 # Bytes that training holds: weights, gradients, optimizer, activations and logits.
 #
 # 16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
-# SGD has no moments; Adafactor's means of rows and columns are small and not counted. With ZeRO over d replicas, AdamW:
+# SGD has no moments; Muon has a momentum for matrices of layers where AdamW has two moments (14 bytes, not 18), and for
+# all else AdamW's; Adafactor's means of rows and columns are small and not counted. With ZeRO over d replicas, AdamW:
 #
 # | bytes of a parameter | 16 bits | fp32 |
 # |---|---|---|
@@ -85,11 +86,14 @@ PLAIN = Zero()
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one parameter: its weight, its gradient, and what the optimizer keeps."""
+    """Bytes of one parameter: its weight, its gradient, and what the optimizer keeps; ``saved`` less of it where the
+    parameter is of a matrix of a layer.
+    """
 
     width: int
     gradient: int
     optimizer: int
+    saved: int = 0
 
     @classmethod
     def of(cls, dtype: str, optimizer: str) -> State:
@@ -97,16 +101,23 @@ class State:
         width = BYTES[dtype]
         wide = max(width, 4)
         master = wide if width < 4 else 0
-        return cls(width, wide, master + (2 * wide if optimizer == "adamw" else 0))
+        states = 2 * wide if optimizer in ("adamw", "muon") else 0
+        return cls(width, wide, master + states, wide if optimizer == "muon" else 0)
 
-    def memory(self, parameters: int, activations: int, logits: int, zero: Zero = PLAIN, gathered: int = 0) -> Memory:
-        """Return the bytes of a rank of a model part of so many ``parameters``, ``gathered`` of them at a time."""
+    def memory(
+        self, parameters: int, activations: int, logits: int, zero: Zero = PLAIN, gathered: int = 0, matrices: int = 0
+    ) -> Memory:
+        """Return the bytes of a rank of a model part of so many ``parameters``, ``gathered`` of them at a time.
+
+        Args:
+            matrices: parameters in matrices of layers.
+        """
         wide, is_cut = max(self.width, 4), zero.stage == 3
         weights = -(-parameters * self.width // zero.share(3))
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # the master cannot be the weight
-        states = -(-parameters * optimizer // zero.share(1))
+        states = -(-(parameters * optimizer - matrices * self.saved) // zero.share(1))
         cuts = is_cut and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(

@@ -15,6 +15,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_norm
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.random import checkpoint
 from megatron.ops.activations import activation, is_gated
 from tds.schedule.simulate import in_flight
@@ -124,6 +125,8 @@ class MLP(nn.Module):
         self.place = place
         kind, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
         self.up = kind(h, rows, bias=sizes.hidden_bias, **place.cut)
+        if self.is_gated:
+            set_matrices(self.up.weight, (1, 1))
         self.activation = activation(sizes.activation)
         self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, **place.cut)
 

@@ -12,6 +12,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import LayerNorm, RMSNorm
 from megatron.models.common.transformer import MLP
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention, document_mask, lowest, segment_mask
 from megatron.ops.biased_attention import biased_attention, without_future
@@ -145,6 +146,8 @@ class CrossAttention(Attention):
         self.key_value = ColumnParallelLinear(
             h, 2 * width, bias=bias, group=place.group, has_entered=place.sequence_parallel
         )
+        set_matrices(self.query.weight, head=self.head_size)
+        set_matrices(self.key_value.weight, (self.head_size, self.head_size), head=self.head_size)
         self.dense = RowParallelLinear(width, h, bias=bias, **place.cut)
 
     def forward(

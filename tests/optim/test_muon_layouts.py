@@ -1,0 +1,155 @@
+"""Muon in every layout: the weights of one process, one owner for each matrix, and state that goes anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import open_latest
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+from megatron.optim import muon
+from megatron.training.train_state import CHECKPOINTS
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import check_fp64, difference, flags, trace_rank
+from tests.optim.test_adafactor_layouts import load_and_go_on, save_and_go_on
+
+MUON = "--optimizer muon --weight-decay 0.01"
+FP64, FP32 = f"--fp64 {MUON} --clip-grad 0.5", f"--fp32 {MUON} --hidden-dropout 0.1"
+GROUPED = "--num-query-groups 2 --activation gated-silu"
+QUICK = {(2, 1, 2, 1, 1), (1, 1, 2, 3, 1)}
+LAYOUTS = [
+    (2, 1, 1, 0, 1), (4, 1, 1, 0, 1), (1, 2, 1, 0, 1), (1, 1, 2, 0, 1), (1, 1, 2, 1, 1), (1, 1, 2, 2, 1),
+    (1, 1, 2, 3, 1), (1, 1, 4, 1, 1), (1, 1, 1, 0, 2), (1, 1, 1, 1, 2), (2, 2, 1, 0, 1), (1, 2, 2, 1, 1),
+    (2, 1, 2, 1, 1), (2, 1, 2, 3, 1),
+]  # fmt: skip
+"""tensor, pipe, data, ZeRO stage, context."""
+
+
+def slow_but(few: set[tuple[int, ...]]) -> list[Any]:
+    return [pytest.param(*each, marks=() if each in few else pytest.mark.slow) for each in LAYOUTS]
+
+
+@pytest.mark.parametrize(("tensor", "pipe", "data", "stage", "context"), slow_but(QUICK))
+def test_every_layout_trains_the_weights_of_one_process(
+    tensor: int, pipe: int, data: int, stage: int, context: int
+) -> None:
+    """With query groups two of four tensor ranks would share keys: 4 x 1 has a head of keys for each query."""
+    extra = f"{FP64} {GROUPED}" if tensor < 4 else f"{FP64} --activation gated-silu"
+    found = difference(tensor, pipe, data, 4, extra, f"--zero-stage {stage}", context, steps=20)
+    check_fp64(found)
+    assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
+
+
+@pytest.mark.parametrize("extra", ["--muon-split-qkv-heads", "--muon-scale-mode original --muon-no-nesterov"])
+@pytest.mark.slow
+def test_modes_are_one_update_in_every_layout(extra: str) -> None:
+    check_fp64(difference(2, 1, 2, 4, f"{FP64} {GROUPED} {extra}", "--zero-stage 1", steps=20))
+
+
+@pytest.mark.parametrize(
+    "extra", ["--offload-optimizer", pytest.param("--overlap-grad-reduce", marks=pytest.mark.slow)]
+)
+def test_where_masters_lie_changes_no_number(extra: str) -> None:
+    check_fp64(difference(1, 1, 2, 4, FP64, f"--zero-stage 1 {extra}", steps=6))
+
+
+def counted(rank: int, argv: list[str], world_size: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that this rank makes orthogonal in one step."""
+    found: list[tuple[int, ...]] = []
+    own = muon.newton_schulz
+
+    def counting(update: torch.Tensor, steps: int) -> torch.Tensor:
+        found.append(tuple(update.shape))
+        return own(update, steps)
+
+    muon.newton_schulz = counting
+    trace_rank(rank, argv, world_size, 1, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "stage"),
+    [(2, 2, 1), *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, 4, 0), (1, 2, 3)])],
+)
+def test_each_matrix_has_one_owner(tensor: int, data: int, stage: int) -> None:
+    argv = flags(
+        tensor, 1, micro=4, gas=1, extra=f"{FP64} {GROUPED} --zero-stage {stage} --lr-decay-style constant --warmup 0"
+    )
+    found = run_ranks(tensor * data, counted, argv, tensor * data)
+    layer = [(32, 32), (16, 32), (16, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
+    assert sorted(shape for each in found for shape in each) == sorted(4 * layer)
+    assert all(found), "no rank is idle"
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the newest checkpoint there, whole."""
+    found = open_latest(folder / CHECKPOINTS, SINGLE)
+    names = [name for name in found.names() if not name.startswith("rng/")]
+    return {name: found.read(name, Shard(found.shape(name))) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data", "extra"),
+    [
+        (1, 2, "--zero-stage 1"),
+        *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, 1, ""), (2, 1, ""), (1, 2, "")]),
+    ],
+)
+def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(
+    pipe: int, data: int, extra: str, tmp_path: Path
+) -> None:
+    given = "gpt2", pipe, data, f"{FP32} {extra}", tmp_path
+    whole = run_ranks(pipe * data, save_and_go_on, *given)
+    names = {name.split("/")[1] for name in state_of(tmp_path) if name.startswith("optimizer/")}
+    assert names == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    resumed = run_ranks(pipe * data, load_and_go_on, *given)
+    for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
+        assert losses_again == losses
+        assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
+
+
+def test_a_momentum_has_the_name_and_the_shape_of_its_weight(tmp_path: Path) -> None:
+    run_ranks(2, save_and_go_on, "gpt2", 1, 2, f"{FP64} --zero-stage 1", tmp_path)
+    found = state_of(tmp_path)
+    name = "layers.0.mlp.up.weight"
+    assert found[f"optimizer/momentum_buffer/{name}"].shape == found[f"weights/{name}"].shape
+    assert found[f"optimizer/momentum_buffer/{name}"].abs().max() > 0
+    assert f"optimizer/exp_avg/{name}" not in found
+    assert "optimizer/momentum_buffer/embedding.word.weight" not in found
+
+
+MOVES = [((1, 2, "--zero-stage 1"), (1, 1, "")), ((1, 1, ""), (1, 2, "--zero-stage 3"))]
+SLOW_MOVES = [((2, 1, ""), (1, 2, "--zero-stage 2")), ((1, 2, "--zero-stage 3"), (2, 1, ""))]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [MOVES[0], *(pytest.param(*e, marks=pytest.mark.slow) for e in [MOVES[1], *SLOW_MOVES])]
+)
+def test_state_of_one_layout_goes_on_in_another(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    whole = run_ranks(saved[0] * saved[1], save_and_go_on, "gpt2", *saved[:2], f"{FP64} {saved[2]}", tmp_path)
+    for losses, _ in run_ranks(
+        loaded[0] * loaded[1], load_and_go_on, "gpt2", *loaded[:2], f"{FP64} {loaded[2]}", tmp_path
+    ):
+        assert [float.fromhex(loss) for loss in losses] == pytest.approx(
+            [float.fromhex(loss) for loss in whole[0][0]], abs=1e-12, rel=0
+        )
+
+
+def refused_then_taken(rank: int, folder: Path) -> tuple[str, int]:
+    """Return what a start with another optimizer's state says, and the steps of one that leaves it."""
+    save_and_go_on(rank, "gpt2", 1, 1, "--fp32 --optimizer adamw", folder)
+    with pytest.raises(CheckpointError) as refused:
+        load_and_go_on(rank, "gpt2", 1, 1, f"--fp32 {MUON}", folder)
+    losses, _ = load_and_go_on(rank, "gpt2", 1, 1, f"--fp32 {MUON} --load {folder} --no-load-optim", folder)
+    return str(refused.value), len(losses)
+
+
+def test_state_of_another_optimizer_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    ((text, steps),) = run_ranks(1, refused_then_taken, tmp_path)
+    assert "got --optimizer muon and adamw in " in text and "add --no-load-optim" in text
+    assert steps == 2
