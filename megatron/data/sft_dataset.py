@@ -154,7 +154,7 @@ class ConversationFile:
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
         self.num_documents, self.num_tokens = len(self.sizes), int(self._bounds[-1])
         self.num_cut, self.num_left_out = (sum(int(part[place]) for part in parts) for place in (0, 1))
-        self._tell()
+        self._note_lengths()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -263,7 +263,7 @@ class ConversationFile:
             )
         return np.where(np.array(encoded.is_said, bool), ~ids, ids)
 
-    def _tell(self) -> None:
+    def _note_lengths(self) -> None:
         if self.num_cut or self.num_left_out:
             log.warn_once(
                 f"{self.prefix}: of {self.num_documents} conversations {self.num_cut} are longer than --seq-length + 1 "

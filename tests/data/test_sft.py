@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron import log
-from megatron.data import DataLoader, build_sft_train_valid_test, gpt2_fields
-from megatron.data import sft_dataset as module
+from megatron.data import DataLoader, build_sft_train_valid_test, gpt2_fields, sft_dataset
 from megatron.data.cache import IndexCache
 from megatron.data.dataset_builder import BlendPaths
 from megatron.data.sft_dataset import ConversationFile, SFTDataset, parse_line
@@ -155,8 +154,8 @@ def test_parts_are_kept_for_other_processes(
     plain = opened(path, template)
     sizes, whole = plain.sizes.tolist(), plain.read_tokens(0, plain.num_tokens).tolist()
     rows = [plain.read(number).tolist() for number in range(12)]
-    monkeypatch.setattr(module, "_LINES_AT_ONCE", 5)
-    monkeypatch.setattr(module, "_IN_MEMORY_BELOW_BYTES", 0)
+    monkeypatch.setattr(sft_dataset, "_LINES_AT_ONCE", 5)
+    monkeypatch.setattr(sft_dataset, "_IN_MEMORY_BELOW_BYTES", 0)
     cache = IndexCache(tmp_path / "cache")
     for _ in range(2):
         file = opened(path, template, cache=cache)
