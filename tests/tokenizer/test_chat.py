@@ -114,6 +114,12 @@ def test_a_template_that_jinja_cannot_read_is_named_with_its_line(folder: Path) 
         chat(folder, "\n{% for %}")
 
 
+def test_lines_of_a_template_lose_their_blanks(folder: Path, theirs: Any) -> None:
+    text = "{% for m in messages %}\n    {% if true %}\n  {{ m.content }}\n    {% endif %}\n{% break %}{% endfor %}\n"
+    rendered = theirs.apply_chat_template(turns("a", "b"), chat_template=text, tokenize=False)
+    assert chat(folder, text).render(turns("a", "b")) == rendered == "  a\n"
+
+
 def test_data_know_no_date_and_a_chat_does(folder: Path) -> None:
     text = "{{ strftime_now('%Y') if strftime_now is defined else 'long ago' }}" + CHATML
     template = chat(folder, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,6 +18,9 @@ import transformers
 from megatron.checkpoint.huggingface import convert
 from megatron.checkpoint.loading import open_folder
 from megatron.generate.options import parse_args
+from megatron.generate.text import ChatPrompts
+from megatron.tokenizer import build
+from megatron.tokenizer.chat import find_template
 from megatron.training.callbacks import hf_exporter, metrics_writer, speed_monitor
 from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
@@ -117,12 +121,42 @@ def test_a_chat_is_the_greedy_text_of_transformers(whole: Path) -> None:
 
 
 def chat(run: Path, *words: str) -> str:
-    out, always = io.StringIO(), ["--load", str(run), "--chat", "--device", "cpu", "--max-new-tokens", "12"]
+    words = (*words, *([] if "--max-new-tokens" in words else ["--max-new-tokens", "12"]))
+    out, always = io.StringIO(), ["--load", str(run), "--chat", "--device", "cpu"]
     with redirect_stdout(out):
         generate.run(parse_args("", [*always, *words]), {})
     return out.getvalue()
 
 
+def test_a_conversation_remembers_its_turns(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at the second turn is the whole conversation, in which the model's own answer stands."""
+    read: list[list[int]] = []
+    encode = ChatPrompts.encode
+
+    def noted(self: ChatPrompts, text: str) -> list[int]:
+        read.append(encode(self, text))
+        return read[-1]
+
+    monkeypatch.setattr(ChatPrompts, "encode", noted)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"question 7\nand 8?\n")))
+    answered: list[str] = []
+    remember = ChatPrompts.remember
+
+    def kept(self: ChatPrompts, text: str, answer: str) -> None:
+        answered.append(answer)
+        remember(self, text, answer)
+
+    monkeypatch.setattr(ChatPrompts, "remember", kept)
+    said = chat(whole / "run", "--max-new-tokens", "6")
+    first = answered[0]
+    assert said == "".join(f"{answer}\n" for answer in answered) and len(answered) == 2
+    template = find_template(build("TokenizersJSON", tokenizer_path=whole / "run" / "hf" / "step-00000006"))
+    assert read == [template.prompt_ids(turns("question 7")), template.prompt_ids(turns("question 7", first, "and 8?"))]
+    assert chat(whole / "run", "--max-new-tokens", "6", "--prompt", "question 7") == f"{first}\n"
+    assert ChatPrompts(template).eos_id == template.tokenizer.token_to_id("<|im_end|>")
+
+
+@pytest.mark.slow
 def test_an_export_that_fails_does_not_end_the_run(place: Path, tmp_path: Path) -> None:
     def plant(rank: int) -> None:
         def fail(*_: Any, **__: Any) -> None:
