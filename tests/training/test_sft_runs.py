@@ -93,6 +93,7 @@ def test_folders_appear_beside_checkpoints(whole: Path, place: Path, tmp_path: P
     convert.export(open_folder(run), tmp_path / "by-hand")
     for name in sorted(path.name for path in (tmp_path / "by-hand").iterdir()):
         assert (folder / name).read_bytes() == (tmp_path / "by-hand" / name).read_bytes(), name
+    assert (folder / "chat_template.jinja").exists()
     assert (folder / "chat_template.jinja").read_text() == CHATML
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     theirs = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True)
