@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron.config.option import option
@@ -274,7 +274,7 @@ class DataConfig:
         """Whether the documents of a sample do not attend to each other."""
         return self.reset_attention_mask or bool(self.packed_keys)
 
-    @property
+    @cached_property
     def packed_keys(self) -> tuple[str, ...]:
         """What samples hold beside their text: int32, as long as it."""
         if self.sft is not None:

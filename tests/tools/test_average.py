@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, save
 from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.config import Config
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from tests.generate.models import save_model
+from tests.helpers.huggingface_models import save_model
+from tests.helpers.small_corpora import make_tokenizer
 from tools import average, convert_hf, generate, inspect_checkpoint
 
 STEPS = (7, 9, 12)
@@ -25,12 +28,19 @@ STEPS = (7, 9, 12)
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three checkpoints, the first saved by two tensor ranks, with optimizer states."""
     folder = tmp_path_factory.mktemp("run")
-    save_model(folder, "gpt2", ranks=2)
+    save_model(folder, model_of(folder), ranks=2)
     first = open_folder(folder)
     weights = read_weights(first)
     for seed, step in enumerate(STEPS[1:], 1):
         add_checkpoint(folder, step, {name: moved(name, tensor, seed) for name, tensor in weights.items()}, first.state)
     return folder
+
+
+def model_of(folder: Path, num_layers: int = 4) -> Config:
+    """Return the configuration of a small model whose tokenizer lies in ``folder``."""
+    sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
+    tokenizer = {"vocab_size": make_tokenizer(folder).vocab_size, "tokenizer_path": str(folder / "t.json")}
+    return config_from_values({**sizes, **tokenizer}, family="gpt2")
 
 
 def add_checkpoint(folder: Path, step: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -136,7 +146,7 @@ def test_what_names_no_two_checkpoints_is_refused(
 def test_other_models_are_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tmp_path / "other", "gpt2", num_layers=2)
+    save_model(tmp_path / "other", model_of(tmp_path, num_layers=2))
     assert called(monkeypatch, run, tmp_path / "other", "--output", tmp_path / "mean") == 3
     assert "must be of one model to be averaged:\n  num_layers: saved 4, now 2" in capsys.readouterr().err
     first = open_folder(run)
