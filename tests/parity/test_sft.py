@@ -26,7 +26,7 @@ from tests.helpers.layouts import check_fp64
 
 SEQ = 96
 SIZES = (
-    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings {SEQ} --hidden-bias --fp64 "
+    f"--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings {SEQ} --hidden-bias --fp64 "
     f"--seq-length {SEQ} --init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0 --device cpu --train-iters 20 "
     "--lr 1e-3 --clip-grad 0"
 )

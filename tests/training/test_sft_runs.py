@@ -78,8 +78,14 @@ def test_a_run_goes_on_in_mid_epoch_to_the_bit(whole: Path, place: Path, tmp_pat
     assert_same(open_folder(run), open_folder(whole / "run"))
     epochs = [one["epoch"] for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "train"]
     assert 0 < epochs[2] < 1
+
+
+@pytest.mark.slow
+def test_other_conversations_are_refused(whole: Path, place: Path, tmp_path: Path) -> None:
+    """The sibling without a run: the fingerprint in tests/data/test_sft.py."""
+    run, log = tmp_path / "run", tmp_path / "log"
     changed = write_conversations(tmp_path / "c.jsonl", SOME * 3)
-    again = [str(changed) if word.endswith("c.jsonl") else word for word in argv(place, run, f"--load {run}")]
+    again = [str(changed) if word.endswith("c.jsonl") else word for word in argv(place, run, f"--load {whole / 'run'}")]
     assert start_script(1, [*again, "--train-iters", "9"], log) == [3]
     assert "the data must be those of the checkpoint" in log.read_text()
 
