@@ -1,16 +1,20 @@
-"""Write text with a model of a checkpoint: GPT-2 goes on from a prompt, T5 answers one.
+"""Write text with a model of a checkpoint: GPT-2 goes on from a prompt, T5 answers one, --chat talks.
 
     python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
     python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
     python tools/generate.py --load runs/my-t5 --prompt "The <extra_id_0> comes in twice a day."
     python tools/generate.py --load runs/my-run                        asks for a line at a time
+    python tools/generate.py --load runs/my-sft --chat                 a conversation: each line is your turn
+    python tools/generate.py --load runs/my-sft --chat --system "Be brief." --prompt "What is a tide?"
     python -m megatron.launch --nproc-per-node 4 tools/generate.py --model-parallel-size 2 --pipe-parallel-size 2 \\
         --load runs/my-run --input prompts.txt
     python -m megatron.launch --nproc-per-node 2 --stdin tools/generate.py --pipe-parallel-size 2 --load runs/my-run
 
-The checkpoint may be of any layout, and the text is the same in every layout: in a batch each prompt gets what it would
-get alone. Without --temperature, --top-k or --top-p the likeliest token is taken each time. Ends with code 0, 2 (an
-option or prompt), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no numbers).
+--chat takes the chat template of the run (--chat-template), else that of its tokenizer's folder; it stops at the token
+with which the template ends a turn. The checkpoint may be of any layout, and the text is the same in every layout: in a
+batch each prompt gets what it would get alone. Without --temperature, --top-k or --top-p the likeliest token is taken
+each time. Ends with code 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no
+numbers).
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
     from megatron.checkpoint.loading import open_folder
     from megatron.generate import Sampling, load
-    from megatron.generate.text import Prompts, TextGenerator
+    from megatron.generate.text import ChatPrompts, Prompts, TextGenerator
+    from megatron.tokenizer.chat import find_template
 
     with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
         checkpoint = open_folder(args.load, grid.host)
@@ -55,7 +60,11 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
             raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")
-        prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
+        if args.chat:
+            template = find_template(vocabulary.tokenizer, args.chat_template or config.data.chat_template)
+            prompts: Prompts = ChatPrompts(template, args.system)
+        else:
+            prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
         kind = device.DTYPES[args.dtype]
         part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
@@ -125,12 +134,13 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     writer = make_writer(args, grid, place)
     if texts is None:
         if grid.rank == 0:
-            log.info("each line is a prompt; Ctrl-D ends")
+            log.info(f"each line is {'your turn' if args.chat else 'a prompt'}; Ctrl-D ends")
         interactive(writer, grid.host)
     else:
         answers = writer.answer(texts)
         if grid.rank == 0:
-            write(answer_texts(answers, args, with_prompt=writer.prompts.tokens is None), args.output)
+            goes_on = writer.prompts.tokens is None and not args.chat
+            write(answer_texts(answers, args, with_prompt=goes_on), args.output)
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ if [ ! -e "$home/ds_config_$model.json" ]; then home=$root/examples/$model; fi
 if [ -n "${program:-}" ]; then program=$root/$program; else program=$home/pretrain_$model.py; fi
 is_dry=
 has_data=$DATA_PATH
-if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi
+if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--(((train|valid|test)-)?data-path|sft)[[:space:]=] ]]; then has_data=1; fi
 file=                                             # of --config
 for flag in "$@"; do
   if [ "$file" = next ]; then file=$flag; fi
@@ -64,11 +64,11 @@ for flag in "$@"; do
     --config=*) file=${flag#*=} ;;
     -h | --help | --help-all) exec "$PYTHON" "$program" "$flag" ;;
     --dry-run) is_dry=1 ;;
-    --data-path | --data-path=* | --*-data-path | --*-data-path=*) has_data=1 ;;
+    --data-path | --data-path=* | --*-data-path | --*-data-path=* | --sft | --sft=*) has_data=1 ;;
   esac
 done
 
-if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])((train|valid|test)[-_])?data[-_]path"?[[:space:]]*[:=]' "$file"; then has_data=1; fi
+if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])(((train|valid|test)[-_])?data[-_]path|sft)"?[[:space:]]*[:=]' "$file"; then has_data=1; fi
 
 machine=$("$PYTHON" -m megatron.launch.machine) || exit
 eval "$machine"

@@ -12,6 +12,7 @@ from megatron import data, models, mpu  # noqa: E402
 from megatron.models import registry
 from megatron.training import (  # noqa: E402
     get_args,
+    get_chat_template,
     get_config,
     get_data_paths,
     get_streams,
@@ -28,12 +29,22 @@ EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the samples of the three splits; a split that nobody will ask for is None."""
     args, tokenizer = get_args(), get_tokenizer()
+    needed = tuple(count > 0 for count in train_val_test_num_samples)
+    if args.sft is not None:
+        return data.build_sft_train_valid_test(
+            get_data_paths(),
+            seq_length=args.seq_length,
+            seed=args.seed,
+            template=get_chat_template(),
+            overlong=args.sft_overlong,
+            needed=needed,
+        )
     return data.build_train_valid_test(
         get_data_paths(),
         seq_length=args.seq_length,
         seed=args.seed,
         vocab_size=args.vocab_size,
-        needed=tuple(count > 0 for count in train_val_test_num_samples),
+        needed=needed,
         tokenizer_identity=tokenizer.identity,
         eod_id=tokenizer.eod_id,
         flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
@@ -47,13 +58,13 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 
     With context parallelism those of this rank's pieces of the sequences.
     """
-    args, model = get_args(), get_config().model
+    args, config = get_args(), get_config()
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
-    is_packed = args.packing == "best-fit"
-    segments = mpu.broadcast_data(["segments"], batch, "int32")["segments"] if is_packed else None
+    keys = config.data.packed_keys  # segments of packed documents, and the loss mask of conversations
+    packed = mpu.broadcast_data(keys, batch, "int32") if keys else {}
     flags = {name: getattr(args, name) for name in EOD_FLAGS}
-    fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
-    if not model.has_learned_positions and not args.reset_position_ids:
+    fields = data.gpt2_fields(text, **packed, eod_id=get_tokenizer().eod_id, **flags)
+    if not config.model.has_learned_positions and not args.reset_position_ids:
         fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
     return mpu.get_batch_on_this_cp_rank(fields) if args.context_parallel_size > 1 else fields
 

@@ -400,6 +400,7 @@ def _shown(value: Any) -> str:
 
 EXCLUSIVE = (
     (("data_path", "split", "split_by"), EACH),
+    (("sft", "valid_sft", "chat_template", "sft_overlong"), ("data_path", *EACH)),
     (("tokenizer_path",), ("vocab_file", "merge_file")),
     (("load",), ("resume",)),
 )

@@ -18,7 +18,7 @@ from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
 from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
-from megatron.config.data import EACH
+from megatron.config.data import EACH, PATHS
 from megatron.config.model import ModelConfig, ModelFamily
 from megatron.config.option import Option, options_of
 from megatron.models.registry import FAMILIES, family_of
@@ -291,6 +291,12 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
         del defaults["dtype"]
     if "vocab_file" in explicit or "merge_file" in explicit:
         defaults.pop("tokenizer_path", None)
+    if "sft" in explicit:
+        for name in PATHS:
+            defaults.pop(name, None)
+    elif any(name in explicit for name in PATHS):
+        defaults.pop("sft", None)
+        defaults.pop("valid_sft", None)
     if any(name in explicit for name in EACH):
         defaults.pop("data_path", None)
         defaults.pop("split", None)

@@ -112,8 +112,8 @@ GROUPS = {
     "samples come in the order that follows from --seed; leave it out": """
         --train-sample-idx-path= --train-doc-idx-path= --train-shuffle-idx-path= --train-idx-path=
         --train-desc-path= --train-data-exact-num-epochs= --phase-transition-iterations=""",
-    "every token of a text is trained on; leave it out, or see --eod-mask-loss": """
-        --sft --loss-on-targets-only --reweight-loss-based-on-position-frequency --use-dataset-only=""",
+    "every token of a text is trained on, and of conversations (--sft) what the assistant says; leave it out": """
+        --loss-on-targets-only --reweight-loss-based-on-position-frequency --use-dataset-only=""",
     "--fim-rate moves the middle of whole documents; leave it out": """
         --fim-split-sample= --fim-fragment-rate= --fim-no-prefix=""",
     "the tokenizer's file has these tokens under their own names; leave it out": """

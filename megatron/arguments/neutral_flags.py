@@ -211,7 +211,7 @@ GROUPS = {
         --tiktoken-pattern= --tiktoken-num-special-tokens= --tiktoken-special-tokens=* --legacy-tokenizer
         --trust-remote-code --tokenizer-sentencepiece-legacy --tokenizer-hf-no-use-fast --tokenizer-metadata=
         --no-use-tokenizer-model-from-checkpoint-args --no-save-tokenizer-assets""",
-    "it acts with --sft only, which is refused": "--sft-tokenizer-prompt-format= --chat-template=",
+    "the form of conversations is the tokenizer's chat template; see --chat-template": "--sft-tokenizer-prompt-format=",
     # checkpoints
     "sizes that nobody gives come from what --load or --resume names": "--use-checkpoint-args",
     "checkpoints have one format, which every layout loads": """

@@ -14,12 +14,19 @@ from megatron.config.parallel import ParallelConfig
 
 OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path", "packing", "fim_rate", "fim_spm_rate")
 """Fields that act where token files are read, not the data that a script brings itself."""
+OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
+"""Fields that act where conversations are read."""
+NOT_OF_CONVERSATIONS = (
+    "data_impl", "packing", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+)  # fmt: skip
+"""Fields that act where token files are read, not conversations: these are packed best-fit and kept apart."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
     """Yield what was given and cannot act, and the paths that are missing beside others."""
     given, data = config.given, config.data
     yield from _path_problems(config)
+    yield from _sft_problems(config)
     named = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
     if named and data.is_own:
         yield f"{', '.join(named)} acts on token files only, got --data-path {OWN_DATA}. Leave it out, or give a path"
@@ -44,8 +51,9 @@ def data_problems(config: Config) -> Iterator[str]:
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what scripts pass for several runs and has no effect in this one."""
     data, reads = config.data, splits_read(config)
-    if reads["test_data_path"] and data.data_path is None and data.valid_data_path and not data.test_data_path:
-        yield "nothing is tested at the end: there is no --test-data-path"
+    paths, flag = data.corpora, "set beside --valid-sft" if data.sft else "--test-data-path"
+    if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
+        yield f"nothing is tested at the end: there is no {flag}"
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
     if unread:
         yield f"{', '.join(unread)} has no effect: this run reads no such split"
@@ -61,6 +69,24 @@ def splits_read(config: Config) -> dict[str, bool]:
     trains, evaluates = batch.train_iters > 0 and not eval_only, batch.eval_iters > 0
     validates = evaluates and batch.eval_interval > 0 and not eval_only
     return dict(zip(EACH, (trains, validates, evaluates), strict=True))
+
+
+def _sft_problems(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.sft is None:
+        named = _flags(config, OF_CONVERSATIONS)
+        if named:
+            yield f"{', '.join(named)} acts with --sft only. Leave it out, or add --sft FILE"
+        return
+    named = _flags(config, NOT_OF_CONVERSATIONS)
+    if named:
+        yield (
+            f"{', '.join(named)} acts on token files, got --sft: conversations are packed best-fit, kept apart, each "
+            "with positions from 0. Leave it out"
+        )
+    named = _flags(config, ("split", "split_by")) if data.valid_sft is not None else []
+    if named:
+        yield f"{', '.join(named)} cuts the files of --sft, got --valid-sft too, which is read whole. Leave one out"
 
 
 def _path_problems(config: Config) -> Iterator[str]:
@@ -137,6 +163,7 @@ KEPT = {
 """Fields that say where the inputs of recomputed layers wait, and their flags."""
 IN_TRAINING = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
+    "export_hf_interval",
     "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
@@ -196,7 +223,7 @@ def format_problems(config: Config) -> Iterator[str]:
     """Yield what cannot be saved in the format of the checkpoints, where that is known and is DeepSpeed's."""
     if not config.checkpoint.is_deepspeed:
         return
-    for name in ("async_save", "keep_every", "no_save_optim"):
+    for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval"):
         if getattr(config.checkpoint, name):
             yield (
                 f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "

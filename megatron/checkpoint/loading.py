@@ -419,6 +419,15 @@ def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
     return open_latest(checkpoints_in(path), world)
 
 
+def open_written(path: Path) -> Checkpoint:
+    """Return the checkpoint ``path`` that this process has just written, without reading it through.
+
+    Raises:
+        CheckpointError: its manifest cannot be read.
+    """
+    return Checkpoint(path, metadata.manifest_from_bytes(_manifest_bytes(path), path / metadata.MANIFEST_NAME))
+
+
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the tensor ``name`` as it was saved, without padding."""
     return checkpoint.read(name, Shard(checkpoint.shape(name)))

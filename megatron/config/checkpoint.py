@@ -45,6 +45,12 @@ class CheckpointConfig:
         choices=("native", "deepspeed"),
         shown_default="that of the run folder's checkpoints; native in a new one",
     )
+    export_hf_interval: int = option(
+        0,
+        "steps between exports: a Hugging Face folder hf/step-XXXXXXXX in the run folder, written in the background "
+        "from a checkpoint of that step, and one of the last step; 0: none",
+        minimum=0,
+    )
     async_save: bool = option(False, "copy the state and write it while training goes on")
     on_save_error: str = option(
         "continue",

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron.config.option import option
@@ -169,6 +169,29 @@ class DataConfig:
     train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
     valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
     test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
+    sft: str | None = _paths(
+        "supervised fine-tuning on files of conversations, JSON lines with messages, in place of --data-path: loss on "
+        "what the assistant says alone; several with weights in turn: 0.7 a.jsonl 0.3 b.jsonl",
+        family_kind="decoder",
+        elsewhere="it is for decoders; leave it out",
+        short="JSON lines of conversations to fine-tune on",
+    )
+    valid_sft: str | None = _paths(
+        "conversations of the validation alone, beside --sft; without it --split cuts those of --sft",
+        family_kind="decoder",
+        elsewhere="it is for decoders; leave it out",
+    )
+    chat_template: str | None = _decoder(
+        None,
+        "file with the chat template (jinja) of --sft",
+        shown_default="chat_template.jinja or tokenizer_config.json beside the tokenizer",
+    )
+    sft_overlong: str = _decoder(
+        "cut",
+        "of conversations longer than --seq-length + 1 tokens. cut: from the end, with a note that counts them; "
+        "refuse: an error that names the first",
+        choices=("cut", "refuse"),
+    )
     split: str = option("949,50,1", "shares of documents for training, validation and test", short="train, valid, test")
     split_by: str = option(
         "range",
@@ -249,12 +272,29 @@ class DataConfig:
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether the documents of a sample do not attend to each other."""
-        return self.reset_attention_mask or self.packing == "best-fit"
+        return self.reset_attention_mask or bool(self.packed_keys)
+
+    @cached_property
+    def packed_keys(self) -> tuple[str, ...]:
+        """What samples hold beside their text: int32, as long as it."""
+        if self.sft is not None:
+            return "segments", "loss_mask"
+        return ("segments",) if self.packing == "best-fit" else ()
+
+    @property
+    def corpora(self) -> dict[str, str | None]:
+        """The corpora by the fields that name token files; with --sft its files stand there."""
+        if self.sft is None:
+            return {name: getattr(self, name) for name in PATHS}
+        named = {"data_path": self.sft}
+        if self.valid_sft is not None:
+            named = {"train_data_path": self.sft, "valid_data_path": self.valid_sft}
+        return {name: named.get(name) for name in PATHS}
 
     @property
     def training_path(self) -> str | None:
         """The corpora that training reads, as they were given."""
-        return self.train_data_path or self.data_path
+        return self.sft or self.train_data_path or self.data_path
 
     @property
     def is_mock(self) -> bool:
@@ -294,7 +334,9 @@ class DataConfig:
         yield from self._split_problems()
         yield from self._path_problems()
         yield from self._schedule_problems()
+        yield from self._sft_problems()
         for flag, path in (
+            ("--chat-template", self.chat_template),
             ("--vocab-file", self.vocab_file),
             ("--merge-file", self.merge_file),
             ("--tokenizer-path", self.tokenizer_path),
@@ -324,6 +366,14 @@ class DataConfig:
                 "out, or the others"
             )
 
+    def _sft_problems(self) -> Iterator[str]:
+        for flag, text in (("--sft", self.sft), ("--valid-sft", self.valid_sft)):
+            if text is not None:
+                yield from _problem_of(partial(parse_paths, text, flag))
+        others = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
+        if self.sft is not None and others:
+            yield f"--sft reads conversations in place of token files, got {', '.join(others)} too. Leave one out"
+
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:
             return
@@ -349,6 +399,7 @@ class DataConfig:
         """
         if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own or self.is_mock:
             return
+        yield from self._missing_conversations()
         for prefix, flag in self.flag_of_prefix.items():
             missing = () if os.path.exists(prefix) else _missing(prefix, reads_span_files)
             if missing:
@@ -357,6 +408,19 @@ class DataConfig:
                     f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
                     "tools/preprocess_data.py"
                 )
+
+    def _missing_conversations(self) -> Iterator[str]:
+        for flag, text in (("--sft", self.sft), ("--valid-sft", self.valid_sft)):
+            try:
+                paths = [path for _, path in parse_paths(text, flag)] if text is not None else []
+            except ValueError:  # told by problems()
+                continue
+            for path in paths:
+                if not os.access(path, os.R_OK) or os.path.isdir(path):
+                    yield (
+                        f"{flag} must name files of conversations that can be read, got {path} (looked in "
+                        f"{Path.cwd()}). Correct the path"
+                    )
 
 
 def is_set(prefix: str) -> bool:

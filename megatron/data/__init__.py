@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.data.gpt_dataset import Fim, GPTDataset, build_train_valid_test, fim_from, gpt2_fields
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+    from megatron.data.sft_dataset import SFTDataset, build_sft_train_valid_test
     from megatron.data.split import split_by_hash, split_documents
 
 _MODULES = {
@@ -27,8 +28,10 @@ _MODULES = {
     "BlendedDataset": "megatron.data.blended_dataset",
     "DataLoader": "megatron.data.data_loader",
     "BlendSchedule": "megatron.data.blended_dataset",
+    "build_sft_train_valid_test": "megatron.data.sft_dataset",
     "build_train_valid_test": "megatron.data.gpt_dataset",
     "GPTDataset": "megatron.data.gpt_dataset",
+    "SFTDataset": "megatron.data.sft_dataset",
     "gpt2_fields": "megatron.data.gpt_dataset",
     "resumed_order": "megatron.data.blended_dataset",
     "split_by_hash": "megatron.data.split",
@@ -71,6 +74,8 @@ __all__ = [
     "IndexCache",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "SFTDataset",
+    "build_sft_train_valid_test",
     "build_train_valid_test",
     "fim_from",
     "gpt2_fields",

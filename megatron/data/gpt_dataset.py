@@ -267,13 +267,14 @@ class GPTDataset:
 
 
 def gpt2_fields(
-    tokens: Tensor, *, segments: Tensor | None = None, eod_id: int | None = None, reset_position_ids: bool = False,
-    reset_attention_mask: bool = False, eod_mask_loss: bool = False,
+    tokens: Tensor, *, segments: Tensor | None = None, loss_mask: Tensor | None = None, eod_id: int | None = None,
+    reset_position_ids: bool = False, reset_attention_mask: bool = False, eod_mask_loss: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
 
     Shapes:
         tokens [b, L+1], int64; segments [b, L+1], int32, the document of each token, -1 for padding
+        loss_mask [b, L+1], int32, 1 where a token is to be predicted; None: everywhere
         all results [b, L]; loss_mask is float32, segment_ids int32 or None without ``reset_attention_mask``
 
     An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` leaves out the loss where the input
@@ -302,6 +303,8 @@ def gpt2_fields(
         positions = positions_in_segments(segment_ids)
     if eod_mask_loss:
         has_loss &= ~is_eod
+    if loss_mask is not None:
+        has_loss = has_loss & (loss_mask[:, 1:] > 0)
     return {
         "tokens": inputs,
         "labels": labels,
@@ -325,7 +328,7 @@ def _exclusive_cumsum(is_eod: Tensor) -> Tensor:
 
 # The three data sets of a GPT-2 run, with every check that can be made before training starts.
 
-_SHORTEST_PACKED = 2
+SHORTEST_PACKED = 2
 """Tokens of a document that gives one label; best-fit packing pads what is left of its sample."""
 
 
@@ -373,7 +376,7 @@ def build_train_valid_test(
                 draws=draws,
             )
 
-        sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
+        sample_tokens = SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
         asked_by = f"--seq-length {seq_length}"
         return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
 

@@ -28,6 +28,19 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     add("--input", type=Path, metavar="FILE", help="a prompt on each line; of FILE.jsonl the --field of each object")
+    add(
+        "--chat",
+        action="store_true",
+        help="talk: prompts are a user's turns, rendered by the chat template; without --prompt and --input a "
+        "conversation at the terminal",
+    )
+    add("--system", metavar="TEXT", help="with --chat: the system message")
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="with --chat: in place of the one of the run or its tokenizer",
+    )
     add("--field", metavar="NAME", help='of the objects of FILE.jsonl ("text")')
     add("--output", type=Path, metavar="FILE", help="write there rather than to standard output")
     add("--json", action="store_true", help="one JSON object a line: prompt, text, tokens, num_prompt_tokens, is_ended")
@@ -66,6 +79,12 @@ def _device_problems(args: argparse.Namespace) -> Iterator[str]:
 def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.prompt and args.input:
         yield "prompts must come by --prompt or by --input, got both. Leave one of the two out"
+    of_chat = {"--system": args.system, "--chat-template": args.chat_template}
+    for flag, value in of_chat.items() if not args.chat else ():
+        if value is not None:
+            yield f"{flag} is for --chat, got none. Add --chat, or leave it out"
+    if args.chat and args.mode is not None:
+        yield "--chat is for decoders, got --mode, which is a T5's. Leave one out"
     if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):
         yield f"--field is for --input FILE.jsonl, got --input {args.input}"
     if not (args.prompt or args.input):

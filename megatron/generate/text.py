@@ -21,6 +21,7 @@ from megatron.models.t5.data import T5Tokens
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat import ASSISTANT, ChatTemplate
 
 # A person's text as the tokens that a model reads, and what it says as text.
 
@@ -126,6 +127,46 @@ class Prompts:
             else:
                 same = list(run)
                 yield self.tokenizer.decode(same) if is_known else UNKNOWN * len(same)
+
+
+class ChatPrompts(Prompts):
+    """Texts as a user's turns of a conversation, rendered by a chat template; what the model says ends a turn.
+
+    Args:
+        template: with the tokenizer.
+        system: the message that opens each conversation; None: none does.
+
+    Attributes:
+        history: the turns up to now, as ``remember`` adds them; empty where each text is a conversation of its own.
+    """
+
+    def __init__(self, template: ChatTemplate, system: str | None = None) -> None:
+        super().__init__(template.tokenizer, None)
+        self.template = template
+        self.opening_messages = [] if system is None else [{"role": "system", "content": system}]
+        self.history: list[dict[str, str]] = []
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that the template ends the assistant's turn with, else that which ends a document."""
+        stop_id = self.template.stop_id
+        return stop_id if stop_id is not None else super().eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of the conversation with ``text`` as the user's next turn, up to where the model speaks.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        return self.template.prompt_ids([*self.opening_messages, *self.history, _turn("user", text)])
+
+    def remember(self, text: str, answer: str) -> None:
+        """Let a turn of the user and the answer to it be part of the conversation."""
+        self.history += [_turn("user", text), _turn(ASSISTANT, answer)]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def with_gaps_filled(text: str, spans: str) -> str:
@@ -286,6 +327,8 @@ def _answer(writer: TextGenerator, text: str, *, is_teller: bool) -> None:
             sys.stdout.flush()
 
     (answer,) = writer.answer([text], show)
+    if isinstance(writer.prompts, ChatPrompts):
+        writer.prompts.remember(text, answer.text)
     if is_teller:
         sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # what was no whole character, too
         sys.stdout.flush()

@@ -160,6 +160,7 @@ class LibraryTokenizer(Tokenizer):
         self._library = load(description)
         self._words = KnownWords(partial(ids_of, self._library)) if are_independent(description) else None
         self._continued: tokenizers.Tokenizer | None = None
+        self._rendered: tokenizers.Tokenizer | None = None
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._drops_blanks = strips_end(description) or splits_words(description)
         self._hidden = HiddenSpellings(description, {})
@@ -191,6 +192,17 @@ class LibraryTokenizer(Tokenizer):
 
     def _declared_control_names(self) -> Iterable[str]:
         return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text whose spelled control tokens are meant, and the characters that each stands for.
+
+        For what a chat template has rendered: the one text of which these spellings are no accident.
+        """
+        if self._rendered is None:
+            self._rendered = load(self.description)
+            self._rendered.encode_special_tokens = False
+        encoding = self._rendered.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return self._ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)

@@ -12,6 +12,7 @@ from tds.deprecated_paths import look_up
 _HOME = {
     "pretrain": "megatron.training.entrypoint",
     "get_args": "megatron.training.global_vars",
+    "get_chat_template": "megatron.training.global_vars",
     "get_config": "megatron.training.global_vars",
     "get_data_paths": "megatron.training.global_vars",
     "get_tokenizer": "megatron.training.global_vars",

@@ -267,8 +267,10 @@ def samples_wanted(config: Config, world: World) -> list[int]:
     per_step = batch.global_batch_size(replicas)
     has_eval = batch.eval_iters > 0
     validates = has_eval and batch.eval_interval > 0 and not config.checkpoint.eval_only
-    paths = config.data
-    tests = has_eval and (paths.data_path is not None or paths.valid_data_path is None or bool(paths.test_data_path))
+    paths = config.data.corpora
+    tests = has_eval and (
+        paths["data_path"] is not None or paths["valid_data_path"] is None or bool(paths["test_data_path"])
+    )
     return [
         0 if config.checkpoint.eval_only else batch.sizes(replicas).consumed_after(batch.train_iters),
         batch.eval_iters * per_step if validates else 0,

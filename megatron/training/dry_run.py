@@ -33,7 +33,9 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
     if config.own.is_encoder_decoder and data.cuts_spans:
         yield "spans", _spans_text(config)
-    if data.packing == "best-fit":
+    if data.sft is not None:
+        yield "packing", "best-fit: whole conversations, kept apart; loss on what the assistant says alone"
+    elif data.packing == "best-fit":
         yield "packing", "best-fit: whole documents, kept apart; what they leave of a sample is padded"
     if data.fim_rate:
         first = f"{100 * data.fim_spm_rate:g} % with the suffix first"
@@ -45,7 +47,12 @@ def data_text(config: Config) -> str:
     data = config.data
     if data.is_mock:
         return "random tokens"
-    if data.data_path is not None:
+    if data.sft is not None and data.valid_sft is not None:
+        paths = f"conversations train {data.sft}, valid {data.valid_sft}"
+    elif data.sft is not None:
+        by = " by hash" if data.split_by == "hash" else ""
+        paths = f"conversations {data.sft}, split {data.split}{by}"
+    elif data.data_path is not None:
         by = " by hash" if data.split_by == "hash" else ""
         paths = f"{data.data_path}, split {data.split}{by}"
     else:

@@ -49,10 +49,7 @@ def get_data_paths() -> BlendPaths:
     """Return which corpora the flags name for each split, and how they are read."""
     settings = get_config().data
     return BlendPaths(
-        data_path=settings.data_path,
-        train_data_path=settings.train_data_path,
-        valid_data_path=settings.valid_data_path,
-        test_data_path=settings.test_data_path,
+        **settings.corpora,
         split=settings.split,
         split_by=settings.split_by,
         data_impl=settings.data_impl,
@@ -73,6 +70,17 @@ def get_tokenizer() -> Any:
             "data; tools/train_tokenizer.py trains one."
         )
     return _needed(_current.tokenizer, "tokenizer")
+
+
+def get_chat_template() -> Any:
+    """Return the chat template that --sft renders conversations with.
+
+    Raises:
+        DataError: the run has no tokenizer or no template, or it cannot be read.
+    """
+    from megatron.tokenizer.chat import find_template  # jinja2 takes 0.1 s, for --sft alone
+
+    return find_template(get_tokenizer(), get_config().data.chat_template)
 
 
 def get_streams() -> Any:

@@ -123,7 +123,7 @@ def debugging_callbacks(config: Config, here: World, engine: StepEngine, streams
 
 
 def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> Iterator[Callback]:
-    """Yield what acts on the steps of a run, or measures them.
+    """Yield what acts on the steps of a run, or measures them; what is imported here is for those who ask for it.
 
     Args:
         counted: as ``megatron.training.report.count_parameters`` returns it.
@@ -142,6 +142,10 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
         yield RunDescription(counted, bytes_before)
     if config.parallel.pipeline_trace and config.parallel.has_pipeline:
         yield PipelinePicture()
+    if is_training and config.checkpoint.export_hf_interval:
+        from megatron.training.callbacks.hf_exporter import HuggingFaceExporter
+
+        yield HuggingFaceExporter(config.checkpoint.export_hf_interval, config.precision.dtype)
 
 
 def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Callback]:

@@ -285,6 +285,11 @@ class Trainer:
         """Ask for a checkpoint at the end of this step; any rank may."""
         self._save_is_wanted = True
 
+    @property
+    def is_save_wanted(self) -> bool:
+        """Whether this rank has asked for a checkpoint in this step."""
+        return self._save_is_wanted
+
     def _placed(self, error: NumericsError) -> NumericsError:
         """Return ``error`` with the step and its samples, and where on this rank the number is."""
         found = next(

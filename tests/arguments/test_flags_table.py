@@ -93,6 +93,7 @@ NEEDS = {
         )
     },
     "--resize-vocab": ["--load", "somewhere", "--finetune"],
+    **dict.fromkeys(("--valid-sft", "--chat-template", "--sft-overlong"), ["--sft", __file__]),
     "--keep-every": ["--keep-last", "1"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
@@ -174,6 +175,11 @@ TIES = (
     "--muon-split-qkv",
 )
 
+FILES = (
+    "vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config", "sft", "valid_sft", "chat_template",
+)  # fmt: skip
+"""Options whose value is a file that is there."""
+
 
 def some_value(option, folder: Path, family: str = "gpt2") -> str:
     """Return a good value that is not the default."""
@@ -207,7 +213,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
     }
     if option.name in chosen:
         return chosen[option.name]
-    if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config"):
+    if option.name in FILES:
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")
     if option.kind == "str":

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, DataError, exit_code
 from megatron.models.registry import FAMILIES
 
 OF_OTHERS = """
---sft --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
+--kd --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
 --log-num-zeros-in-grad --num-classes --num-channels --img-h --use-vision-head --test-mode
 """.split()
 """Flags of other programs, like which there is none among ours."""
@@ -147,7 +147,7 @@ def test_a_users_flag_may_not_replace_ours():
 
 @pytest.mark.parametrize("flag", OF_OTHERS)
 def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
-    """Half alike, --sft was taken for --split."""
+    """Half alike, another program's flag was taken for one of ours."""
     ours = {name: option for _, option in all_options() for name in option.flags}
     assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help-all lists all flags"
 

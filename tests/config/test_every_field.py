@@ -50,6 +50,7 @@ from megatron.models.registry import FAMILIES
 from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
+from megatron.tokenizer import chat
 from megatron.training import data as training_data
 from megatron.training import device_setup, global_vars, report, run_folder, setup
 from megatron.training.callbacks.stability_guard import StabilityGuard
@@ -108,7 +109,8 @@ ACTS_ON = {
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
-        mixture_schedule data_impl data_cache_path packing fim_rate fim_spm_rate
+        mixture_schedule data_impl data_cache_path packing fim_rate fim_spm_rate sft valid_sft chat_template
+        sft_overlong
     """,
     "samples": "eval_iters eval_interval",
     "batch": "reset_position_ids reset_attention_mask eod_mask_loss",
@@ -133,6 +135,7 @@ READ_IN = {
     "allow_vocab_change": "training/callbacks/checkpointer.py",
     "resize_vocab": "training/train_state.py",
     "no_save_optim": "training/train_state.py",
+    "export_hf_interval": "training/train.py",
     "drift_interval": "training/train.py",
     "debug_dump": "training/callbacks/debugger.py",
     "debug_dump_steps": "training/callbacks/debugger.py:steps()",
@@ -305,6 +308,8 @@ def provider(config: Config) -> Any:
     for home, family in homes:
         name = f"build_{family}train_valid_test"
         setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
+    data.build_sft_train_valid_test = data.build_train_valid_test
+    chat.find_template = lambda _, given: given  # type: ignore[assignment, return-value]
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
     bert_data.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
@@ -434,7 +439,11 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 
 PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
-    data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
+    chat: "find_template",
+    data: """
+        build_train_valid_test build_sft_train_valid_test build_t5_train_valid_test build_bert_train_valid_test
+        fim_from bert_tokens
+    """,
     tokenizer: "word_starts",
     training_data: "TimedBatches",
     global_vars: "build",

@@ -50,6 +50,7 @@ MADE_FILES = {
     "manifest.json",
     "vocab.json",
     "tokenizer.json",
+    "tokenizer_config.json",
     "stages.json",
     "checkpoints/",
     "__init__.py",
@@ -67,9 +68,12 @@ OF_OTHERS = {
     "--to",
     "--require-hashes",
     *OF_DOCKER,
+    "--model-path",
+    "--outfile",
+    "--dataset",
 }
-"""Flags of pytest's options here, of every parser, of srun, pip and docker, and what tools/convert_hf.py reads ahead of
-its parser."""
+"""Flags of pytest's options here, of every parser, of srun, pip, docker, SGLang, llama.cpp and ms-swift, and what
+tools/convert_hf.py reads ahead of its parser."""
 
 OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""

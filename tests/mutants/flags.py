@@ -172,8 +172,8 @@ FLAGS = (
     Mutant(
         "a flag that people use is known no more",
         "megatron/arguments/megatron_flags.py",
-        "        --sft --loss-on-targets-only",
-        "        --sfft --loss-on-targets-only",
+        "        --loss-on-targets-only",
+        "        --losss-on-targets-only",
         (f"{TABLE}::test_the_document_is_what_the_table_says",),
     ),
     Mutant(

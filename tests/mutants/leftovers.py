@@ -36,15 +36,15 @@ LEFTOVERS = (
     Mutant(
         "vocab.txt stays behind",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        "_COPIED = (JSON, VOCAB_TEXT, SPIECE,",
-        "_COPIED = (JSON, SPIECE,",
+        "    JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES,",
+        "    JSON, SPIECE, VOCAB, MERGES,",
         (BERT,),
     ),
     Mutant(
         "the case of a BERT's vocabulary stays behind",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        'VOCAB, MERGES, SETTINGS, "special_tokens_map.json"',
-        'VOCAB, MERGES, "special_tokens_map.json"',
+        'VOCAB, MERGES, SETTINGS, TEMPLATE, "special_tokens_map.json"',
+        'VOCAB, MERGES, TEMPLATE, "special_tokens_map.json"',
         (BERT,),
     ),
     Mutant(

@@ -152,7 +152,7 @@ LLAMA = (
     Mutant(
         "the script drops positions that begin anew",
         "examples/llama/pretrain_llama.py",
-        "if not model.has_learned_positions and not args.reset_position_ids:",
+        "if not config.model.has_learned_positions and not args.reset_position_ids:",
         "if True:",
         (f"{_ACTS}[--reset-position-ids]",),
     ),

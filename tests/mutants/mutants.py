@@ -60,6 +60,7 @@ from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
 from tests.mutants.seq_length import SEQ_LENGTH
 from tests.mutants.sequence_parallel import SEQUENCE_PARALLEL
+from tests.mutants.sft import SFT
 from tests.mutants.sharing import SHARING
 from tests.mutants.side_effects import SIDE_EFFECTS
 from tests.mutants.sources import SOURCES
@@ -81,7 +82,7 @@ from tests.mutants.zero_parts import ZERO_PARTS
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
-IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH)
+IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
 IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
 IN_SYSTEMS = (

@@ -75,6 +75,7 @@ def export(
     model_type: str | None = None,
     tokenizer_path: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> Exported:
     """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at once.
 
@@ -83,6 +84,7 @@ def export(
         model_type: of config.json, where several can hold the model; None: that of the folder that it was imported
             from, else the first that can.
         tokenizer_path: in place of the tokenizer that the checkpoint names.
+        weights: those of the checkpoint, where they have been read already.
 
     Raises:
         CheckpointError: the model has no Hugging Face form, or its tensors are not those that its sizes ask for.
@@ -94,7 +96,7 @@ def export(
     model_type = model_type or checkpoint.state.get(_TYPE)
     config_to_huggingface(config, "", model_type)  # refuses before anything large is read
     vocabulary, notes = _vocabulary(config, tokenizer_path)
-    weights = read_weights(checkpoint)
+    weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     theirs = weights_to_huggingface(weights, config)
@@ -104,7 +106,8 @@ def export(
     with new_folder(output) as folder:
         names = write_tensors(folder, theirs, max_shard_bytes)
         write_json(folder / CONFIG, {**config_to_huggingface(config, kind, model_type), **ids})
-        write_json(folder / GENERATION, {"_from_model_config": True, **ids})
+        generation = ids if vocabulary is None else vocabulary.generation_ids()
+        write_json(folder / GENERATION, {"_from_model_config": generation == ids, **generation})
         lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary)
     if lacking is not None:
         notes.append(f"the tokenizer is not whole: {lacking}")

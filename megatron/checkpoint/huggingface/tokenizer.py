@@ -17,6 +17,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.models.registry import load
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
+from megatron.tokenizer.chat import ChatTemplate, find_template
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
 
@@ -29,22 +30,29 @@ from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5Sentence
 # | any other SentencePiece | spiece.model, which no class of theirs reads exactly as it is |
 # | CPM1, CPM2 | none: words are cut before pieces are |
 #
-# ``tokenizer_config.json`` names class and control tokens in the first two cases. On the way back a ``vocab.txt`` is
+# ``tokenizer_config.json`` names class and control tokens in the first two cases. A run with --sft adds its template as
+# ``chat_template.jinja``. On the way back a ``vocab.txt`` is
 # read too, where there is no ``tokenizer.json``: as BertWordPiece, lower case as ``tokenizer_config.json`` says.
 
 JSON, SPIECE, VOCAB, MERGES, SETTINGS = (
     "tokenizer.json", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json",
 )  # fmt: skip
 VOCAB_TEXT = "vocab.txt"  # of BERT
-_COPIED = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, SETTINGS, "special_tokens_map.json", "added_tokens.json")
+TEMPLATE = "chat_template.jinja"
+_COPIED = (
+    JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A run's tokenizer, and for T5 where its control tokens lie."""
+    """A run's tokenizer, for T5 where its control tokens lie, and of a run with --sft its chat template, or why there
+    is none any more."""
 
     tokenizer: Tokenizer
     t5: T5Tokens | None
+    chat: ChatTemplate | None = None
+    chat_problem: str | None = None
 
     def ids(self) -> dict[str, int | None]:
         """Return the ids that config.json and generation_config.json name."""
@@ -53,6 +61,14 @@ class Vocabulary:
             return {"eos_token_id": t5.eos_id, "pad_token_id": t5.pad_id, "decoder_start_token_id": t5.start_id}
         eod = self.tokenizer.eod_id if self.tokenizer.has_eod else None
         return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": self.tokenizer.pad_id}
+
+    def generation_ids(self) -> dict[str, Any]:
+        """Return the ids that generation_config.json names: what was fine-tuned on conversations stops at two."""
+        ids: dict[str, Any] = self.ids()
+        if self.chat is not None and self.chat.stop_id is not None:
+            ends = (self.chat.stop_id, ids["eos_token_id"])
+            ids["eos_token_id"] = [token for token in dict.fromkeys(ends) if token is not None]
+        return ids
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
@@ -89,7 +105,12 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | N
             f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and {rows} "
             "rows. Name the run's own with --tokenizer-path"
         )
-    return Vocabulary(tokenizer, t5)
+    if named.sft is None:
+        return Vocabulary(tokenizer, t5)
+    try:
+        return Vocabulary(tokenizer, t5, find_template(tokenizer, named.chat_template))
+    except DataError as error:
+        return Vocabulary(tokenizer, t5, chat_problem=str(error))
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> str | None:
@@ -131,7 +152,13 @@ def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabu
     if [path.suffix for path in tokenizer.paths] == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
             _copy(path, folder / name)
-    write_json(folder / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)}
+    if vocabulary.chat is not None:
+        settings |= vocabulary.chat.special
+        files.write_bytes(folder / TEMPLATE, vocabulary.chat.text.encode())
+    write_json(folder / SETTINGS, settings)
+    if vocabulary.chat_problem is not None:
+        return f"its chat template is not there: {vocabulary.chat_problem}"
     if any(library.token_to_id(name) != token for name, token in added.items()):
         return f"the ids of {JSON} have gaps, so that sentinels and modes have other ids there than in the run"
     return None

@@ -1,0 +1,123 @@
+"""The mean of the weights of checkpoints, or their moving average, as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in, list_checkpoints, newest_first, step_of
+from megatron.checkpoint.huggingface.folder import new_folder, require_free
+from megatron.checkpoint.loading import WEIGHTS, Checkpoint, compare_model_config, open_checkpoint, read_whole
+from megatron.checkpoint.metadata import TensorRecord
+from megatron.checkpoint.saving import save
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+
+# | average | of w_1 ... w_K, the oldest first |
+# |---|---|
+# | mean | (w_1 + ... + w_K) / K |
+# | ema D | m_1 = w_1; m_k = D m_{k-1} + (1 - D) w_k |
+#
+# Each in fp64, rounded once to the type of the last checkpoint's weight.
+#
+# Source of the mean at the end of a run: Izmailov et al. 2018, "Averaging weights leads to wider optima and better
+# generalization"; of several runs: Wortsman et al. 2022, "Model soups".
+
+_DROPPED = ("callbacks", "guard", "scaler", "unasked")
+"""What the state of a checkpoint says of training that no average has."""
+
+
+def newest_of(run: Path, count: int) -> list[Checkpoint]:
+    """Return the last ``count`` checkpoints of a run, the oldest first, verified.
+
+    Raises:
+        CheckpointError: there are fewer, or one does not verify.
+    """
+    found = newest_first(list_checkpoints(checkpoints_in(run)))
+    if len(found) < count:
+        held = ", ".join(path.name for path in reversed(found)) or "none"
+        raise CheckpointError(f"--last {count} needs so many checkpoints in {run}, got {held}. Ask for fewer")
+    return [open_checkpoint(path, SINGLE) for path in reversed(found[:count])]
+
+
+def of_steps(run: Path, steps: Sequence[int]) -> list[Checkpoint]:
+    """Return the checkpoints of ``steps``, in the order of the steps, verified; of several of one step the newest.
+
+    Raises:
+        CheckpointError: one is not there, or does not verify.
+    """
+    by_step: dict[int, Path] = {}
+    for path in reversed(newest_first(list_checkpoints(checkpoints_in(run)))):
+        by_step[step_of(path)] = path
+    missing = [str(step) for step in sorted(set(steps)) if step not in by_step]
+    if missing:
+        held = ", ".join(map(str, sorted(by_step))) or "none"
+        raise CheckpointError(f"--steps {' '.join(missing)}: no such checkpoint in {run}; it has those of {held}")
+    return [open_checkpoint(by_step[step], SINGLE) for step in sorted(set(steps))]
+
+
+def average(checkpoints: Sequence[Checkpoint], output: Path, *, ema: float | None = None) -> Path:
+    """Write the average of ``checkpoints`` to the new run folder ``output``; return the checkpoint.
+
+    It has the state of the last one without its optimizer.
+
+    Args:
+        checkpoints: the oldest first, at least two.
+        ema: the decay of a moving average; None: the mean.
+
+    Raises:
+        CheckpointError: they are not of one model.
+        ConfigError: ``output`` holds something.
+    """
+    require_free(output)
+    last = checkpoints[-1]
+    names = [name for name in last.names() if name.startswith(WEIGHTS)]
+    for other in checkpoints[:-1]:
+        _check_same(other, last, names)
+    weights = {name: _averaged(checkpoints, name, ema) for name in names}
+    records = [TensorRecord(name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
+    with new_folder(output) as folder:
+        saved = save(folder / CHECKPOINTS, last.step, records, _state(checkpoints, ema), SINGLE)
+    return output / CHECKPOINTS / saved.name
+
+
+def _averaged(checkpoints: Sequence[Checkpoint], name: str, ema: float | None) -> torch.Tensor:
+    total = read_whole(checkpoints[0], name).double()
+    for checkpoint in checkpoints[1:]:
+        tensor = read_whole(checkpoint, name).double()
+        if ema is None:
+            total += tensor
+        else:
+            total = ema * total + (1 - ema) * tensor
+    if ema is None:
+        total /= len(checkpoints)
+    return total.to(checkpoints[-1].dtype(name))
+
+
+def _check_same(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> None:
+    try:
+        compare_model_config(one.state["model"], other.state["model"])
+    except CheckpointError as error:
+        table = "\n".join(str(error).splitlines()[1:-1])
+        raise CheckpointError(f"{one.path} and {other.path} must be of one model to be averaged:\n{table}") from error
+    if one.state.get("tokenizer") != other.state.get("tokenizer"):
+        raise CheckpointError(f"{one.path} and {other.path} must have one tokenizer to be averaged, got two")
+    different = set(names) ^ {name for name in one.names() if name.startswith(WEIGHTS)}
+    different |= {name for name in names if name not in different and one.shape(name) != other.shape(name)}
+    if different:
+        raise CheckpointError(
+            f"{one.path} and {other.path} must hold the same weights to be averaged, got other ones: "
+            f"{', '.join(sorted(different))}"
+        )
+
+
+def _state(checkpoints: Sequence[Checkpoint], ema: float | None) -> dict[str, Any]:
+    kind = "mean" if ema is None else f"moving average, decay {ema:g},"
+    kept = {name: value for name, value in checkpoints[-1].state.items() if name not in _DROPPED}
+    averaged = [str(checkpoint.path) for checkpoint in checkpoints]
+    optimizer = f"none ({kind} of {len(averaged)} checkpoints)"
+    return {**kept, "scaler": {}, "optimizer": optimizer, "optimizer_steps": 0, "averaged": averaged}

@@ -1,0 +1,330 @@
+"""Chat templates: a conversation to text and to token ids, and which tokens the assistant says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from megatron.errors import DataError
+from megatron.tokenizer.huggingface import LibraryTokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
+
+# Where a template comes from, the first that is there:
+#
+# | place | holds |
+# |---|---|
+# | --chat-template FILE | the template's text |
+# | chat_template.jinja beside the tokenizer's file | the template's text |
+# | tokenizer_config.json beside it | "chat_template": the text, or a list of named ones with a "default" |
+#
+# It is rendered as `transformers` does: jinja2 in its sandbox, with `messages`, `tools`, `add_generation_prompt` and
+# the names of control tokens (`bos_token`, `eos_token`, ...), with the tag `{% generation %}` and the functions
+# `raise_exception` and `strftime_now`. Each conversation is encoded whole, and no token is added to it. A control token
+# that a message spells becomes that token, as there.
+
+TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+ASSISTANT = "assistant"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SPECIAL_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that reasoning goes by in a message; templates read the first two."""
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+class TemplateError(DataError):
+    """A template does not take a conversation; the text says why."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %} ... {% endgeneration %}`` puts marks around what is rendered in between.
+
+    The marks are characters that no text may hold; ``_without_marks`` takes them out and says where they stood. So a
+    block within a macro, a filter or a set block is found where its text ends up.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Noncharacters of Unicode, "intended for process-internal uses" (The Unicode Standard, section 23.7)."""
+_MARK = re.compile(f"[{_BEGIN}{_END}]")
+
+
+def _without_marks(text: str) -> tuple[str, list[Span]]:
+    """Return ``text`` without marks, and where the marked parts lie in it."""
+    parts, spans, length, begins = list[str](), list[Span](), 0, list[int]()
+    for found in re.finditer(f"[^{_BEGIN}{_END}]+|{_BEGIN}|{_END}", text):
+        part = found.group()
+        if part == _BEGIN:
+            begins.append(length)
+        elif part == _END:
+            spans.append((begins.pop(), length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), sorted(spans)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter ``tojson`` without jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _compiled(text: str, source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(
+            f"the chat template must be one that jinja2 reads, got {source}, line {error.lineno}: {error.message}. "
+            "Correct it, or name another with --chat-template"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation as tokens: ``ids``, and for each whether the assistant says it."""
+
+    ids: list[int]
+    is_said: list[bool]
+
+
+class ChatTemplate:
+    """A chat template with its tokenizer.
+
+    Args:
+        text: of the template.
+        source: the file that it came from, for messages.
+        special: names of control tokens as the template calls them, "eos_token" and the like.
+
+    Raises:
+        DataError: jinja2 cannot read the text, or the tokenizer does not tell where its tokens lie in a text.
+    """
+
+    def __init__(self, text: str, tokenizer: Tokenizer, *, source: str, special: Mapping[str, str]) -> None:
+        if not isinstance(tokenizer, LibraryTokenizer):
+            raise DataError(
+                "a chat template needs a tokenizer of the `tokenizers` library (tokenizer.json, or vocab.json with "
+                f"merges.txt), got {type(tokenizer).__name__}. Name such a one with --tokenizer-path"
+            )
+        self.text, self.tokenizer, self.source, self.special = text, tokenizer, source, dict(special)
+        self.has_generation = _GENERATION.search(text) is not None
+        self._template = _compiled(text, source)
+
+    @property
+    def key(self) -> str:
+        """A text that changes with all that changes what is rendered; fingerprints hold it, so it never changes."""
+        named = json.dumps([self.text, self.special], sort_keys=True)
+        return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, knows_date: bool = False,
+        tools: Any = None, **more: Any,
+    ) -> str:  # fmt: skip
+        """Return the text of a conversation.
+
+        Args:
+            add_generation_prompt: open the assistant's next turn.
+            knows_date: give the template ``strftime_now``; without it the same conversation is the same text each day.
+            more: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        return self._rendered(messages, add_generation_prompt, knows_date, {"tools": tools, **more})[0]
+
+    def encode(self, messages: Sequence[Message], **more: Any) -> Encoded:
+        """Return the tokens of a whole conversation, and which the assistant says.
+
+        With ``{% generation %}`` in the template these are the tokens that the blocks overlap. Without it they are, for
+        each turn of the assistant, what ``messages`` up to and with that turn have behind the generation prompt of
+        those ahead of it; white space behind the last control token of a turn is nobody's.
+
+        Raises:
+            TemplateError: the template refuses it, or the prefixes of the conversation are not prefixes of its text.
+        """
+        text, spans = self._rendered(messages, False, False, more)
+        if not self.has_generation:
+            spans = self._spans_by_prefixes(messages, text, more)
+        ids, offsets = self.tokenizer.encode_rendered(text)
+        return Encoded(ids, _overlap(offsets, spans))
+
+    def prompt_ids(self, messages: Sequence[Message], **more: Any) -> list[int]:
+        """Return the tokens after which the assistant speaks.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        text = self.render(messages, add_generation_prompt=True, knows_date=True, **more)
+        return self.tokenizer.encode_rendered(text)[0]
+
+    @cached_property
+    def stop_id(self) -> int | None:
+        """The token that ends a turn of the assistant: the first control token behind what it says; None: none does."""
+        said = "melon"
+        messages = [{"role": "user", "content": "plum"}, {"role": ASSISTANT, "content": said}]
+        text = self.render(messages)
+        end = text.rfind(said) + len(said)
+        control = set(self.tokenizer.control_tokens.values())
+        ids, offsets = self.tokenizer.encode_rendered(text)
+        behind = [token for token, (start, _) in zip(ids, offsets, strict=True) if start >= end and token in control]
+        return behind[0] if behind else None
+
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool, knows_date: bool, more: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
+        given: dict[str, Any] = {"tools": None, "documents": None, **self.special, **more}
+        if knows_date:
+            given["strftime_now"] = lambda form: datetime.now().strftime(form)
+        own = [_with_reasoning(message) for message in messages]
+        if _MARK.search(json.dumps([own, given.get("tools")], ensure_ascii=False, default=str)):
+            raise TemplateError("a message must not hold U+FDD0 or U+FDD1, which are no characters. Take them out")
+        try:
+            text = self._template.render(messages=own, add_generation_prompt=add_generation_prompt, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise TemplateError(f"the chat template ({self.source}) refuses it: {error}") from error
+        return _without_marks(text)
+
+    def _spans_by_prefixes(self, messages: Sequence[Message], text: str, more: Mapping[str, Any]) -> list[Span]:
+        spans = []
+        for place, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            ahead = self._rendered(messages[:place], True, False, more)[0] if place else ""
+            through = self._rendered(messages[: place + 1], False, False, more)[0]
+            if not through.startswith(ahead) or not text.startswith(through):
+                raise TemplateError(
+                    f"the template ({self.source}) must render a conversation up to message {place + 1} as the "
+                    "beginning of the whole, since it does not mark what the assistant says, got another text "
+                    f"({_difference(ahead, through) if not through.startswith(ahead) else _difference(through, text)})."
+                    " Put {% generation %} and {% endgeneration %} around what the assistant says in a copy of the "
+                    "template, and give it as --chat-template FILE"
+                )
+            spans.append((len(ahead), len(ahead) + len(self._said(through[len(ahead) :]))))
+        return spans
+
+    def _said(self, turn: str) -> str:
+        """Return a turn without the white space behind its last control token."""
+        kept = turn.rstrip()
+        ends = any(kept.endswith(name) for name in self.tokenizer.control_tokens)
+        return kept if ends else turn
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """Return ``message`` without what is None, and its reasoning under each name that templates read."""
+    own = {name: value for name, value in message.items() if value is not None}
+    found = next((own[name] for name in _REASONING if name in own), None)
+    return own if found is None else {"thinking": found, **own, "reasoning_content": found}
+
+
+def _overlap(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Return for each token whether it overlaps one of ``spans``; both are in order."""
+    result, at = [], 0
+    for start, end in offsets:
+        while at < len(spans) and start >= spans[at][1]:
+            at += 1
+        result.append(at < len(spans) and end > spans[at][0])
+    return result
+
+
+def _difference(short: str, long: str) -> str:
+    place = next((at for at, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(long))
+    return f"from character {place} on {short[place : place + 20]!r}, and then {long[place : place + 20]!r}"
+
+
+# From files to a template.
+
+
+def find_template(tokenizer: Tokenizer, given: str | Path | None = None) -> ChatTemplate:
+    """Return the chat template of ``tokenizer``, or the one in the file ``given``: the table at the top of this file.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    folder = tokenizer.paths[0].parent if tokenizer.paths else None
+    settings = _read_object(folder / SETTINGS) if folder else {}
+    special = special_names(tokenizer)
+    if given is not None:
+        return ChatTemplate(_read(Path(given)), tokenizer, source=str(given), special=special)
+    if folder is not None and (folder / TEMPLATE).is_file():
+        return ChatTemplate(_read(folder / TEMPLATE), tokenizer, source=str(folder / TEMPLATE), special=special)
+    text = settings.get("chat_template")
+    if isinstance(text, list):
+        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+    if not isinstance(text, str):
+        raise DataError(
+            f"a conversation needs a chat template, got none beside the tokenizer ({folder}: {TEMPLATE}, or "
+            f'"chat_template" in {SETTINGS}). Name a file with --chat-template'
+        )
+    return ChatTemplate(text, tokenizer, source=f"{folder / SETTINGS}" if folder else SETTINGS, special=special)
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the names of control tokens as templates call them: those of the tokenizer's folder, else its own."""
+    folder = tokenizer.paths[0].parent if tokenizer.paths else None
+    found: dict[str, str] = {}
+    for name in (SPECIAL, SETTINGS):
+        content = _read_object(folder / name) if folder else {}
+        for kind in _SPECIAL_NAMES:
+            token = content.get(kind)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[kind] = token
+    if found:
+        return found
+    by_id: dict[int | None, str] = {token: name for name, token in reversed(tokenizer.control_tokens.items())}
+    eod = tokenizer.eod_name
+    own = {"bos_token": eod, "eos_token": eod, "pad_token": by_id.get(tokenizer.pad_id)}
+    own["unk_token"] = by_id.get(tokenizer.unk_id)
+    return {kind: name for kind, name in own.items() if name is not None}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--chat-template {path} must be a text that can be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} must be a JSON object; reading it failed: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must be a JSON object, got {type(content).__name__}")
+    return content

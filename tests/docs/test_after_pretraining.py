@@ -1,0 +1,88 @@
+"""docs/after_pretraining.md runs as it stands: its commands, with a tiny Qwen3 of random weights in the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatron.data.sft_dataset import ConversationFile, parse_line
+from megatron.tokenizer import build
+from megatron.tokenizer.chat import find_template
+from tests.docs.test_tutorial import ROOT, Folder
+from tests.helpers.chats import SOME, write_tokenizer
+
+PAGES = [ROOT / "docs" / "after_pretraining.md", ROOT / "docs" / "zh" / "after_pretraining.md"]
+EXAMPLE = ROOT / "examples" / "sft"
+
+
+def commands(page: Path) -> list[str]:
+    return [line for line in re.findall(r"^    (\S.*)$", page.read_text(encoding="utf-8"), re.M) if ".venv" not in line]
+
+
+def test_both_pages_have_the_same_commands() -> None:
+    english, chinese = (commands(page) for page in PAGES)
+    assert english == chinese and len(english) == 5
+
+
+def test_the_example_is_read_and_its_template_marks_the_answers(tmp_path: Path) -> None:
+    tokenizer = build("TokenizersJSON", tokenizer_path=write_tokenizer(tmp_path))
+    template = find_template(tokenizer, EXAMPLE / "chatml.jinja")
+    assert template.has_generation and template.stop_id == tokenizer.token_to_id("<|im_end|>")
+    file = ConversationFile(EXAMPLE / "conversations.jsonl", template, capacity=2049)
+    assert (file.num_documents, file.num_cut, file.num_left_out) == (12, 0, 0)
+    for messages in SOME:
+        encoded = template.encode(messages)
+        ends = [token == template.stop_id and said for token, said in zip(encoded.ids, encoded.is_said, strict=True)]
+        assert sum(ends) == sum(message["role"] == "assistant" for message in messages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=("english", "chinese"))
+def test_the_line_and_the_error_of_the_page_are_real(page: Path) -> None:
+    (line,) = re.findall(r"^```json\n(.*)\n```$", page.read_text(encoding="utf-8"), re.M)
+    assert len(parse_line(line.encode()).messages) == 3
+    (error,) = re.findall(r"^error: chats.jsonl:17: (.*)$", page.read_text(encoding="utf-8"), re.M)
+    bad = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    with pytest.raises(ValueError, match=re.escape(error)):
+        parse_line(json.dumps(bad).encode())
+
+
+@pytest.mark.slow
+def test_the_page_goes_from_the_folder_to_a_chat(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+    import torch
+
+    made = Folder(tmp_path)
+    place = write_tokenizer(tmp_path / "models" / "Qwen3-0.6B")
+    size = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=size + 24,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+    first, conversation, question, mean, out = commands(PAGES[0])
+    shorter = first.replace("SEQLEN=2048", "SEQLEN=192 GAS=1").replace("--train-iters 100", "--train-iters 4")
+    shorter = re.sub(r"(--(?:eval|save|export-hf)-interval) 50", r"\1 2", shorter)
+    trained = made.run(shorter)
+    assert "loss on what the assistant" in " ".join(trained.replace("│", " ").split())
+    assert trained.count("| exported ") == 2 and "test loss" in trained
+    assert made.run(f"{conversation} --max-new-tokens 3 < /dev/null") == ""
+    assert made.run(f"{question} --max-new-tokens 3")
+    made.run(mean)
+    made.run(out)
+    for folder in ("my-chat", "runs/my-sft/hf/step-00000004"):
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert back.config.model_type == "qwen3"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        ids = tokenizer.apply_chat_template(SOME[0], return_assistant_tokens_mask=True)
+        assert any(ids["assistant_masks"])

@@ -1,0 +1,92 @@
+"""A tokenizer with chat templates, and conversations, for tests of fine-tuning and chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+CONTROL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<pad>",
+)  # fmt: skip
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {%- if m.reasoning_content is defined and loop.last %}
+                {{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}
+            {%- endif %}
+            {{- m.content + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""As Qwen's, with marks, tools and reasoning that earlier turns lose."""
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+FORGETTING = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+"""Without marks; only the last turn keeps its reasoning, so what a prefix renders is not the beginning of the whole."""
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+)
+"""Without a generation prompt, as Llama 2's."""
+TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama3": LLAMA3, "alternating": ALTERNATING}
+SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+
+
+def write_tokenizer(folder: Path, template: str | None = None) -> Path:
+    """Write a tokenizer of bytes and some words with ``CONTROL``, and its template, as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "s"), ("Ġ", "a"), ("Ċ", "Ċ"), ("e", "r"), ("u", "s"), ("us", "er")]
+    words = [*letters, *("".join(pair) for pair in merges)]
+    library = tokenizers.Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(list(CONTROL))
+    library.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    """Return the messages of user and assistant in turn."""
+    roles = ("user", "assistant")
+    found = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *found] if system is not None else found
+
+
+def write_conversations(path: Path, conversations: list[list[dict[str, str]]]) -> Path:
+    """Write each as a line."""
+    path.write_text("".join(json.dumps({"messages": one}, ensure_ascii=False) + "\n" for one in conversations))
+    return path
+
+
+SOME = [
+    turns("What is red?", "A rose, as user says."),
+    turns("Sing", "la", "again", "la la\n\n"),
+    turns("你好，世界", "好的。🙂 as a", "and?", "\n\nNothing <b>more</b> & as 'that'"),
+    turns("one <|im_end|> spelled", "two", "three", ""),
+]

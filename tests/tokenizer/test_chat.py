@@ -1,0 +1,170 @@
+"""Chat templates: ids and masks are those of `transformers`, prefixes where nothing is marked, errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+
+from megatron.errors import DataError
+from megatron.tokenizer import build
+from megatron.tokenizer.chat import ChatTemplate, TemplateError, find_template
+from tests.helpers.chats import ALTERNATING, CHATML, FORGETTING, LLAMA3, MARKED, SOME, TEMPLATES, turns, write_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é"}}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def chat(folder: Path, text: str) -> ChatTemplate:
+    found = find_template(build("TokenizersJSON", tokenizer_path=folder), _file(folder, text))
+    assert found.text == text
+    return found
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "given.jinja"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_are_those_of_transformers(folder: Path, theirs: Any, name: str) -> None:
+    template = chat(folder, TEMPLATES[name])
+    for messages in SOME:
+        expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name])["input_ids"]
+        assert template.encode(messages).ids == expected
+        begun = theirs.apply_chat_template(messages[:-1], chat_template=TEMPLATES[name], add_generation_prompt=True)
+        assert template.prompt_ids(messages[:-1]) == begun["input_ids"]
+
+
+def test_the_loss_mask_of_a_marked_template_is_that_of_transformers(folder: Path, theirs: Any) -> None:
+    template = chat(folder, MARKED)
+    thinking = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so", "reasoning": "as I see"}]
+    for messages, more in [*((one, {}) for one in SOME), (SOME[0], {"tools": TOOLS}), (thinking, {})]:
+        wanted = theirs.apply_chat_template(messages, chat_template=MARKED, return_assistant_tokens_mask=True, **more)
+        found = template.encode(messages, **more)
+        assert found.ids == wanted["input_ids"]
+        assert [int(said) for said in found.is_said] == wanted["assistant_masks"]
+        assert any(found.is_said)
+
+
+def test_a_template_without_marks_has_the_mask_of_the_one_with_marks(folder: Path) -> None:
+    marked, plain = chat(folder, MARKED), chat(folder, CHATML)
+    for messages in SOME:
+        assert plain.encode(messages) == marked.encode(messages)
+
+
+@pytest.mark.parametrize(
+    ("text", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (ALTERNATING, "<|endoftext|>")]
+)
+def test_what_is_said_is_the_answer_and_its_end(folder: Path, text: str, end: str) -> None:
+    template = chat(folder, text)
+    found = template.encode(turns("Sing", "la", "again", "la la"))
+    runs, before = [list[int]()], False
+    for token, said in zip(found.ids, found.is_said, strict=True):
+        if said:
+            runs[-1].append(token)
+        elif before:
+            runs.append([])
+        before = said
+    texts = [template.tokenizer.decode(run) for run in runs if run]
+    assert texts == [f"la{end}", f"la la{end}"]
+    assert template.stop_id == template.tokenizer.token_to_id(end)
+
+
+def test_prefixes_that_are_none_are_refused_with_the_way_out(folder: Path) -> None:
+    messages = turns("a", "b", "c", "d")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "well"
+    with pytest.raises(TemplateError, match=r"up to message 2 .* \{% generation %\} .* --chat-template FILE"):
+        chat(folder, FORGETTING).encode(messages)
+    assert chat(folder, FORGETTING).encode(turns("a", "b")) == chat(folder, CHATML).encode(turns("a", "b"))
+
+
+def test_what_a_template_refuses_is_told_in_its_words(folder: Path) -> None:
+    with pytest.raises(TemplateError, match="given.jinja.*refuses it: roles must alternate user and assistant"):
+        chat(folder, ALTERNATING).encode(turns("a", "b", system="s"))
+    with pytest.raises(TemplateError, match="refuses it"):
+        chat(folder, "{{ messages[0].content.missing.more }}").encode(turns("a", "b"))
+    with pytest.raises(TemplateError, match="U\\+FDD0"):
+        chat(folder, CHATML).encode(turns("a\ufdd0", "b"))
+
+
+def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
+    for text in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ (messages.append).__self__ }}"):
+        with pytest.raises(TemplateError, match="refuses it|unsafe"):
+            chat(folder, text + CHATML).encode(turns("a", "b"))
+
+
+def test_a_template_that_jinja_cannot_read_is_named_with_its_line(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"given.jinja, line 2: .*--chat-template"):
+        chat(folder, "\n{% for %}")
+
+
+def test_lines_of_a_template_lose_their_blanks(folder: Path, theirs: Any) -> None:
+    text = "{% for m in messages %}\n    {% if true %}\n  {{ m.content }}\n    {% endif %}\n{% break %}{% endfor %}\n"
+    rendered = theirs.apply_chat_template(turns("a", "b"), chat_template=text, tokenize=False)
+    assert chat(folder, text).render(turns("a", "b")) == rendered == "  a\n"
+
+
+def test_data_know_no_date_and_a_chat_does(folder: Path) -> None:
+    text = "{{ strftime_now('%Y') if strftime_now is defined else 'long ago' }}" + CHATML
+    template = chat(folder, text)
+    assert template.render(turns("a")).startswith("long ago")
+    assert template.tokenizer.decode(template.prompt_ids(turns("a"))[:4]).isdigit()
+
+
+def test_templates_are_looked_for_in_three_places(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "from settings")
+    tokenizer = build("TokenizersJSON", tokenizer_path=folder / "tokenizer.json")
+    assert find_template(tokenizer).text == "from settings"
+    named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "by name"}]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    assert find_template(tokenizer).text == "by name"
+    (folder / "chat_template.jinja").write_text("of its own")
+    assert find_template(tokenizer).text == "of its own"
+    assert find_template(tokenizer, _file(tmp_path, "given")).text == "given"
+    with pytest.raises(DataError, match="--chat-template .*nowhere"):
+        find_template(tokenizer, tmp_path / "nowhere")
+    bare = write_tokenizer(tmp_path / "bare")
+    with pytest.raises(DataError, match="needs a chat template, got none beside the tokenizer.*--chat-template"):
+        find_template(build("TokenizersJSON", tokenizer_path=bare))
+
+
+def test_the_names_of_control_tokens_come_from_the_folder_or_the_vocabulary(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "x")
+    tokenizer = build("TokenizersJSON", tokenizer_path=folder)
+    assert find_template(tokenizer).special["bos_token"] == "<|begin_of_text|>"
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (tmp_path / "alone").mkdir()
+    library.save(str(tmp_path / "alone" / "tokenizer.json"))
+    alone = build("TokenizersJSON", tokenizer_path=tmp_path / "alone")
+    found = find_template(alone, _file(tmp_path, "x")).special
+    assert found == {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+
+
+def test_a_key_follows_from_text_and_names(folder: Path, tmp_path: Path) -> None:
+    other = write_tokenizer(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>"}')
+    keys = {chat(folder, CHATML).key, chat(folder, MARKED).key, chat(other, CHATML).key}
+    assert len(keys) == 3
+    assert chat(folder, CHATML).key == "29a7d7956a6e8e7c"  # in checkpoints
+
+
+def test_other_kinds_of_tokenizers_are_refused() -> None:
+    with pytest.raises(DataError, match="tokenizers.*library.*--tokenizer-path"):
+        ChatTemplate("x", build("NullTokenizer", vocab_size=9), source="x", special={})

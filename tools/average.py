@@ -1,0 +1,90 @@
+"""Average the weights of checkpoints into a new checkpoint: the end of a WSD run, or a soup of several runs.
+
+    python tools/average.py runs/my-run --last 4 --output runs/mean
+    python tools/average.py runs/my-run --steps 800 900 1000 --output runs/mean
+    python tools/average.py runs/my-run --last 8 --ema 0.9 --output runs/ema
+    python tools/average.py runs/one runs/another --output runs/soup        the newest checkpoint of each
+
+The checkpoints may be of any layouts, and any layout loads the result: --load FOLDER --finetune, tools/generate.py,
+tools/convert_hf.py export. Sums are in fp64 and rounded once to the type in which the weights were saved. With --ema D
+the checkpoints are taken in order: mean = D mean + (1 - D) next, from the first on. Weights alone are written;
+--load-weights-only goes on at the step of the last one.
+Ends with code 0, 2 (an option), or 3 (checkpoints that cannot be averaged).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log
+from megatron.errors import ConfigError, exit_code
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("sources", type=Path, nargs="+", metavar="RUN", help="run folders or checkpoints")
+    add("--last", type=int, metavar="K", help="of one run: its last K checkpoints")
+    add("--steps", type=int, nargs="+", metavar="STEP", help="of one run: the checkpoints of these steps")
+    add("--ema", type=float, metavar="D", help="exponential moving average with this decay (default: the mean)")
+    add("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    return parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the options together.
+
+    Raises:
+        ConfigError: they name no two checkpoints, or a decay that is none.
+    """
+    of_one = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
+    if len(args.sources) == 1 and len(of_one) != 1:
+        raise ConfigError(
+            f"of one run --last K or --steps A B C must say which checkpoints, got {' and '.join(of_one) or 'neither'}"
+        )
+    if len(args.sources) > 1 and of_one:
+        raise ConfigError(f"{of_one[0]} is for one run, got {len(args.sources)}. Name the checkpoints themselves")
+    if args.last is not None and args.last < 2:
+        raise ConfigError(f"--last must be at least 2, got {args.last}")
+    if args.steps is not None and len(set(args.steps)) < 2:
+        raise ConfigError(f"--steps must name at least 2 steps, got {' '.join(map(str, args.steps))}")
+    if args.ema is not None and not 0 < args.ema < 1:
+        raise ConfigError(f"--ema must be above 0 and below 1, got {args.ema}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the run folder and say what is in it."""
+    from megatron.checkpoint.average import average, newest_of, of_steps
+    from megatron.checkpoint.loading import open_folder
+
+    check(args)
+    if args.last is not None:
+        checkpoints = newest_of(args.sources[0], args.last)
+    elif args.steps is not None:
+        checkpoints = of_steps(args.sources[0], args.steps)
+    else:
+        checkpoints = [open_folder(source) for source in args.sources]
+    path = average(checkpoints, args.output, ema=args.ema)
+    kind = "mean" if args.ema is None else f"moving average (decay {args.ema:g})"
+    log.info(f"{path}: the {kind} of {len(checkpoints)} checkpoints: {', '.join(str(one.path) for one in checkpoints)}")
+
+
+def main() -> int:
+    """Return the exit code."""
+    args = parse_args()
+    try:
+        run(args)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
