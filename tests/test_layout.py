@@ -49,6 +49,7 @@ BESIDE = ("benchmarks", "examples", "tds", "tools")
 STARTED = (
     "launch/test_signals.py",
     "models/common/test_recompute.py",
+    "training/test_deepspeed_format.py",
     "training/test_pretrained.py",
 )
 """Files that reach what they test by a program that they start, or through tests/helpers."""

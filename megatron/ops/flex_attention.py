@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from megatron.ops.plans import plan_of
 from megatron.torch_compat import flexible_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Queries of a block, and keys. Sequences are padded to whole ones: with a rest the gradients of torch's kernel may be
@@ -96,6 +98,8 @@ def _sent(slopes: tuple[float, ...], dtype: torch.dtype, place: torch.device) ->
 
 def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, window: int) -> _Plan:
     """Return the blocks that queries see which stand at ``first`` and on."""
+    from torch.nn.attention.flex_attention import BlockMask  # not ahead of need: it loads torch's compiler
+
     positions = torch.arange(first, first + starts.shape[1], dtype=torch.int32, device=starts.device).unsqueeze(0)
     low = torch.maximum(starts, positions - window) if window else starts.clone()  # a plan must not hold its key
     high = (positions + 1).expand_as(starts).contiguous() if stops is None else stops.clone()

@@ -20,7 +20,6 @@ from megatron.models import registry
 from megatron.models.common.decoder_cost import mask_reason
 from megatron.mpu import fused_dropout
 from megatron.ops.attention import attention_kernels
-from megatron.ops.document_attention import BLOCKS, TILES, way_of
 
 # ``--fused-kernels``: whose fused norm and Adam a run on CUDA uses, torch's or those of NVIDIA's apex.
 #
@@ -204,17 +203,18 @@ def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, st
     if config.own.is_encoder_decoder:
         yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
         return
-    way, reason = _way_of_documents(config, place, is_causal=registry.family_of(config.family).kind == "decoder")
+    how, reason = _way_of_documents(config, place, is_causal=registry.family_of(config.family).kind == "decoder")
     what = "padding apart" if pads else "apart"
     if reason is not None:
         yield "documents", f"{what} by a mask of [b, 1, s, s], one a stage: {reason}"
         return
-    how = {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}")
     yield "documents", f"{what} by where each begins, without a mask{how}"
 
 
 def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
     """Return by what documents are kept apart on ``place``, or why by a mask."""
+    from megatron.ops.document_attention import BLOCKS, TILES, way_of  # not ahead of need: it loads torch's compiler
+
     model = config.model
     reason = mask_reason(config, place.type, is_causal=is_causal)
     if reason is not None:
@@ -222,7 +222,9 @@ def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -
     x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
     has_more = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
     way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_more)
-    return (way, None) if way else ("", "flex_attention needs Triton, which is not installed")
+    if way is None:
+        return "", "flex_attention needs Triton, which is not installed"
+    return {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}"), None
 
 
 def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:

@@ -326,5 +326,5 @@ def test_an_old_gemma_3_and_one_of_transformers_5_say_the_same() -> None:
 def test_the_flags_of_each_build_it() -> None:
     for theirs in HUB.values():
         config = config_from_huggingface(theirs)
-        parsed = parse([*flags_of(config), "--data-path", "none", "--seq-length", "12"], world_size=1, family="llama")
+        parsed = parse([*flags_of(config), "--data-path", "none", "--seq-length", "4096"], world_size=1, family="llama")
         assert parsed.identity() == config.identity()

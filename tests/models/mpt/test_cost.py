@@ -28,7 +28,7 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_document
     config = parse(words, world_size=1, env={}, family="mpt")
     assert costs_of(config) == DecoderCosts(config.model, 96, mask_bytes=0)
     config = parse([*words, "--reset-attention-mask"], world_size=1, env={}, family="mpt")
-    assert costs_of(config) == DecoderCosts(config.model, 96, has_segments=True, mask_bytes=0)
+    assert costs_of(config) == DecoderCosts(config.model, 96, has_segments=True, mask_bytes=0, is_by_length=True)
 
 
 @pytest.mark.parametrize("untied", [False, True])
