@@ -11,6 +11,7 @@ import torch
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.common import decoder_cost
+from megatron.ops import document_attention
 from megatron.training import device_setup
 from megatron.training.device_setup import WORKSPACE
 from tests.helpers.runs import flags, train_ranks
@@ -124,7 +125,7 @@ def test_on_cuda_the_start_names_the_kernel_of_documents_and_of_padding(way, sai
         asked.append((length, is_plain))
         return way
 
-    monkeypatch.setattr(device_setup, "way_of", way_of)
+    monkeypatch.setattr(document_attention, "way_of", way_of)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     none = ("--attention-dropout", "0")
     assert documents_row("cuda", *none) == said
