@@ -161,6 +161,7 @@ CONTEXT_PARALLEL = (
         "> config.batch.seq_length and config.checkpoint.load is None:",
         "> config.batch.seq_length:",
         (f"{FLAGS}::test_a_window_longer_than_the_sequence_is_refused_and_of_loaded_weights_is_named",),
+        refuses=True,
     ),
     Mutant(
         "a model that was not built for context parallelism is taken",
