@@ -270,7 +270,7 @@ NEUTRAL = {
         "nebula",
     ),
     **_neutral("the tokenizer says it, or --vocab-size", "vocabulary_size"),
-    **_neutral("the model has no experts", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
+    **_neutral("experts are laid out by flags", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
     **_neutral("there is one AdamW", "legacy_fusion"),
     **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
     **_held("sequences stay whole", 1, "--sequence-parallel cuts sequences; use 1", "sequence_parallel_size"),

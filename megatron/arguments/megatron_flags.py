@@ -75,7 +75,7 @@ CONVERTED_ROWS = (
 # Reason -> flags that would change the numbers and cannot be done; "=" behind a flag: one value follows, "=*": several.
 
 GROUPS = {
-    "the models are dense; use 1, or leave it out": "--moe-router-topk-limited-devices=",
+    "use --moe-router-num-groups and --moe-router-group-topk": "--moe-router-topk-limited-devices=",
     "every layer attends as its family does; leave it out": """
         --multi-latent-attention --experimental-attention-variant=
         --experimental-attention-variant-loss-scale-func= --attention-output-gate --qk-l2-norm --qk-clip

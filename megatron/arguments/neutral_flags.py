@@ -8,37 +8,33 @@ from megatron.arguments.flag_row import NEUTRAL, FlagRow, rows_of
 
 GROUPS = {
     # the model
-    "it acts on experts, and the model has none": """
-        --enable-expert-tensor-parallelism --mlp-type= --topk= --use-tutel --create-moe-param-group
-        --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --expert-interval=
-        --num-experts-switch= --num-experts-teacher=* --expert-tensor-parallel-size=
-        --expert-tensor-parallel-num-weight-shards= --moe-loss-coeff= --moe-expert-parallel-size=
-        --moe-expert-capacity-factor= --moe-train-capacity-factor= --moe-eval-capacity-factor=
-        --moe-min-capacity= --moe-router-topk= --moe-router-load-balancing-type=* --moe-aux-loss-coeff=*
-        --moe-z-loss-coeff= --moe-grouped-gemm --moe-token-dispatcher-type= --moe-layer-freq=
-        --moe-ffn-hidden-size= --moe-shared-expert-intermediate-size= --moe-shared-expert-overlap
-        --moe-shared-expert-gate --moe-shared-expert-glu-interleave-size= --use-grouped-gemm-for-shared-expert
-        --moe-router-pre-softmax --moe-router-score-function= --moe-router-enable-expert-bias
-        --moe-router-bias-update-rate= --moe-router-topk-scaling-factor= --moe-router-num-groups=
-        --moe-router-group-topk= --moe-router-dtype= --moe-router-fusion --moe-router-force-load-balancing
-        --moe-router-force-biased= --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-        --moe-router-quantile-balancing-ema= --moe-permute-fusion --moe-enable-deepep
-        --moe-pad-expert-input-to-capacity --moe-token-drop-policy= --moe-layer-recompute --moe-use-upcycling
-        --moe-upcycling-granularity= --moe-use-legacy-grouped-gemm --moe-extended-tp --moe-input-jitter-eps=
-        --moe-per-layer-logging --moe-enable-routing-replay --moe-use-grouped-tensor --moe-single-grouped-weight
-        --moe-single-grouped-bias --moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms=
-        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs --moe-hybridep-num-sms=
-        --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
-        --moe-hybridep-num-sms-preprocessing= --moe-deepep-num-sms= --moe-ncclep-zero-copy
-        --moe-pad-experts-for-cuda-graph-inference --moe-apply-probs-on-input --moe-latent-size=
-        --moe-dispatch-fwd-dtype= --moe-combine-bwd-dtype= --moe-mlp-glu-interleave-size=
-        --moe-expert-rank-capacity-factor= --moe-paged-stash --moe-paged-stash-page-size=
-        --moe-paged-stash-buffer-size-factor-cuda= --moe-paged-stash-buffer-size-factor-cpu=
-        --moe-routing-trace-path= --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
+    "it says how experts are computed, not what; with --num-experts their numbers are the same": """
+        --use-tutel --create-moe-param-group --expert-tensor-parallel-num-weight-shards= --moe-grouped-gemm
+        --moe-token-dispatcher-type= --moe-shared-expert-overlap --use-grouped-gemm-for-shared-expert
+        --moe-router-fusion --moe-router-padding-for-quantization --moe-router-padding-for-fp8
+        --moe-permute-fusion --moe-enable-deepep --moe-pad-expert-input-to-capacity --moe-layer-recompute
+        --moe-upcycling-granularity= --moe-use-legacy-grouped-gemm --moe-per-layer-logging
+        --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias
+        --moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-permute-fusion-into-hybridep
+        --moe-hybridep-pad-uneven-dispatch-inputs --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute=
+        --moe-hybridep-num-blocks-unpermute= --moe-hybridep-num-sms-preprocessing= --moe-deepep-num-sms=
+        --moe-ncclep-zero-copy --moe-pad-experts-for-cuda-graph-inference --moe-paged-stash
+        --moe-paged-stash-page-size= --moe-paged-stash-buffer-size-factor-cuda=
+        --moe-paged-stash-buffer-size-factor-cpu= --moe-routing-trace-path=
+        --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
         --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
         --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --delay-wgrad-compute --high-priority-a2a-comm-stream
         --save-tokens-per-expert-interval=""",
+    "it acts on experts of another kind; a dense model has none, and with --num-experts it is refused": """
+        --enable-expert-tensor-parallelism --mlp-type= --topk= --disable-moe-token-dropping
+        --disable-moe-top2-2nd-expert-sampling --expert-interval= --num-experts-switch= --num-experts-teacher=*
+        --moe-loss-coeff= --moe-expert-parallel-size= --moe-train-capacity-factor= --moe-eval-capacity-factor=
+        --moe-min-capacity= --moe-shared-expert-glu-interleave-size= --moe-router-force-load-balancing
+        --moe-router-force-biased= --moe-router-quantile-balancing-ema= --moe-use-upcycling --moe-extended-tp
+        --moe-input-jitter-eps= --moe-enable-routing-replay --moe-apply-probs-on-input --moe-latent-size=
+        --moe-dispatch-fwd-dtype= --moe-combine-bwd-dtype= --moe-mlp-glu-interleave-size=
+        --moe-expert-rank-capacity-factor=""",
     "it acts with --multi-latent-attention only, which is refused": """
         --q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mscale=
         --mscale-all-dim= --cache-mla-latents --mla-down-proj-fusion""",
@@ -304,15 +300,14 @@ def _held(flag: str, holds: str, about: str, otherwise: str, num_values: int | s
     )
 
 
-_DENSE = "the models are dense; use 1, or leave it out"
+_ROUTER = "the router computes in fp32 (fp64 in fp64); use fp32, or leave it out"
 _WHOLE = "it is --context-parallel-size with --cp-comm-type a2a here; use these, or 1"
 _WHOLE_MATRICES = "Muon looks at whole matrices in every layout; use duplicated, distributed, or leave it out"
 _BF16_PRODUCTS = "Newton-Schulz steps run in bf16, as torch.optim.Muon's do; use medium, or leave it out"
 _COEFFICIENTS = "Newton-Schulz has the coefficients of torch.optim.Muon; use simple"
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
 HELD = (
-    _held("--num-experts", "1", "one expert is a dense model", _DENSE, "*"),
-    _held("--expert-model-parallel-size", "1", "the model has no experts", _DENSE),
+    _held("--moe-router-dtype", "fp32", "the router computes in fp32", _ROUTER),
     _held("--ds-sequence-parallel-size", "1", "sequences stay whole", _WHOLE),
     _held("--softmax-type", "vanilla", "it is the usual softmax", "attention has the usual softmax; use vanilla"),
     _held("--rope-type", "rope", "it is the usual rotation", "use --rotary-scaling"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron.arguments import unused_flags
 from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
+from megatron.config.experts import expert_notes
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
 from megatron.mpu.topology import axes_text, sizes_text
@@ -411,4 +412,5 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *zero_notes(config, world_size),
         *context_parallel_notes(config),
         *decoder.window_notes(config),
+        *expert_notes(config),
     ]

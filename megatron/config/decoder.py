@@ -6,13 +6,14 @@ where nothing is said.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from megatron.config import experts
+from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
@@ -20,7 +21,6 @@ _option = partial(option, family_kind="decoder", elsewhere="it is for decoders; 
 LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
 OF_DECODERS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
 """Values of ``position_embedding_type`` that a decoder has."""
-_LONGEST_PATTERN = 10_000
 
 
 def read_window(text: str) -> int:
@@ -36,7 +36,7 @@ def read_window(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures:
+class DecoderFeatures(ExpertFeatures):
     """The parts of a decoder; the base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -159,6 +159,7 @@ class DecoderFeatures:
             object.__setattr__(self, "num_query_groups", getattr(self, "num_attention_heads", 0))
         if self.position_embedding_type == "learned":
             object.__setattr__(self, "position_embedding_type", LEARNED)
+        super().__post_init__()
 
     @property
     def has_learned_positions(self) -> bool:
@@ -189,14 +190,14 @@ class DecoderFeatures:
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
-IDENTITY = tuple(field.name for field in fields(DecoderFeatures))
+IDENTITY = tuple(field.name for field in fields(DecoderFeatures) if field.name not in experts.TRAINING)
 """Fields that the decoders of two runs must share for one's weights to fit the other and to compute the same."""
 REFITTED = (
     "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
     "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
-    "clip_qkv",
+    "clip_qkv", *experts.REFITTED,
 )  # fmt: skip
 """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
 
@@ -237,32 +238,7 @@ def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         return (True,) * num_layers
     if re.fullmatch(r"\s*[1-9]\d*\s*", text):
         return tuple(number % int(text) != 0 for number in range(1, num_layers + 1))
-    try:
-        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError):
-        raise ValueError(text) from None
-    if not isinstance(found, list) or len(found) != num_layers:
-        raise ValueError(text)
-    return tuple(bool(each) for each in found)
-
-
-def _evaluated(node: ast.AST) -> list[int] | int:
-    """Return what an expression of whole numbers, lists of 0 and 1, + and * is."""
-    if isinstance(node, ast.List):
-        found = [_evaluated(each) for each in node.elts]
-        if all(each in (0, 1) for each in found):
-            return [each for each in found if isinstance(each, int)]
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluated(node.left), _evaluated(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            times, part = (right, left) if isinstance(left, list) else (left, right)
-            if isinstance(times, int) and isinstance(part, list) and times * len(part) <= _LONGEST_PATTERN:
-                return part * times
-    raise ValueError(ast.dump(node))
+    return layer_pattern(text, num_layers)
 
 
 # What cannot be.
@@ -283,6 +259,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     if model.hidden_bias and model.add_qkv_bias:
         yield "--hidden-bias gives all products biases, those of --add-qkv-bias too, got both. Leave one of them out"
     yield from _window_problems(model)
+    yield from expert_problems(config)
 
 
 def unused_features(config: Any) -> Iterator[str]:

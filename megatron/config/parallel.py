@@ -58,6 +58,17 @@ class ParallelConfig:
         "where c divides the heads of a tensor rank; p2p, Megatron's ring, gathers here",
         choices=("all_gather", "a2a", "p2p"),
     )
+    expert_model_parallel_size: int = option(
+        1,
+        "expert-parallel size: the experts of a layer are shared out over so many of the data x context ranks",
+        minimum=1,
+    )
+    expert_tensor_parallel_size: int = option(
+        0,
+        "tensor ranks over which each expert is cut: all, or 1: each has whole experts for its part of the sequence",
+        minimum=1,
+        shown_default="model-parallel-size",
+    )
     pipeline_schedule: str | None = option(
         None,
         "order of work in the pipeline; auto: the one that is fastest in the first steps",
@@ -190,6 +201,11 @@ class ParallelConfig:
     def num_stages(self) -> int:
         """p, where 0 and 1 both mean one stage."""
         return max(self.pipe_parallel_size, 1)
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether each expert is cut over the tensor ranks."""
+        return self.expert_tensor_parallel_size != 1
 
     @property
     def has_pipeline(self) -> bool:

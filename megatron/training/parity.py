@@ -55,9 +55,13 @@ SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by sy
 
 @dataclass
 class Trace:
-    """What one rank saw. ``gradients`` are of the first step, reduced, before clipping; parts of global tensors."""
+    """What one rank saw. ``gradients`` are of the first step, reduced, before clipping; parts of global tensors.
+
+    ``others`` are the losses of each step beside the first, one behind the other: of experts' balance, for one.
+    """
 
     losses: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
     weights: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
@@ -106,12 +110,13 @@ def trace_steps(
         for step in range(steps):
             result = trainer.train_step()
             trace.losses.append(result.loss)
+            trace.others += result.losses.values()
             trace.grad_norms.append(result.grad_norm)
             if eval_every and (step + 1) % eval_every == 0:
                 valid = data.batches("valid", config, here, length=trainer.next_seq_length)
                 trace.eval_losses.append(engine.evaluate_batch(valid))
     for name, parameter in named_parameters(engine.module):
-        master = engine.optimizer.master_of(parameter)
+        master = engine.optimizer.master_of(parameter) if parameter.requires_grad else parameter
         shard = shard_of(master)
         trace.weights[name] = (shard, _kept(shard.unpadded(master)))
     return trace
@@ -138,7 +143,7 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
     weight, _ = max(_differences(reference.weights, [t.weights for t in ranks], 1e-12), default=(0.0, ""))
     return Difference(
         first_loss=max(abs(t.losses[0] - reference.losses[0]) for t in ranks),
-        loss=max(_largest(reference.losses, t.losses) for t in ranks),
+        loss=max(_largest(reference.losses + reference.others, t.losses + t.others) for t in ranks),
         first_norm=max(_relative(reference.grad_norms[:1], t.grad_norms[:1]) for t in ranks),
         norm=max(_relative(reference.grad_norms, t.grad_norms) for t in ranks),
         gradient=gradient,

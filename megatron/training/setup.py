@@ -18,6 +18,7 @@ from megatron.checkpoint import named_parameters
 from megatron.config import Config, OptimizerConfig
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
+from megatron.models.common.router import Routers
 from megatron.models.registry import load
 from megatron.mpu.groups import Grid, Group, groups_by_ranks
 from megatron.mpu.random import DropoutStreams, PhiloxDropout
@@ -264,10 +265,12 @@ def build_engine(
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     optimizer.cut_weights(module)
     batch, replicas = config.batch, world.grid.data.size
-    numbers = {
+    numbers: dict[str, Any] = {
         "num_micro_batches": batch.num_micro_batches,
         "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
     }
+    if config.model.num_experts:
+        numbers["routers"] = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
     built: StepEngine
     if config.parallel.has_pipeline:
         built = PipelineStepEngine(engine, streams=streams, **numbers)

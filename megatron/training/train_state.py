@@ -30,6 +30,8 @@ from megatron.checkpoint.loading import fill, is_resized
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, marked
+from megatron.models.common.parameters import named_modules
+from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.compatibility import layout_text, machine
@@ -56,6 +58,14 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
             if isinstance(value, torch.Tensor) and key != "step":
                 shard = _shard_of_state(key, value, master)
                 yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
+
+
+def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:
+    """Yield what routers remember of the last global batch: the tokens of each expert."""
+    is_owner = world.grid.data_context.rank == 0 and world.grid.tensor.rank == 0
+    for name, router in named_routers(named_modules(module)).items():
+        counts = router.tokens_per_expert
+        yield TensorRecord(f"routers/{name}.tokens_per_expert", counts, Shard(tuple(counts.shape)), is_owner)
 
 
 def rng_records(world: World) -> Iterator[TensorRecord]:
@@ -227,7 +237,7 @@ def save_state(
     records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
         records += optimizer_records(module, optimizer)
-    records += rng_records(world)
+    records += [*router_records(module, world), *rng_records(world)]
     state = described(
         progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, more=more
     )
@@ -315,6 +325,8 @@ def restore(
     elif taken.optimizer:
         make_moments(optimizer)
         records += optimizer_records(module, optimizer)
+    if taken.optimizer:
+        records += router_records(module, world)
     _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
     optimizer.copy_masters_to_parameters()
     if taken.optimizer:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.errors import DataError, NumericsError
+from megatron.models.common.router import Routers
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.optim import MixedPrecisionOptimizer
@@ -218,6 +219,7 @@ class SingleStageEngine:
         streams: DropoutStreams,
         num_micro_batches: int,
         micro_batch_tokens: int,
+        routers: Routers | None = None,
     ) -> None:
         """Take over ``engine``.
 
@@ -225,6 +227,7 @@ class SingleStageEngine:
             num_micro_batches: of a step for which nothing else is said, and of an evaluation.
             micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
                 weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
+            routers: of this rank's layers with experts; None: the model is dense.
         """
         self.engine = engine
         self.module: torch.nn.Module = engine.module
@@ -232,6 +235,7 @@ class SingleStageEngine:
         self.forward_step = forward_step
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self.routers = routers
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
@@ -251,6 +255,8 @@ class SingleStageEngine:
         meter = LossMeter(number, nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
+        if self.routers is not None:
+            self.routers.begin_step(self.optimizer.loss_scale / nominal)
         sums_gradients = self.optimizer.sums_gradients
         works_in_backward = sums_gradients or self.optimizer.gathers_weights
         began = self._clock.mark()
@@ -262,6 +268,9 @@ class SingleStageEngine:
             share = meter.add(as_weighted(loss), micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = share.detach()
+            if self.routers is not None and not self.has_weighted_loss:  # each micro-batch's is a mean over its tokens
+                tokens = self.micro_batch_tokens / self.grid.data_context.size
+                self.routers.set_scale(self.optimizer.loss_scale / (number * tokens))
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
@@ -305,25 +314,28 @@ class SingleStageEngine:
         return all_reduce_loss(meter, self.device, data_group=data.handle, data_size=data.size)
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
-        scale = self.optimizer.loss_scale
+        scale, factor = self.optimizer.loss_scale, self.optimizer.gradient_factor
         self.on_loss(loss)
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        return result_of(loss, scale, self.optimizer, losses)
+        result = result_of(loss, scale, self.optimizer, losses)
+        return _with_routers(result, self.routers, factor, self.device)
 
 
 class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
     def __init__(
-        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, micro_batch_tokens: int
-    ) -> None:
+        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, micro_batch_tokens: int,
+        routers: Routers | None = None,
+    ) -> None:  # fmt: skip
         """As ``SingleStageEngine``."""
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.streams = streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self.routers, self._factor = routers, 1.0
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -334,7 +346,7 @@ class PipelineStepEngine:
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
-        engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
+        engine.on_loss = self._take_loss
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
@@ -344,10 +356,13 @@ class PipelineStepEngine:
         self._step, self._number = step, number
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
+        if self.routers is not None:
+            self.routers.begin_step(scale / self.engine.nominal_weight)
         with _raising_data_error():
             self.engine.train_batch(data)
         loss, losses = _loss_values(self.engine.means)
-        return result_of(loss, scale, self.optimizer, losses)
+        result = result_of(loss, scale, self.optimizer, losses)
+        return _with_routers(result, self.routers, self._factor, torch.device(self.engine.device))
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -368,6 +383,10 @@ class PipelineStepEngine:
         """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
         return _own_work(self.engine.rows_of_steps("busy"))
 
+    def _take_loss(self, _: torch.Tensor) -> None:
+        self._factor = self.optimizer.gradient_factor
+        self.on_loss(_loss_values(self.engine.means)[0])
+
     def _start_micro_batch(self, micro_batch: int) -> None:
         self._micro_batch = micro_batch
         self.streams.position = DropoutKey(self._step, micro_batch, self._number)
@@ -385,6 +404,17 @@ class PipelineStepEngine:
 
         noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
         return noted
+
+
+def _with_routers(result: StepResult, routers: Routers | None, factor: float, device: torch.device) -> StepResult:
+    """Let the routers take what a step has counted, and ``result`` have their losses. Collective.
+
+    Args:
+        factor: what the step has multiplied gradients by, the loss scale aside.
+    """
+    if routers is not None:
+        result.losses |= routers.end_step(factor / result.loss_scale, device, is_taken=not result.is_skipped)
+    return result
 
 
 @contextmanager

@@ -110,7 +110,31 @@ NEEDS = {
 _ROPE = ["--position-embedding-type", "rope"]
 _YARN = [*_ROPE, "--rotary-scaling", "yarn"]
 _GROUPED = ["--num-attention-heads", "6", "--hidden-size", "12"]
+_EXPERTS = ["--num-experts", "8"]
+_SIGMOID = [*_EXPERTS, "--moe-router-score-function", "sigmoid"]
 _DECODER = {
+    **dict.fromkeys(
+        (
+            "--moe-ffn-hidden-size",
+            "--moe-layer-freq",
+            "--moe-router-topk",
+            "--moe-router-score-function",
+            "--moe-router-pre-softmax",
+            "--moe-router-topk-scaling-factor",
+            "--moe-aux-loss-coeff",
+            "--moe-z-loss-coeff",
+            "--moe-expert-capacity-factor",
+            "--moe-shared-expert-intermediate-size",
+        ),
+        _EXPERTS,
+    ),
+    "--moe-router-num-groups": [*_EXPERTS, "--moe-router-group-topk", "1"],
+    "--moe-router-group-topk": [*_EXPERTS, "--moe-router-num-groups", "4"],
+    "--moe-router-load-balancing-type": [*_EXPERTS, "--moe-aux-loss-coeff", "0.1"],
+    "--moe-token-drop-policy": [*_EXPERTS, "--moe-expert-capacity-factor", "0.5"],
+    "--moe-router-enable-expert-bias": _SIGMOID,
+    "--moe-router-bias-update-rate": _SIGMOID,
+    "--moe-shared-expert-gate": [*_EXPERTS, "--moe-shared-expert-intermediate-size", "8"],
     "--max-position-embeddings": ["--seq-length", "5"],
     "--num-query-groups": _GROUPED,
     "--num-key-value-heads": _GROUPED,
@@ -204,6 +228,15 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "rotary_percent": "0.5",
         "rotary_local_base": "5000",
         "window_attn_skip_freq": "2",
+        "num_experts": "4",
+        "moe_layer_freq": "2",
+        "moe_router_topk": "3",
+        "moe_router_num_groups": "4",
+        "moe_router_group_topk": "2",
+        "moe_expert_capacity_factor": "0.5",
+        "moe_aux_loss_coeff": "0.1",
+        "moe_z_loss_coeff": "0.1",
+        "expert_model_parallel_size": "2",
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "stage3_prefetch_bucket_size": "0",

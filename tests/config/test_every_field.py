@@ -103,9 +103,16 @@ ACTS_ON = {
         rotary_beta_slow rotary_attention_factor rotary_percent rotary_local_base alibi_bias_max normalization
         norm_bias norm_placement embed_layernorm qk_norm add_qkv_bias window_size window_attn_skip_freq softmax_scale
         attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv
+        num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+        moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
+        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
-    "sizes": "layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",
+    "sizes": """
+        moe_router_bias_update_rate layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu
+        contiguous_checkpointing
+    """,
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
@@ -126,6 +133,8 @@ ACTS_ON = {
 }
 """Observable -> the fields that change it."""
 READ_IN = {
+    "expert_model_parallel_size": "config/experts.py",
+    "expert_tensor_parallel_size": "config/experts.py",
     "distributed_backend": "training/initialize.py",
     "step_timeout": "training/timeouts.py:step_timeout_s",
     "phase_timeout_minutes": "training/timeouts.py:phase_timeout_s",
@@ -182,6 +191,9 @@ BESIDE = {
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
+    "moe_layer_freq": "--num-experts 8 --num-layers 4",
+    "moe_router_num_groups": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1",
+    "moe_router_group_topk": "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 4",
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
     **{
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"

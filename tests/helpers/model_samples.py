@@ -76,7 +76,7 @@ def batch_of(*, with_documents: bool = False, seed: int = 0) -> Batch:
 
 def gradients_of(model: torch.nn.Module) -> Parts:
     """Return (shard, gradient) of each parameter by name, padding included."""
-    return {name: (shard_of(p), p.grad) for name, p in model.named_parameters()}
+    return {name: (shard_of(p), p.grad) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:

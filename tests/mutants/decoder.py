@@ -170,7 +170,7 @@ DECODER = (
     ),
     Mutant(
         "a pattern of windows of another length is taken",
-        "megatron/config/decoder.py",
+        "megatron/config/experts.py",
         " or len(found) != num_layers:",
         ":",
         (f"{_CONFIG}::test_a_pattern_of_windows_that_cannot_be_read_is_refused",),

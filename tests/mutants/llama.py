@@ -173,8 +173,8 @@ LLAMA = (
     Mutant(
         "queries and keys are given back at equal heights",
         _HF,
-        "**by_recipes(recipes, heights)",
-        "**by_recipes(recipes)",
+        "**by_recipes(partial(recipes, preset), heights)",
+        "**by_recipes(partial(recipes, preset))",
         (f"{_THEIRS}::test_weights_come_back_bit_for_bit_from_any_number_of_tensor_ranks[fp64]",),
         refuses=True,
     ),

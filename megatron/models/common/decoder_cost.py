@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from megatron.config.decoder import ALIBI, ROPE, has_window
+from megatron.config.experts import has_experts
 from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common import memory
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
+from megatron.models.common.dimensions import Features, ModelDimensions
+from megatron.models.common.expert_cost import expert_parameters, expert_products, feed_forwards
 from megatron.models.common.memory import BYTES, Memory
 from tds.partition import partition_balanced, partition_uniform_chunks
 
@@ -33,68 +36,6 @@ KEPT = 2**24
 GATHERED_COPIES = 4
 """Of the keys and values of whole sequences, in a backward of context parallelism: these, the gradients of two runs of
 queries, and their sum by rank."""
-
-
-class ModelDimensions(Protocol):
-    """What is read of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` have it."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def kv_hidden_size(self) -> int: ...
-    @property
-    def ff_hidden_size(self) -> int: ...
-    @property
-    def hidden_bias(self) -> bool: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def untie_embeddings(self) -> bool: ...
-    @property
-    def loss_chunk_tokens(self) -> int | None: ...
-    @property
-    def has_relative_positions(self) -> bool: ...
-
-
-class Features(ModelDimensions, Protocol):
-    """What is read of a decoder beside its sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
-
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def position_embedding_type(self) -> str: ...
-    @property
-    def normalization(self) -> str: ...
-    @property
-    def norm_bias(self) -> bool: ...
-    @property
-    def norm_placement(self) -> str: ...
-    @property
-    def embed_layernorm(self) -> bool: ...
-    @property
-    def qk_norm(self) -> str: ...
-    @property
-    def add_qkv_bias(self) -> bool: ...
-    @property
-    def window_size(self) -> int: ...
-    @property
-    def attn_logit_softcapping(self) -> float: ...
-    @property
-    def final_logit_softcapping(self) -> float: ...
-    @property
-    def window_attn_skip_freq(self) -> str: ...
-    @property
-    def has_learned_positions(self) -> bool: ...
-    @property
-    def has_plain_attention(self) -> bool: ...
 
 
 def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = False) -> int:
@@ -351,9 +292,11 @@ class DecoderCosts(Costs):
     @property
     def unit_costs(self) -> list[float]:
         sizes, h = self.sizes, self.sizes.hidden_size
-        products = projections_flops(sizes, self.keys) + feed_forward_flops(sizes)
-        layers = [products + 4 * keys * attention_width(sizes) for keys in self.seen_by_layer]
-        layer = max(layers, default=products)
+        attention = projections_flops(sizes, self.keys)
+        products = [attention + self._feed_forward_flops(layer) for layer in range(sizes.num_layers)]
+        each = zip(products, self.seen_by_layer, strict=True)
+        layers = [own + 4 * keys * attention_width(sizes) for own, keys in each]
+        layer = max(layers, default=attention + feed_forward_flops(sizes))
         norm, head = ELEMENTWISE * h / layer, head_cost(sizes) / layer
         return [norm, *[each / layer for each in layers], norm, head]
 
@@ -365,15 +308,32 @@ class DecoderCosts(Costs):
         """Return the FLOPs of forward and backward for one token; ``causal`` counts half of the attention matrix."""
         sizes = self.sizes
         head = known_vocab_size(sizes) * sizes.hidden_size
-        products = sizes.num_layers * self.layer_parameters() + self.norm_parameters + head
+        layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(sizes.num_layers))
+        products = layers + self.norm_parameters + head
         scores = attention_width(sizes) * 2 * sum(self.seen_by_layer)
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
-    def layer_parameters(self, tensor: int = 1) -> int:
-        """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
+    def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
+        """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole.
+
+        Args:
+            is_active: of experts only those that a token goes through.
+        """
         inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
+        if has_experts(self.sizes, layer):
+            half = expert_parameters(self.sizes, _matrices(self.sizes), tensor, is_active=is_active)
+            return inner + half + norms
         return inner + feed_forward_parameters(self.sizes, tensor) + norms
+
+    def _feed_forward_flops(self, layer: int) -> int:
+        if not has_experts(self.sizes, layer):
+            return feed_forward_flops(self.sizes)
+        return feed_forward_flops(feed_forwards(self.sizes)[1]) + 2 * self.sizes.hidden_size * self.sizes.num_experts
+
+    def _feed_forward_kept(self, layer: int) -> int:
+        """Return the numbers of a token that a feed-forward half keeps cut over the tensor ranks."""
+        return feed_forward_kept(feed_forwards(self.sizes)[1] if has_experts(self.sizes, layer) else self.sizes)
 
     def _head_norm_parameters(self, tensor: int) -> int:
         """Return the parameters of the norms of queries and keys: whole of a head, cut of all heads."""
@@ -386,7 +346,7 @@ class DecoderCosts(Costs):
         table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
         positions = sizes.max_position_embeddings * sizes.hidden_size if sizes.has_learned_positions else 0
         norm = self.norm_parameters if sizes.embed_layernorm else 0
-        layers = [self.layer_parameters(tensor)] * sizes.num_layers
+        layers = [self.layer_parameters(tensor, layer) for layer in range(sizes.num_layers)]
         return [table + positions + norm, *layers, self.norm_parameters, table]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
@@ -401,12 +361,15 @@ class DecoderCosts(Costs):
         sizes, h = self.sizes, self.sizes.hidden_size
         whole = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
         whole += (self.num_norms - 2) * h * width // sequence
-        cut = (self.attention_kept + feed_forward_kept(sizes)) * width
         tokens, core = samples * self.own_length, self._core_kept(samples, tensor, width)
-        layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
+        layers = []
+        for number in range(sizes.num_layers):
+            cut = (self.attention_kept + self._feed_forward_kept(number)) * width
+            rows = 2 * sizes.moe_router_topk * h * width if has_experts(sizes, number) else 0
+            layers.append(Kept(tokens * (whole + rows + cut // tensor) + core, tokens * h * width // sequence, core))
         hidden = tokens * h * width
         embedding = Kept(tokens * h * (self.mask_bytes + (width if sizes.embed_layernorm else 0)) // sequence)
-        return [embedding, *[layer] * sizes.num_layers, Kept(hidden // sequence), Kept(hidden)]
+        return [embedding, *layers, Kept(hidden // sequence), Kept(hidden)]
 
     def attention_work(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
@@ -436,16 +399,22 @@ class DecoderCosts(Costs):
         tokens = samples * self.own_length
         vocabulary = -(-known_vocab_size(sizes) // tensor)
         hidden, of_token = tokens * h * width, 4 * tokens
-        layer = Work(
+        dense = Work(
             products=layer_products(sizes, tokens, tensor, self.keys),
             core=self._scores(samples, tensor),
             operations=OPERATIONS["layer"],
             sums=(hidden, hidden),
             back=(hidden, hidden),
         )
+        layers = [dense] * sizes.num_layers
+        for layer in range(sizes.num_layers):
+            if has_experts(sizes, layer):
+                own = attention_products(sizes, tokens, tensor, self.keys)
+                half = expert_products(sizes, _matrices(sizes), tokens, tensor)
+                layers[layer] = replace(dense, products=(*own, *half))
         return [
             Work(operations=OPERATIONS["embedding"], sums=(hidden,)),
-            *[layer] * sizes.num_layers,
+            *layers,
             Work(operations=OPERATIONS["norm"]),
             Work(
                 products=(Product(tokens, h, vocabulary),),

@@ -241,6 +241,7 @@ _PLAIN: dict[str, Any] = {
     "scale_embeddings": False,
     "clip_qkv": 0.0,
     "apply_residual_connection_post_layernorm": False,
+    "num_experts": 0,
 }
 """A setting of a decoder that makes another model of it -> its value in a GPT-2."""
 

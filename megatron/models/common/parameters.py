@@ -20,7 +20,7 @@ Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
 """From logical name and global shape to the standard deviation: one number, or one for each row as [rows, 1]."""
 
 ROWS_PER_BLOCK = 1024
-RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = ("attention.dense.weight", ".down.weight")
 
 
 @torch.no_grad()

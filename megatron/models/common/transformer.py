@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import has_window
+from megatron.config.experts import has_experts
 from megatron.models.common.attention import LayerKVCache, SelfAttention
+from megatron.models.common.experts import MoE
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_norm
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
@@ -184,7 +186,7 @@ class TransformerLayer(nn.Module):
         self.attention = SelfAttention(sizes, place, layer)
         self.attention_output_norm = make_norm(sizes, place) if after else None
         self.post_attention_norm = make_norm(sizes, place) if before else None
-        self.mlp = MLP(sizes, place)
+        self.mlp = MoE(sizes, place, MLP) if has_experts(sizes, layer) else MLP(sizes, place)
         self.mlp_output_norm = make_norm(sizes, place) if after else None
 
     def forward(

@@ -12,6 +12,7 @@ config.json says. The type of a model of ours is the first that can hold all of 
 | gemma2 | norms on both sides, less 1; a scaled embedding; soft-caps; windows by layer |
 | gemma3_text | the same with norms of heads, no soft-cap of scores, a base of its own in layers with a window |
 | olmo2 | norms behind the parts, and over all query and all key heads |
+| mixtral, qwen3_moe, qwen2_moe, glm4_moe | experts (``huggingface_experts``) in a mistral, qwen3, qwen2 and a llama |
 
 | ours | theirs | change |
 |---|---|---|
@@ -47,8 +48,27 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.decoder import window_pattern
+from megatron.config.experts import has_experts
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, other_settings
+from megatron.models.common.huggingface import (
+    HFFormat,
+    WeightMapping,
+    as_it_is,
+    by_recipes,
+    leave_as_it_is,
+    other_settings,
+)
+from megatron.models.llama.huggingface_experts import (
+    GLM4,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    ExpertNames,
+    expert_fields,
+    expert_problems,
+    expert_recipes,
+    expert_values,
+)
 from megatron.models.llama.huggingface_rotary import rotary_fields, rotary_values
 
 _ACTIVATIONS = {
@@ -85,6 +105,7 @@ class Preset:
         biases: whether all products may have biases.
         window: all: in all layers; layer: in some of them.
         is_divided: the hidden size must be a multiple of the heads.
+        experts: how it has experts; None: its layers are dense.
     """
 
     model_type: str
@@ -95,6 +116,7 @@ class Preset:
     biases: bool = False
     window: str = ""
     is_divided: bool = False
+    experts: ExpertNames | None = None
 
     @property
     def is_gemma(self) -> bool:
@@ -169,6 +191,40 @@ PRESETS = (
         fixed={"norm_placement": "after", "qk_norm": "all"},
         defaults={"rms_norm_eps": 1e-5},
     ),
+    Preset(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        free=frozenset(_WINDOWS),
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            **MIXTRAL.defaults,
+        },
+        window="all",
+        experts=MIXTRAL,
+    ),
+    Preset(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        fixed={"qk_norm": "head"},
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, **QWEN3.defaults},
+        experts=QWEN3,
+    ),
+    Preset(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        fixed={"add_qkv_bias": True},
+        defaults={"num_key_value_heads": 16, "max_position_embeddings": 32768, **QWEN2.defaults},
+        experts=QWEN2,
+    ),
+    Preset(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        free=frozenset({"qk_norm", "add_qkv_bias", "rotary_percent"}),
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **GLM4.defaults,
+        },
+        experts=GLM4,
+    ),
 )  # fmt: skip
 """In the order in which a model of ours looks for its type."""
 
@@ -176,7 +232,7 @@ PRESETS = (
 # Weights: the names depend on our settings alone.
 
 
-def recipes(config: Config) -> dict[str, WeightMapping]:
+def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
     """Return how each of our weights is made of theirs."""
     model = config.model
     found = {
@@ -194,6 +250,9 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
             found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=model.num_query_groups)
         for kind in ("weight", "bias") if model.hidden_bias else ("weight",):
             found[f"{at}.attention.dense.{kind}"] = WeightMapping((f"{there}.self_attn.o_proj.{kind}",))
+            if preset.experts is not None and has_experts(model, i):
+                found |= expert_recipes(preset.experts, model, at, there)
+                continue
             gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
             found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=model.ff_hidden_size)
             found[f"{at}.mlp.down.{kind}"] = WeightMapping((f"{there}.mlp.down_proj.{kind}",))
@@ -216,7 +275,12 @@ def heights(config: Config) -> dict[str, int]:
 def problems(preset: Preset, config: Config) -> Iterator[str]:
     """Yield what of ``config`` the type cannot hold."""
     model, title = config.model, preset.model_type
-    yield from other_settings(model, {**_OF_ALL, **preset.fixed}, free={*preset.free, "rotary_scaling"})
+    free = {*preset.free, "rotary_scaling", *(["num_experts"] if preset.experts is not None else [])}
+    yield from other_settings(model, {**_OF_ALL, **preset.fixed}, free=free)
+    if preset.experts is not None:
+        yield from expert_problems(preset.experts, model)
+    if preset.experts is GLM4 and model.qk_norm == "all":
+        yield "--qk-norm must be none or head there, got all"
     if model.activation not in _THEIR_ACTIVATIONS:
         yield f"{title} has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
     if model.hidden_bias and not preset.biases:
@@ -257,11 +321,14 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "hidden_dropout": model.hidden_dropout,  # which their model does not have: read back by ours alone
         "tie_word_embeddings": not model.untie_embeddings,
         **_window_fields(preset, config),
-        **rotary_fields(model, has_local=preset.model_type == "gemma3_text"),
+        **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_share=preset.experts is GLM4),
+        **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
+    if preset.experts is GLM4:
+        found |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.biases:
         found["mlp_bias"] = model.hidden_bias
-    if preset.model_type == "qwen2":
+    if preset.model_type in ("qwen2", "qwen2_moe"):
         del found["attention_bias"]  # which it always has, and on queries, keys and values alone
     if preset.is_gemma:
         found["query_pre_attn_scalar"] = _scalar(config)
@@ -313,9 +380,13 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
     size, heads, layers = given["hidden_size"], given["num_attention_heads"], given["num_hidden_layers"]
     windows, found = _window_values(preset, given, layers)
     rotary, odd = rotary_values(
-        given, has_local=preset.model_type == "gemma3_text", has_windows="window_size" in windows
+        given,
+        has_local=preset.model_type == "gemma3_text",
+        has_windows="window_size" in windows,
+        has_share=preset.experts is GLM4,
     )
-    found = [*odd, *found, *_other_values(preset, given)]
+    experts, strange = ({}, []) if preset.experts is None else expert_values(preset.experts, given)
+    found = [*odd, *found, *strange, *_other_values(preset, given)]
     if activation not in _ACTIVATIONS:
         found.append(f"{preset.activation} {activation!r} (known: {', '.join(_ACTIVATIONS)})")
     if found:
@@ -324,6 +395,12 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
         )
     head = given.get("head_dim") or size // heads
     gemma: dict[str, Any] = {}
+    glm: dict[str, Any] = {}
+    if preset.experts is GLM4:
+        glm = {
+            "qk_norm": "head" if given.get("use_qk_norm") else "none",
+            "add_qkv_bias": bool(given.get("attention_bias")),
+        }
     if preset.is_gemma:
         scalar = given["query_pre_attn_scalar"]
         gemma = {name: float(given.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -349,6 +426,8 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
         **gemma,
         **windows,
         **rotary,
+        **experts,
+        **glm,
     }
 
 
@@ -360,7 +439,7 @@ def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
     biases = given.get("attention_bias") or False
     if preset.biases and (given.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (known: both, or none)"
-    if not preset.biases and preset.model_type != "qwen2" and biases:
+    if not preset.biases and not preset.model_type.startswith("qwen2") and preset.experts is not GLM4 and biases:
         yield "attention_bias True (known: False)"
     if preset.model_type == "gemma3_text" and given.get("attn_logit_softcapping"):
         yield f"attn_logit_softcapping {given['attn_logit_softcapping']!r} (known: None; their model passes it over)"
@@ -407,15 +486,28 @@ def _skip_freq(has: list[bool]) -> str:
     return f"[{','.join(str(int(each)) for each in has)}]"
 
 
+def _named(name: str, config: Config) -> str | None:
+    """Return ``name``; None of a layer behind the last, which GLM 4 predicts further tokens with."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if layer is not None and int(layer[1]) >= config.model.num_layers else name
+
+
+def _one_by_one(theirs: Any, config: Config) -> None:
+    """Let their experts compute one after another: their grouped products, which are the default, know no fp64."""
+    theirs.set_experts_implementation("eager")
+
+
 def _format(preset: Preset) -> HFFormat:
     return HFFormat(
         model_types=(preset.model_type,),
         problems=partial(problems, preset),
         fields=partial(fields, preset),
         values=partial(values, preset),
-        **by_recipes(recipes, heights),
+        **by_recipes(partial(recipes, preset), heights),
         word=_WORD,
         unread=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        named=_named if preset.experts is GLM4 else as_it_is,
+        prepare=_one_by_one if preset.experts is not None else leave_as_it_is,
         allowed=1e-5,  # their norms and angles are in fp32
     )
 

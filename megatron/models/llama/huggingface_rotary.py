@@ -35,11 +35,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BASE, _LOCAL_BASE = 10000.0, "rope_local_base_freq"
 
 
-def rotary_fields(model: ModelConfig, *, has_local: bool) -> dict[str, Any]:
+def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = False) -> dict[str, Any]:
     """Return the fields of config.json.
 
     Args:
         has_local: layers with a window have a base of their own there.
+        has_share: a share of each head may turn there.
     """
     kind = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
     scaled = {"rope_type": kind, **{key: getattr(model, _SCALING[key]) for key in _OF_SCALING[kind]}}
@@ -47,6 +48,8 @@ def rotary_fields(model: ModelConfig, *, has_local: bool) -> dict[str, Any]:
         del scaled["attention_factor"]  # theirs follows from the factor then, as ours
     whole = {**scaled, "rope_theta": model.rotary_base}
     found = {"rope_theta": model.rotary_base, "rope_scaling": scaled if kind != "default" else None}
+    if has_share:
+        found["partial_rotary_factor"] = whole["partial_rotary_factor"] = model.rotary_percent
     if not has_local:
         return {**found, "rope_parameters": whole}
     local = (
@@ -55,9 +58,17 @@ def rotary_fields(model: ModelConfig, *, has_local: bool) -> dict[str, Any]:
     return {**found, _LOCAL_BASE: local["rope_theta"], "rope_parameters": {_FULL: whole, _SLIDING: local}}
 
 
-def rotary_values(theirs: Mapping[str, Any], *, has_local: bool, has_windows: bool) -> tuple[dict[str, Any], list[str]]:
+def rotary_values(
+    theirs: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_share: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Return our fields of a config.json, and which of its settings have no counterpart."""
     given, local = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}, None
+    if has_share:
+        theirs, given = dict(theirs), dict(given)
+        inner, outer = given.pop("partial_rotary_factor", None), theirs.pop("partial_rotary_factor", None)
+        share = outer if inner is None else inner
+        found, odd = rotary_values({**theirs, "rope_parameters": given}, has_local=has_local, has_windows=has_windows)
+        return {**found, "rotary_percent": 0.5 if share is None else float(share)}, odd
     if _FULL in given or _SLIDING in given:
         if not has_local:
             return {}, [f"rope_parameters of {_FULL} and {_SLIDING} (known: one for all layers)"]

@@ -14,7 +14,9 @@ from megatron.config import Config, parse
 from megatron.config.decoder import IDENTITY, window_pattern
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
+from megatron.models.llama import huggingface_experts
 from megatron.models.llama.huggingface import FORMATS, PRESETS
+from tests.helpers.expert_models import EXPERTS
 from tests.helpers.huggingface_models import config_of, save_model
 from tests.helpers.modern_decoders import FLAGS, MODERN, SLIDING, drawn
 from tests.tools.test_convert_hf import Run, convert, same, tensors_in
@@ -224,11 +226,13 @@ def test_no_setting_of_a_decoder_is_passed_over_by_a_format() -> None:
         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
         "rotary_attention_factor", "alibi_bias_max", "window_attn_skip_freq",
     }  # fmt: skip
+    with_others |= {*huggingface_experts._PLAIN, *huggingface_experts._SIZES}
     assert set(IDENTITY) == with_others | (set(huggingface._PLAIN) - {"apply_residual_connection_post_layernorm"})
 
 
 def test_each_type_is_held_by_its_own_format_alone() -> None:
-    kinds = {**HUB, "llama": {**HUB["mistral"], "model_type": "llama", "sliding_window": None}}
+    experts = {kind: config_to_huggingface(EXPERTS[kind].our_config(), "float32") for kind in EXPERTS}
+    kinds = {**HUB, **experts, "llama": {**HUB["mistral"], "model_type": "llama", "sliding_window": None}}
     for preset in PRESETS:
         config = config_from_huggingface(kinds[preset.model_type])
         fitting = [one.model_types[0] for one in FORMATS if not list(one.problems(config))]

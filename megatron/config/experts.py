@@ -1,0 +1,279 @@
+"""ExpertFeatures: feed-forward layers of experts (MoE) as flags, by Megatron-LM's names; what cannot go together."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from megatron.config.option import option
+
+_option = partial(option, family_kind="decoder", elsewhere="experts are for decoders; leave it out")
+
+_LONGEST_PATTERN = 10_000
+AUX_LOSS, NO_LOSS = "aux_loss", "none"
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFeatures:
+    """The experts of a decoder; a base of ``ModelConfig``. All act with ``num_experts`` alone."""
+
+    num_experts: int = _option(
+        0,
+        "experts E of a feed-forward layer, of which each token goes through --moe-router-topk; 0 and 1: dense layers",
+        minimum=0,
+    )
+    moe_ffn_hidden_size: int = _option(0, "size f of one expert", minimum=1, shown_default="ff-hidden-size")
+    moe_layer_freq: str = _option(
+        "1",
+        "which layers have experts: N: each N-th, beginning with the first; or a list with a 1 for each that has them "
+        "and a 0 for each dense one, as [0,1,1] or ([0]*1+[1]*26)",
+    )
+    moe_router_topk: int = _option(2, "experts k that a token goes through", minimum=1)
+    moe_router_score_function: str = _option(
+        SOFTMAX, "what makes scores of the router's logits", choices=(SOFTMAX, SIGMOID)
+    )
+    moe_router_pre_softmax: bool = _option(
+        False,
+        "weight experts by their softmax among all, which adds up to less than 1, and not among the k chosen",
+    )
+    moe_router_topk_scaling_factor: float = _option(
+        1.0, "what the weights of a token's experts are multiplied with", above=0
+    )
+    moe_router_num_groups: int = _option(
+        0, "groups of neighbouring experts, of which a token goes to --moe-router-group-topk", minimum=0
+    )
+    moe_router_group_topk: int = _option(
+        0,
+        "groups whose experts a token may go to: those with the largest sums of their k / this best scores",
+        minimum=0,
+    )
+    moe_router_enable_expert_bias: bool = _option(
+        False,
+        "choose experts by score plus a bias, which rises after a step for experts with fewer tokens than the mean of "
+        "the global batch and falls for others; weights leave it out",
+    )
+    moe_router_bias_update_rate: float = _option(1e-3, "by how much that bias moves in a step", minimum=0)
+    moe_router_load_balancing_type: str = _option(
+        AUX_LOSS,
+        "what keeps experts evenly loaded: aux_loss: a loss over the global batch, with --moe-aux-loss-coeff; none",
+        choices=(AUX_LOSS, NO_LOSS),
+        synonyms={"global_aux_loss": AUX_LOSS},
+    )
+    moe_aux_loss_coeff: float = _option(
+        0.0,
+        "of the load balancing loss: this x E x sum of f P over experts; f is the share of tokens in the global batch "
+        "before, P the mean probability in this one, so that it is the same in every layout",
+        minimum=0,
+    )
+    moe_z_loss_coeff: float = _option(
+        0.0, "of the router's z-loss: this x the mean square of its logits' log-sum-exp", minimum=0
+    )
+    moe_expert_capacity_factor: float = _option(
+        0.0,
+        "an expert takes ceil(this x s k / E) tokens of a sample of s at most and drops the rest; 0: it drops none",
+        minimum=0,
+    )
+    moe_token_drop_policy: str = _option(
+        "probs",
+        "which tokens an expert takes first: those with the largest weights, or the first of the sample",
+        choices=("probs", "position"),
+    )
+    moe_shared_expert_intermediate_size: int = _option(
+        0, "size of the shared expert, which all tokens go through; 0: there is none", minimum=0
+    )
+    moe_shared_expert_gate: bool = _option(
+        False, "multiply what the shared expert gives with the sigmoid of a product of its own, as Qwen2-MoE"
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_experts <= 1:  # a dense model, whatever is said of experts
+            for name in NAMES:
+                object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
+        elif not self.moe_ffn_hidden_size:
+            object.__setattr__(self, "moe_ffn_hidden_size", getattr(self, "ff_hidden_size", 0))
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether a loss balances the experts."""
+        return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
+
+
+NAMES = tuple(field.name for field in fields(ExpertFeatures))
+TRAINING = (
+    "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+)  # fmt: skip
+"""Those that change how a model is trained and not what it computes."""
+REFITTED = (
+    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
+)  # fmt: skip
+"""Those with which the same weights fit and compute something else."""
+
+
+def has_experts(model: Any, layer: int) -> bool:
+    """Return whether layer number ``layer``, from 0, of a model with these features has experts.
+
+    Raises:
+        ValueError: ``moe_layer_freq`` cannot be read, or is a list of another length than there are layers.
+    """
+    return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer]
+
+
+def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether ``text``, a value of ``moe_layer_freq``, gives it experts.
+
+    Raises:
+        ValueError: it cannot be read, or is a list of another length than there are layers.
+
+    Source: Megatron-LM's ``--moe-layer-freq``: a number, or an expression of lists.
+    """
+    if re.fullmatch(r"\s*[1-9]\d*\s*", text):
+        return tuple(layer % int(text) == 0 for layer in range(num_layers))
+    return layer_pattern(text, num_layers)
+
+
+def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Return the list that an expression of whole numbers, lists of 0 and 1, + and * is, with a place for each layer.
+
+    Raises:
+        ValueError: it cannot be read, or is a list of another length than there are layers.
+    """
+    try:
+        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError):
+        raise ValueError(text) from None
+    if not isinstance(found, list) or len(found) != num_layers:
+        raise ValueError(text)
+    return tuple(bool(each) for each in found)
+
+
+def _evaluated(node: ast.AST) -> list[int] | int:
+    if isinstance(node, ast.List):
+        found = [_evaluated(each) for each in node.elts]
+        if all(each in (0, 1) for each in found):
+            return [each for each in found if isinstance(each, int)]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            times, part = (right, left) if isinstance(left, list) else (left, right)
+            if isinstance(times, int) and isinstance(part, list) and times * len(part) <= _LONGEST_PATTERN:
+                return part * times
+    raise ValueError(ast.dump(node))
+
+
+# What cannot be.
+
+OF_OTHERS = frozenset(
+    "--enable-expert-tensor-parallelism --mlp-type --topk --disable-moe-token-dropping "
+    "--disable-moe-top2-2nd-expert-sampling --expert-interval --num-experts-switch --num-experts-teacher "
+    "--moe-loss-coeff --moe-expert-parallel-size --moe-train-capacity-factor --moe-eval-capacity-factor "
+    "--moe-min-capacity --moe-router-force-load-balancing --moe-router-force-biased "
+    "--moe-router-quantile-balancing-ema --moe-use-upcycling --moe-extended-tp --moe-input-jitter-eps "
+    "--moe-enable-routing-replay --moe-apply-probs-on-input --moe-latent-size "
+    "--moe-expert-rank-capacity-factor --moe-shared-expert-glu-interleave-size "
+    "--moe-mlp-glu-interleave-size --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype".split()
+)
+"""Flags of other trainers that a dense model may be given, and that would change the numbers of one with experts."""
+
+
+def expert_problems(config: Any) -> Iterator[str]:
+    """Yield what cannot be of the experts of ``config``, a ``Config`` of a decoder."""
+    model = config.model
+    if not model.num_experts:
+        return
+    yield from _router_problems(model)
+    if others := [flag for flag in config.neutral if flag in OF_OTHERS]:
+        yield (
+            f"{', '.join(others)} would change the numbers of a model with experts, and cannot be done. Leave it out; "
+            "docs/flags.md has the --moe-* flags that act here"
+        )
+    try:
+        has = expert_layers(model.moe_layer_freq, model.num_layers)
+        if not any(has):
+            yield f"--moe-layer-freq gives no layer experts, got {model.moe_layer_freq!r}. Leave --num-experts out"
+    except ValueError:
+        yield (
+            "--moe-layer-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
+            f"{model.num_layers} layers such as [0,1,1] or ([0]*1+[1]*2), got {model.moe_layer_freq!r}"
+        )
+    yield from _layout_problems(config)
+    if model.hidden_bias:
+        yield (
+            "experts have no biases, got --num-experts with --hidden-bias. Leave --hidden-bias out; --add-qkv-bias "
+            "gives queries, keys and values theirs"
+        )
+    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
+        yield (
+            "--moe-shared-expert-gate acts on a shared expert, got none. Add --moe-shared-expert-intermediate-size, or "
+            "leave it out"
+        )
+
+
+def _router_problems(model: Any) -> Iterator[str]:
+    experts, k, groups, kept = (
+        model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    )  # fmt: skip
+    if k > experts:
+        yield f"--moe-router-topk must not exceed --num-experts, got {k} and {experts}. Lower it"
+    if k == 1 and model.moe_router_score_function == SOFTMAX and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1 weights its expert by a softmax over one, which is 1 and leaves the router without a "
+            "gradient. Add --moe-router-pre-softmax"
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function != SOFTMAX:
+        yield "--moe-router-pre-softmax acts with --moe-router-score-function softmax only. Leave one of them out"
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
+        yield (
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores do not hang "
+            "together, got softmax. Add that, or balance by --moe-aux-loss-coeff"
+        )
+    if bool(groups) != bool(kept):
+        yield (
+            "--moe-router-num-groups and --moe-router-group-topk go together, got "
+            f"{groups} and {kept}. Give both, or none"
+        )
+    elif groups and (experts % groups or k % kept or kept > groups or k // kept > experts // groups):
+        yield (
+            "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk be no more than it and divide "
+            f"--moe-router-topk, and a group have as many experts as it gives, got {groups}, {experts}, {kept} and {k}"
+        )
+
+
+def _layout_problems(config: Any) -> Iterator[str]:
+    model, parallel, t = config.model, config.parallel, config.parallel.model_parallel_size
+    for flag, size in (
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size),
+    ):
+        if size % t:
+            yield f"{flag} must be a multiple of --model-parallel-size, got {size} and {t}. Change one of them"
+    if parallel.expert_model_parallel_size > 1:
+        yield (
+            f"--expert-model-parallel-size must be 1, got {parallel.expert_model_parallel_size}: every rank of the "
+            "data axis has all experts. Use --model-parallel-size or --pipe-parallel-size"
+        )
+    if parallel.expert_tensor_parallel_size not in (0, t):
+        yield (
+            "--expert-tensor-parallel-size must be --model-parallel-size, got "
+            f"{parallel.expert_tensor_parallel_size} and {t}. Leave it out"
+        )
+    if parallel.compile:
+        yield "--compile compiles dense layers, got --num-experts. Leave one of them out"
+
+
+def expert_notes(config: Any) -> Iterator[str]:
+    """Yield what was given, acts on experts alone and so changes nothing in a dense model."""
+    if config.model.num_experts:
+        return
+    names = (*NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size")
+    if given := [f"--{name.replace('_', '-')}" for name in names if name in config.given]:
+        yield f"{', '.join(given)}: it acts on experts, and the model has none (--num-experts)"

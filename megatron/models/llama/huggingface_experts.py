@@ -1,0 +1,224 @@
+"""Experts of Mixtral, Qwen 2 and 3 MoE and GLM 4 MoE in Hugging Face's files: names of weights, settings both ways.
+
+| ours | Qwen 3 MoE, Qwen 2 MoE, GLM 4 MoE | Mixtral |
+|---|---|---|
+| mlp.router | mlp.gate | block_sparse_moe.gate |
+| mlp.router.expert_bias | mlp.gate.e_score_correction_bias | |
+| mlp.experts.N.up, .down | mlp.experts.N.gate_proj, .up_proj; .down_proj | block_sparse_moe.experts.N.w1, .w3; .w2 |
+| mlp.shared_expert | mlp.shared_expert, of GLM 4 mlp.shared_experts | |
+| mlp.shared_expert_gate | mlp.shared_expert_gate | |
+
+Files have a tensor for each expert, as ours have; the classes of transformers 5 join them when they load. What only
+trains (coefficients of losses, the rate of the bias) is not read and not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.experts import SIGMOID, SOFTMAX, expert_layers
+from megatron.config.model import ModelConfig
+from megatron.models.common.huggingface import WeightMapping
+
+_PLAIN = {
+    "moe_router_score_function": SOFTMAX, "moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 0,
+    "moe_router_group_topk": 0, "moe_router_enable_expert_bias": False, "moe_expert_capacity_factor": 0.0,
+    "moe_token_drop_policy": "probs", "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0,
+    "moe_shared_expert_gate": False,
+}  # fmt: skip
+"""Of a Mixtral."""
+_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")
+"""What config.json says of all; what only trains is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """The experts of one ``model_type``.
+
+    Args:
+        block: where they are in a layer.
+        parts: gate, up and down of one.
+        number, size: their names of E and f.
+        fixed: our settings where they are not those of a Mixtral.
+        free: our settings that config.json says.
+        shared: name of the shared expert.
+        layers: how config.json says which layers are dense: "", "sparse" (``decoder_sparse_step``) or "first".
+        defaults: what their class takes where config.json is silent.
+    """
+
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    number: str = "num_experts"
+    size: str = "moe_intermediate_size"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    free: frozenset[str] = frozenset()
+    shared: str = ""
+    layers: str = "sparse"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+MIXTRAL = ExpertNames(
+    block="block_sparse_moe",
+    parts=("w1", "w3", "w2"),
+    number="num_local_experts",
+    size="intermediate_size",
+    layers="",
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+)
+QWEN3 = ExpertNames(
+    free=frozenset({"moe_router_pre_softmax"}),
+    defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+)
+QWEN2 = ExpertNames(
+    free=frozenset({"moe_router_pre_softmax", "moe_shared_expert_intermediate_size"}),
+    fixed={"moe_shared_expert_gate": True},
+    shared="shared_expert",
+    defaults={
+        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 5632,
+    },
+)  # fmt: skip
+GLM4 = ExpertNames(
+    number="n_routed_experts",
+    free=frozenset({
+        "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+        "moe_router_group_topk",
+    }),
+    fixed={"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True},
+    shared="shared_experts",
+    layers="first",
+    defaults={
+        "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    },
+)  # fmt: skip
+
+
+# Weights.
+
+
+def expert_recipes(names: ExpertNames, model: ModelConfig, at: str, there: str) -> dict[str, WeightMapping]:
+    """Return how the weights of the experts of layer ``at`` are made of those of layer ``there``."""
+    block, shared = f"{there}.{names.block}", f"{there}.{names.block}.{names.shared}"
+    found = {f"{at}.mlp.router.weight": WeightMapping((f"{block}.gate.weight",))}
+    if model.moe_router_enable_expert_bias:
+        found[f"{at}.mlp.router.expert_bias"] = WeightMapping((f"{block}.gate.e_score_correction_bias",))
+    for number in range(model.num_experts):
+        own, size = f"{at}.mlp.experts.{number}", model.moe_ffn_hidden_size
+        found |= _pair(own, f"{block}.experts.{number}", names.parts, size)
+    if model.moe_shared_expert_intermediate_size:
+        found |= _pair(f"{at}.mlp.shared_expert", shared, names.parts, model.moe_shared_expert_intermediate_size)
+    if model.moe_shared_expert_gate:
+        found[f"{at}.mlp.shared_expert_gate.weight"] = WeightMapping((f"{shared}_gate.weight",))
+    return found
+
+
+def _pair(ours: str, theirs: str, parts: tuple[str, str, str], size: int) -> dict[str, WeightMapping]:
+    gate, up, down = (f"{theirs}.{part}.weight" for part in parts)
+    return {f"{ours}.up.weight": WeightMapping((gate, up), blocks=size), f"{ours}.down.weight": WeightMapping((down,))}
+
+
+# Settings.
+
+
+def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
+    """Yield what of the experts of ``model`` the type cannot hold."""
+    if not model.num_experts:
+        yield "--num-experts must be above 1 there, got a dense model"
+        return
+    for name, only in {**_PLAIN, **names.fixed}.items():
+        value = getattr(model, name)
+        if name not in names.free and value != only:
+            yield f"--{name.replace('_', '-')} must be {only} there, got {value}"
+    has = expert_layers(model.moe_layer_freq, model.num_layers)
+    if names.layers == "first" and sorted(has) != list(has):
+        yield f"the first layers are dense and no others there, got --moe-layer-freq {model.moe_layer_freq}"
+    if not names.layers and not all(has):
+        yield f"all layers have experts there, got --moe-layer-freq {model.moe_layer_freq}"
+    if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
+        yield "there is a shared expert there, got no --moe-shared-expert-intermediate-size"
+    if names is GLM4 and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
+        yield (
+            "--moe-shared-expert-intermediate-size must be a multiple of --moe-ffn-hidden-size there, got "
+            f"{model.moe_shared_expert_intermediate_size} and {model.moe_ffn_hidden_size}"
+        )
+    if model.moe_router_num_groups and model.moe_router_topk // model.moe_router_group_topk != 2:
+        yield (
+            "a group is chosen by its two best scores there, got --moe-router-topk "
+            f"{model.moe_router_topk} of --moe-router-group-topk {model.moe_router_group_topk}"
+        )
+
+
+def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json."""
+    has = expert_layers(model.moe_layer_freq, model.num_layers)
+    found: dict[str, Any] = {
+        names.number: model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        names.size: model.moe_ffn_hidden_size,
+    }
+    if names.layers == "sparse":
+        dense = [layer for layer, own in enumerate(has) if not own]
+        found |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense,
+            "norm_topk_prob": not model.moe_router_pre_softmax,
+        }
+    if names is QWEN2:
+        found["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+    if names is GLM4:
+        found |= {
+            "first_k_dense_replace": list(has).index(True),
+            "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor,
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+            "norm_topk_prob": True,
+        }
+    return found
+
+
+def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return our fields of a config.json, and which of its settings have no counterpart."""
+    given, odd = {**names.defaults, **theirs}, []
+    number = given.get("num_local_experts") or given[names.number]  # transformers 5 saves the first of all
+    has = _layers(names, given)
+    found = {
+        **_PLAIN,
+        **names.fixed,
+        "num_experts": number,
+        "moe_router_topk": given["num_experts_per_tok"],
+        "moe_ffn_hidden_size": given[names.size],
+        "moe_layer_freq": "1" if all(has) else f"[{','.join(str(int(each)) for each in has)}]",
+    }
+    if given.get("router_jitter_noise"):
+        odd.append(f"router_jitter_noise {given['router_jitter_noise']!r} (known: 0.0)")
+    if names.layers == "sparse":
+        found["moe_router_pre_softmax"] = not given["norm_topk_prob"]
+    if names is QWEN2:
+        found["moe_shared_expert_intermediate_size"] = given["shared_expert_intermediate_size"]
+        if not given.get("qkv_bias", True):
+            odd.append("qkv_bias False (known: True)")
+    if names is GLM4:
+        groups, kept = given["n_group"], given["topk_group"]
+        found["moe_shared_expert_intermediate_size"] = given["n_shared_experts"] * given[names.size]
+        found["moe_router_topk_scaling_factor"] = given["routed_scaling_factor"]
+        if groups > 1 and groups != kept:
+            found |= {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+        if not given["norm_topk_prob"]:
+            odd.append("norm_topk_prob False (known: True)")
+    if not any(has):
+        odd.append(f"{names.number} {number} in no layer (known: in one at least)")
+    return found, odd
+
+
+def _layers(names: ExpertNames, given: Mapping[str, Any]) -> list[bool]:
+    layers = range(given["num_hidden_layers"])
+    if names.layers == "first":
+        return [layer >= given["first_k_dense_replace"] for layer in layers]
+    if not names.layers:
+        return [True for _ in layers]
+    step, dense = given.get("decoder_sparse_step") or 1, given.get("mlp_only_layers") or ()
+    return [layer not in dense and (layer + 1) % step == 0 for layer in layers]

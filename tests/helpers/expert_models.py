@@ -1,0 +1,166 @@
+"""Tiny models with experts of Hugging Face's own classes and odd sizes, and what their files call their weights.
+
+Their classes keep the experts of a layer in two tensors; their files, and ours, have a tensor for each. Norms, angles
+and softmax are computed in fp64 as ``modern_decoders`` has it, routers here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from megatron.config import Config
+from megatron.models.common.huggingface import HFFormat
+from tests.helpers.modern_decoders import Modern, frequencies
+
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+EXPERTS = {
+    "mixtral": Modern(
+        "Mixtral",
+        {
+            "hidden_size": 38, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "experts_implementation": "eager", **_ROPE,
+        },
+        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --num-experts 5 --moe-ffn-hidden-size 54",
+        module="mixtral",
+    ),
+    "qwen3_moe": Modern(
+        "Qwen3Moe",
+        {
+            "hidden_size": 38, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14, "norm_topk_prob": True, "mlp_only_layers": [1],
+            "experts_implementation": "eager", **_ROPE,
+        },
+        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --qk-norm head --num-experts 6 --moe-router-topk 3 "
+        "--moe-ffn-hidden-size 14 --moe-layer-freq [1,0,1]",
+        module="qwen3_moe",
+    ),
+    "qwen2_moe": Modern(
+        "Qwen2Moe",
+        {
+            "hidden_size": 60, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22, "experts_implementation": "eager",
+            **_ROPE,
+        },
+        "--hidden-size 60 --num-query-groups 2 --rotary-base 100 --add-qkv-bias --num-experts 6 --moe-router-topk 3 "
+        "--moe-ffn-hidden-size 14 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 22 "
+        "--moe-shared-expert-gate",
+        module="qwen2_moe",
+    ),
+    "glm4_moe": Modern(
+        "Glm4Moe",
+        {
+            "hidden_size": 38, "head_dim": 12, "num_key_value_heads": 2, "n_routed_experts": 8,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 14, "n_group": 4, "topk_group": 2, "use_qk_norm": True,
+            "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+            "experts_implementation": "eager",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+        "--hidden-size 38 --kv-channels 12 --num-query-groups 2 --rotary-base 100 --rotary-percent 0.5 --qk-norm head "
+        "--add-qkv-bias --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 14 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 28 --moe-layer-freq [0,1,1]",
+        module="glm4_moe",
+    ),
+}  # fmt: skip
+
+
+def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return their model with random weights; routers are far from even, and biases of experts far from 0."""
+    torch.manual_seed(1)
+    model = EXPERTS[kind].their_model(dtype)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.randn_like(tensor) * 0.2)
+            elif name.endswith("gate.weight"):
+                tensor.mul_(5.0)
+    return model
+
+
+def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Return their tensors in memory as their files have them."""
+    found: dict[str, torch.Tensor] = {}
+    block, (gate, up, down) = (
+        ("block_sparse_moe", ("w1", "w3", "w2"))
+        if kind == "mixtral"
+        else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
+    for name, tensor in tensors.items():
+        there = name.replace(".mlp.", f".{block}.")
+        stem = there.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for number, one in enumerate(tensor):
+                found[f"{stem}.{number}.{gate}.weight"], found[f"{stem}.{number}.{up}.weight"] = one.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{stem}.{number}.{down}.weight": one for number, one in enumerate(tensor)}
+        else:
+            found[there] = tensor
+    return found
+
+
+def in_memory(form: HFFormat, kind: str) -> HFFormat:
+    """Return ``form`` for tensors that their classes hold: they are taken apart on the way to ours.
+
+    What comes back has the names of files.
+    """
+
+    def to_ours(theirs: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+        return form.to_ours(on_disk(theirs, kind), config)
+
+    return replace(form, to_ours=to_ours)
+
+
+@contextmanager
+def in_its_own_dtype() -> Iterator[None]:
+    """Let norms, angles, softmax and routers of these models compute in fp64, by the same formulas."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        speeds, scale = frequencies(self.config)
+        turned = int(2 * len(speeds) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        if turned != 2 * len(speeds):
+            base = self.config.rope_parameters["rope_theta"]
+            speeds = 1.0 / base ** (torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        freqs = position_ids[..., None].double() * speeds
+        both = torch.cat((freqs, freqs), dim=-1)
+        return both.cos() * scale, both.sin() * scale
+
+    def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.softmax(x, dim)
+
+    def mixtral(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        values, numbers = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+        return logits, values / values.sum(-1, keepdim=True), numbers
+
+    def glm(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x.view(-1, self.hidden_dim), self.weight)
+        scores = logits.sigmoid()
+        wanted = scores + self.e_score_correction_bias
+        grouped = wanted.view(-1, self.num_group, self.num_experts // self.num_group)
+        best = grouped.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group, dim=-1)[1]
+        kept = torch.zeros(len(x.view(-1, self.hidden_dim)), self.num_group).scatter_(1, best, 1.0).bool()
+        wanted = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+        numbers = wanted.topk(self.top_k, dim=-1)[1]
+        values = scores.gather(1, numbers)
+        return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, numbers
+
+    routers = {"Mixtral": ("TopKRouter", mixtral), "Glm4Moe": ("TopkRouter", glm)}
+    with ExitStack() as stack:
+        for model in EXPERTS.values():
+            theirs = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
+            own = [routers[model.prefix]] if model.prefix in routers else []
+            for kind, forward in [("RMSNorm", norm), ("RotaryEmbedding", angles), *own]:
+                stack.enter_context(patch.object(getattr(theirs, f"{model.prefix}{kind}"), "forward", forward))
+        stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))
+        yield
