@@ -84,6 +84,7 @@ def model_provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
     parallel, streams = config.parallel, get_streams()
     how = {"context": grid.context, "cp_comm_type": parallel.cp_comm_type}
+    how |= {"expert": grid.expert, "cuts_experts": parallel.cuts_experts}
     place = models.ParallelContext(grid.tensor, streams, parallel.sequence_parallel, **how)
     return registry.build_model(config, place, grid.topology, get_batch_pipe)
 

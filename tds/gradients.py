@@ -298,6 +298,20 @@ def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
     return tensor_rank == 0 or bool(is_partitioned)
 
 
+def set_reduced_apart(parameter: T) -> T:
+    """Record that the gradient of ``parameter`` is no summand of the replicas' sum: the optimizer sums it itself.
+
+    So it is with weights of experts, of which each rank of the data group has others.
+    """
+    parameter.is_reduced_apart = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_reduced_apart(parameter: torch.Tensor) -> bool:
+    """Return whether the replicas' sum leaves out the gradient of ``parameter``; see ``set_reduced_apart``."""
+    return bool(getattr(parameter, "is_reduced_apart", False))
+
+
 def global_norm(
     gradients: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device | None = None
 ) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.arguments import unused_flags
 from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
-from megatron.config.experts import expert_notes
+from megatron.config.experts import expert_notes, expert_rank_problems
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
 from megatron.mpu.topology import axes_text, sizes_text
@@ -241,6 +241,7 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         )
     else:
         yield from _ramp_problems(config, world_size // each)
+        yield from expert_rank_problems(config, world_size // each * c)
     if config.parallel.has_pipeline:
         yield from _stage_problems(config)
 

@@ -256,18 +256,48 @@ def _layout_problems(config: Any) -> Iterator[str]:
     ):
         if size % t:
             yield f"{flag} must be a multiple of --model-parallel-size, got {size} and {t}. Change one of them"
-    if parallel.expert_model_parallel_size > 1:
+    ep, zero = parallel.expert_model_parallel_size, config.optimizer.zero_stage
+    if model.num_experts % ep:
+        works = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
         yield (
-            f"--expert-model-parallel-size must be 1, got {parallel.expert_model_parallel_size}: every rank of the "
-            "data axis has all experts. Use --model-parallel-size or --pipe-parallel-size"
+            f"--expert-model-parallel-size must divide --num-experts, got {ep} and {model.num_experts}. Use one of "
+            f"{works}"
         )
-    if parallel.expert_tensor_parallel_size not in (0, t):
+    if ep > 1 and zero > 1:
         yield (
-            "--expert-tensor-parallel-size must be --model-parallel-size, got "
+            f"--expert-model-parallel-size {ep} needs --zero-stage 0 or 1, got {zero}: replicas of experts are others "
+            "than those of the rest, and experts take 1 / "
+            f"{ep} of the memory by themselves. Use --zero-stage 1"
+        )
+    if ep > 1 and zero and config.optimizer.optimizer == "muon":
+        yield (
+            f"--expert-model-parallel-size {ep} with --optimizer muon needs --zero-stage 0, got {zero}: owners of "
+            "matrices are shared out over the replicas of all. Use --zero-stage 0, or --optimizer adamw"
+        )
+    if ep > 1 and config.checkpoint.checkpoint_format == "deepspeed":
+        yield "--checkpoint-format deepspeed has no experts that are shared out over ranks. Use native"
+    if parallel.expert_tensor_parallel_size not in (0, 1, t):
+        yield (
+            "--expert-tensor-parallel-size must be 1 or --model-parallel-size, got "
             f"{parallel.expert_tensor_parallel_size} and {t}. Leave it out"
+        )
+    if parallel.expert_tensor_parallel_size == 1 < t and not parallel.sequence_parallel:
+        yield (
+            f"--expert-tensor-parallel-size 1 with --model-parallel-size {t} needs --sequence-parallel: whole experts "
+            "see a tensor rank's part of the sequence. Add it, or leave --expert-tensor-parallel-size out"
         )
     if parallel.compile:
         yield "--compile compiles dense layers, got --num-experts. Leave one of them out"
+
+
+def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
+    """Yield why ``ranks`` on the data and context axes cannot share out the experts of ``config``."""
+    ep = config.parallel.expert_model_parallel_size
+    if config.model.num_experts and ranks % ep:
+        yield (
+            f"--expert-model-parallel-size must divide the data x context ranks, got {ep} and {ranks}. Use one of "
+            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}"
+        )
 
 
 def expert_notes(config: Any) -> Iterator[str]:

@@ -62,6 +62,8 @@ class Grid:
     tensor_host: Group  # the tensor group over the CPU: for what a device need not be waited for
     context: Group = SINGLE  # the ranks that have pieces of the same sequences
     data_context: Group = SINGLE  # data x context: the ranks that hold the same weights and add up their gradients
+    expert: Group = SINGLE  # of these the neighbours that share out the experts of a layer
+    expert_data: Group = SINGLE  # and those that have the same experts
 
 
 AXES = {
@@ -88,9 +90,14 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
     if topology.world_size == 1:
         return single_grid()
     made: dict[tuple[int, ...], Any] = {}
-    own = {name: _own_group(topology, rank, timeout, axes, made) for name, axes in AXES.items()}
+    own = {name: _own_group(topology.groups(*axes), topology, rank, timeout, made) for name, axes in AXES.items()}
+    own |= {
+        "expert": _own_group(topology.expert_groups(), topology, rank, timeout, made),
+        "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, made),
+    }
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
-    on_host = own["tensor"] if is_on_host else _own_group(topology, rank, timeout, AXES["tensor"], {}, backend="gloo")
+    tensor = topology.groups("tensor")
+    on_host = own["tensor"] if is_on_host else _own_group(tensor, topology, rank, timeout, {}, backend="gloo")
     host = replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
     return Grid(topology=topology, rank=rank, **own, world=world, host=host, tensor_host=on_host)
 
@@ -98,26 +105,29 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
 def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
     """Return torch's process group of each set of two ranks or more, those of other ranks too."""
     found: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
-    for name, axes in AXES.items():
+    every = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
+    every["expert"] = grid.topology.expert_groups()
+    every["expert_data"] = grid.topology.expert_groups(of_replicas=True)
+    for name, sets in every.items():
         own: Group = getattr(grid, name)
-        for ranks in map(tuple, grid.topology.groups(*axes)):
+        for ranks in map(tuple, sets):
             if len(ranks) > 1:
                 found.setdefault(ranks, own.handle if ranks == own.ranks else dist.GroupMember.NON_GROUP_MEMBER)
     return found
 
 
 def _own_group(
-    topology: Topology, rank: int, timeout: timedelta | None, axes: tuple[str, ...], made: dict[tuple[int, ...], Any],
+    sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None, made: dict[tuple[int, ...], Any],
     backend: str | None = None,
 ) -> Group:  # fmt: skip
-    """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``.
+    """Create the groups of all ``sets`` of ranks in the same order on every rank; return the one that holds ``rank``.
 
     Args:
         made: groups by their ranks: one that is there is not made again.
         backend: of new groups; None: as the default group, which is then that of all ranks.
     """
     own = None
-    for ranks in map(tuple, topology.groups(*axes)):
+    for ranks in map(tuple, sets):
         if len(ranks) == topology.world_size and backend is None:
             made[ranks] = dist.group.WORLD
         elif len(ranks) > 1 and ranks not in made:

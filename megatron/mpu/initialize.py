@@ -28,23 +28,26 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
     context: int = 1,
+    expert: int = 1,
 ) -> Grid:
     """Build and keep the grid of all ranks of the default process group. Collective.
 
     Args:
         device: where this rank's tensors live; the CPU unless given.
         timeout: of every group; torch's default unless given.
+        expert: neighbours along data and context that share out the experts of a layer.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tensor * pipe * context``.
+        ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide what
+            data and context have.
     """
     global _grid, _device
     _device = device or torch.device("cpu")
     if dist.is_initialized():
-        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1), context)
+        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1), context, expert)
         _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
-        Topology.of_world(1, tensor, max(pipe, 1), context)
+        Topology.of_world(1, tensor, max(pipe, 1), context, expert)
         _grid = single_grid()
     return _grid
 
@@ -100,6 +103,9 @@ get_data_parallel_rank = _data_view("rank")
 get_data_parallel_world_size = _data_view("size")
 get_context_parallel_group = _view("context", "handle")
 get_context_parallel_rank = _view("context", "rank")
+get_expert_model_parallel_group = _view("expert", "handle")
+get_expert_model_parallel_rank = _view("expert", "rank")
+get_expert_model_parallel_world_size = _view("expert", "size")
 get_context_parallel_world_size = _view("context", "size")
 
 

@@ -24,19 +24,24 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the four axes: ``p`` pipe, ``d`` data, ``t`` tensor, ``c`` context."""
+    """Sizes of the four axes: ``p`` pipe, ``d`` data, ``t`` tensor, ``c`` context.
+
+    ``expert`` is no axis of its own: so many neighbours along data and context share out the experts of a layer.
+    """
 
     pipe: int
     data: int
     tensor: int
     context: int = 1
+    expert: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, tensor: int, pipe: int, context: int = 1) -> Topology:
+    def of_world(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
         """Return the grid of ``world_size`` ranks, the data axis taking what the others leave.
 
         Raises:
-            ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``.
+            ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide
+                what data and context have.
         """
         rest, got = tensor * pipe * context, sizes_text(world_size, tensor, pipe, context)
         if world_size % rest:
@@ -45,7 +50,14 @@ class Topology:
                 f"Start {(world_size // rest + 1) * rest} processes, or lower one of the "
                 f"{'two' if context == 1 else 'three'}."
             )
-        return cls(pipe=pipe, data=world_size // rest, tensor=tensor, context=context)
+        data = world_size // rest
+        if (data * context) % expert:
+            raise ValueError(
+                f"--expert-model-parallel-size must divide the data x context ranks, got {expert} and {data} x "
+                f"{context} = {data * context}. Use one of "
+                f"{[n for n in range(1, data * context + 1) if data * context % n == 0]}"
+            )
+        return cls(pipe=pipe, data=data, tensor=tensor, context=context, expert=expert)
 
     @property
     def world_size(self) -> int:
@@ -57,9 +69,21 @@ class Topology:
         return self.data * self.context
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes by name, as a checkpoint keeps them: that of the context axis where it is above 1."""
+        """Return the sizes by name, as a checkpoint keeps them: those of context and expert where they are above 1."""
         found = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
-        return found if self.context == 1 else {**found, "context": self.context}
+        beside = {"context": self.context, "expert": self.expert}
+        return {**found, **{name: size for name, size in beside.items() if size > 1}}
+
+    def expert_groups(self, *, of_replicas: bool = False) -> list[list[int]]:
+        """Return every set of ranks that share out the experts of a layer, in the order of their experts.
+
+        Args:
+            of_replicas: those that have the same experts.
+        """
+        every = self.groups("data", "context")
+        if of_replicas:
+            return [ranks[place :: self.expert] for ranks in every for place in range(self.expert)]
+        return [ranks[first : first + self.expert] for ranks in every for first in range(0, len(ranks), self.expert)]
 
     def rank(self, coordinate: Coordinate) -> int:
         """Return the global rank at ``coordinate``."""

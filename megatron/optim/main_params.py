@@ -25,7 +25,7 @@ from megatron.optim.zero.partition import (
     partition_of,
 )
 from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
-from tds.gradients import WIDE, bucket_numbers, multiply
+from tds.gradients import WIDE, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -43,6 +43,7 @@ class MainParams:
 
     Args:
         data: the replicas.
+        expert_data: those that have the same experts, where not all do.
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
         param_init: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
@@ -56,6 +57,7 @@ class MainParams:
     def __init__(
         self,
         data: Group = SINGLE,
+        expert_data: Group = SINGLE,
         *,
         zero_stage: int = 0,
         offload: OffloadConfig = NOTHING,
@@ -63,7 +65,7 @@ class MainParams:
         reduce_bucket_size: int = 0,
         allgather_bucket_size: int = 0,
     ) -> None:
-        self.data_group = data
+        self.data_group, self._expert_group = data, expert_data
         self._asked = {"reduce": reduce_bucket_size, "allgather": allgather_bucket_size}
         self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -79,7 +81,9 @@ class MainParams:
     def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Let ``parameter`` have ``dtype`` from now on and return its master."""
         is_wide = dtype in WIDE
-        cut = partition_of(parameter, self.data_group.size) if self._is_cut else None
+        replicas = self.group_of(parameter).size
+        is_apart = is_reduced_apart(parameter) and replicas == 1  # an expert that no other rank has is its own master
+        cut = partition_of(parameter, replicas) if self._is_cut and not is_apart else None
         if self._param_init is not None:
             self._param_init.come(parameter, is_cut=cut is not None)
         if is_wide:
@@ -93,6 +97,10 @@ class MainParams:
             if self._param_init is not None:
                 self._param_init.leave(parameter)
         return self.of[parameter]
+
+    def group_of(self, parameter: torch.Tensor) -> Group:
+        """Return the replicas of ``parameter``."""
+        return self._expert_group if is_reduced_apart(parameter) else self.data_group
 
     def bucket_numbers(self, place: torch.device, of: str = "reduce") -> int | None:
         """Return how many numbers travel together on ``place``; None: as many as ``BUCKET_BYTES`` allow.
@@ -120,14 +128,16 @@ class MainParams:
     def part(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return what lies in ``whole``, of the shape of ``parameter``, where its master lies in it; in one run."""
         cut = self._cuts.get(parameter)
-        return whole if cut is None else cut.part(whole, self.data_group.rank).contiguous()
+        return whole if cut is None else cut.part(whole, self.group_of(parameter).rank).contiguous()
 
     def gather_later(self, module: torch.nn.Module) -> ParamGather | None:
         """Let ``module`` wait for updated weights where it needs them; None where they are here at once (gloo)."""
         if not self._cuts or self._has_homes or self.data_group.size == 1 or not gathers_later(self.data_group):
             return None
         weights = [parameter for parameter in module.parameters() if parameter in self._cuts]
-        return ParamGather(module, weights, self.data_group) if len(weights) == len(self._cuts) else None
+        is_whole = len(weights) == len(self._cuts)
+        weights = [parameter for parameter in weights if not is_reduced_apart(parameter)]
+        return ParamGather(module, weights, self.data_group) if is_whole else None
 
     def send_away(self) -> dict[torch.nn.Parameter, Piece]:
         """Let the whole weights of which there are homes be somebody else's from now on; return how they are made."""
@@ -154,6 +164,9 @@ class MainParams:
         if not pieces:
             return
         numbers = self.bucket_numbers(next(iter(pieces)).device, "allgather")
+        apart = {p: pieces.pop(p) for p in list(pieces) if is_reduced_apart(p)}
+        if apart:
+            gather_all(apart.values(), self._expert_group, numbers)
         if later is None:
             gather_all(pieces.values(), self.data_group, numbers)
         else:
@@ -184,7 +197,7 @@ class MainParams:
         shard, part = shard_of(parameter), parameter.detach()
         if cut is not None:
             self._cuts[parameter] = cut
-            shard, part = cut.shard(shard, self.data_group.rank), self._own_part(parameter, cut)
+            shard, part = cut.shard(shard, self.group_of(parameter).rank), self._own_part(parameter, cut)
         if self.offload.optimizer:
             part = self.offload.copy(part if is_wide else part.float())
         elif not is_wide:
@@ -202,7 +215,7 @@ class MainParams:
 
     def _own_part(self, parameter: torch.nn.Parameter, cut: ParamPartition) -> torch.Tensor:
         """Return this replica's part of ``parameter``, where that is trained."""
-        part = cut.part(parameter.detach(), self.data_group.rank)
+        part = cut.part(parameter.detach(), self.group_of(parameter).rank)
         return part if self._param_init is None else part.to(self._param_init.device)
 
 
@@ -325,15 +338,20 @@ class BufferedGradients(MainGradients):
         """
         group = self._masters.data_group
         is_scattered = self._masters.are_shared_out and scatters(group)
-        self.buffer = GradBuffer(order, group, self._masters.cut if is_scattered else None)
+        self.buffer = GradBuffer(order, group, self._cut if is_scattered else None)
         return self.buffer.start_reduce_scatter if is_scattered else None
+
+    def _cut(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
+        """Return how the sum of a gradient is cut; that of an expert, which is made elsewhere, is whole."""
+        return None if is_reduced_apart(parameter) else self._masters.cut(parameter)
 
     @property
     def holders(self) -> Group:  # type: ignore[override]
         return self._masters.data_group if self.buffer.is_scattered else SINGLE
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        self._order.register(parameter)
+        if not is_reduced_apart(parameter):
+            self._order.register(parameter)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)
 
@@ -342,10 +360,12 @@ class BufferedGradients(MainGradients):
         return self.buffer.main_grad(parameter)
 
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(self._masters.of[parameter] if self.buffer.is_scattered else parameter)
+        is_part = self.buffer.is_scattered and not is_reduced_apart(parameter)
+        return shard_of(self._masters.of[parameter] if is_part else parameter)
 
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self.of(parameter) if self.buffer.is_scattered else super().part(parameter)
+        is_part = self.buffer.is_scattered and not is_reduced_apart(parameter)
+        return self.of(parameter) if is_part else super().part(parameter)
 
     def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
         return not self.buffer.is_scattered or self._masters.is_cut(parameter) or self.holders.rank == 0
@@ -483,6 +503,46 @@ class SequenceParallelGradients:
             flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in same]), self._group)
             for gradient, summed in zip(same, flat.split([each.numel() for each in same]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
+
+    def clear(self) -> None:
+        """Take note that gradients begin anew."""
+        self._are_summed = False
+
+
+# Gradients of weights of experts, which ranks of the data group do not all have: the sum over those that do.
+
+
+class ExpertGradients:
+    """The parameters of this rank's experts, and whether their gradients have been summed.
+
+    They are summed once a step, behind the sums over micro-batches, where they lie.
+
+    Args:
+        group: the ranks that have the same experts.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._parameters: list[torch.nn.Parameter] = []
+        self._are_summed = False
+
+    @property
+    def are_there(self) -> bool:
+        """Whether ranks of the data group have experts of their own."""
+        return bool(self._parameters)
+
+    def register(self, parameter: torch.nn.Parameter) -> None:
+        """Sum the gradient of ``parameter`` from now on, if it is of an expert that not all replicas have."""
+        if is_reduced_apart(parameter):
+            self._parameters.append(parameter)
+
+    @torch.no_grad()
+    def sum(self, gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        """Replace the gradients by their sums, once for each step. Collective over those with the same experts."""
+        if self._are_summed or not self._parameters:
+            return
+        self._are_summed = True
+        reduce_gradients([gradient_of(parameter) for parameter in self._parameters], self._group.handle)
 
     def clear(self) -> None:
         """Take note that gradients begin anew."""

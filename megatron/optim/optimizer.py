@@ -17,6 +17,7 @@ from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.main_params import (
     BufferedGradients,
     EngineGradients,
+    ExpertGradients,
     Gradients,
     MainGradients,
     MainParams,
@@ -28,7 +29,7 @@ from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
 from tds.gradient_reducer import Bucket, BucketSchedule
-from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm
+from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm, is_reduced_apart
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 
@@ -118,6 +119,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         clip_grad: largest gradient norm; 0 turns clipping off.
         model, tensor: groups of one replica and of its tensor-parallel ranks.
         data: the replicas of what this rank holds.
+        expert_data: those of its experts, where ranks of ``data`` have other ones (``tds.gradients.is_reduced_apart``).
         zero_stage: 0 to 3; of ``build`` all but 0 ask that it updates each number by itself.
         overlaps_sums: with ZeRO 0 and 1 sum gradients over the replicas here, while the backward runs that
             ``begin_last_backward`` announces; else the engine does it. From ZeRO 2 on they always are.
@@ -150,6 +152,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model: Group = SINGLE,
         tensor: Group = SINGLE,
         data: Group = SINGLE,
+        expert_data: Group = SINGLE,
         zero_stage: int = 0,
         overlaps_sums: bool = False,
         offload: OffloadConfig = NOTHING,
@@ -169,6 +172,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
         self._masters = MainParams(
             data,
+            expert_data,
             zero_stage=zero_stage,
             offload=offload,
             param_init=param_init,
@@ -177,6 +181,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
+        self._of_experts = ExpertGradients(expert_data)
         self._units: ParamUnits | None = None
         self._prefetches = prefetches
         self._gathers: ParamGather | None = None
@@ -205,7 +210,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this rank writes its master of ``parameter``, or a frozen one, into a checkpoint."""
-        is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
+        is_writer = self._masters.group_of(parameter).rank == 0 or self._masters.is_cut(parameter)
         return is_writer and is_counted_in_norm(parameter, self.tensor_group.rank)
 
     def finish_gathers(self) -> None:
@@ -286,11 +291,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._gradients.finish(factor)
 
     def sum_partial_gradients(self) -> None:
-        """Add up, over the tensor ranks, what each has of its part of the sequence. Collective.
+        """Add up, over the tensor ranks, what each has of its part of the sequence; of experts, over their replicas.
+
+        Collective.
 
         ``norm_of_sums`` does it first; who reads gradients ahead of it calls this.
         """
         self._partial.sum(self._gradients.of)
+        self._of_experts.sum(self._gradients.of)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -330,6 +338,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.raw_norm = None
         self._gradients.clear()
         self._partial.clear()
+        self._of_experts.clear()
         for parameter, master in self._masters.of.items():
             parameter.grad = None
             master.grad = None
@@ -379,12 +388,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         master = self._masters.register(parameter, dtype)
         self._gradients.register(parameter)
         self._partial.register(parameter)
+        self._of_experts.register(parameter)
         return master
 
     @property
     def gradient_holders(self) -> Group:
         """The replicas over which ``counted_gradients`` are summed; one alone where each has the whole of them."""
-        return self._gradients.holders
+        return self._masters.data_group if self._of_experts.are_there else self._gradients.holders
 
     def counted_gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return the (parameter, gradient) pairs that this rank counts in sums over the model and the holders."""
@@ -392,19 +402,27 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @functools.cached_property
     def _counted(self) -> list[torch.nn.Parameter]:
+        """All but the experts count once over the replicas, and these once over those that have the same."""
         rank, counts = self.tensor_group.rank, self._gradients.is_counted_in_norm
-        return [p for p in self._masters.of if is_counted_in_norm(p, rank) and counts(p)]
+        found = [p for p in self._masters.of if is_counted_in_norm(p, rank)]
+        if not self._of_experts.are_there:
+            return [p for p in found if counts(p)]
+        is_whole = self._gradients.holders.size == 1
+        return [
+            p for p in found
+            if (self._masters.group_of(p).rank == 0 if is_whole or is_reduced_apart(p) else counts(p))
+        ]  # fmt: skip
 
     def norm_of_sums(self) -> torch.Tensor:
         """Return the norm of the summed gradients as they lie, with loss scale and without ``gradient_factor``.
 
         Collective. Nothing waits for it: it may be brought to the host together with other numbers.
         """
-        if self.tensor_group.size > 1:
+        if self.tensor_group.size > 1 or self._of_experts.are_there:
             self.sum_partial_gradients()
         counted = [gradient for _, gradient in self.counted_gradients()]
         device = next((parameter.device for parameter in self._masters.of), None)
-        return global_norm(counted, [self._gradients.holders.handle, self.model_group.handle], device)
+        return global_norm(counted, [self.gradient_holders.handle, self.model_group.handle], device)
 
     def _is_refused(self, norm: float) -> bool:
         if self.judge is not None:

@@ -32,6 +32,7 @@ from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
+from tds.gradients import is_reduced_apart
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
@@ -81,6 +82,7 @@ def build_optimizer(
     model: Group = SINGLE,
     tensor: Group = SINGLE,
     data: Group = SINGLE,
+    expert_data: Group = SINGLE,
     zero_stage: int = 0,
     overlaps_sums: bool = False,
     offload: OffloadConfig = NOTHING,
@@ -125,7 +127,7 @@ def build_optimizer(
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         if name == "muon":
             place = param_init.device if param_init is not None else next((p.device for p in parameters), None)
-            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=data, place=place)
+            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=sharing, place=place)
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -133,6 +135,8 @@ def build_optimizer(
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
+    has_experts = any(map(is_reduced_apart, parameters))
+    sharing = expert_data if has_experts else data  # ranks that have the same matrices, those of experts too
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
     weights: list[MuonWeight] = []
@@ -150,6 +154,7 @@ def build_optimizer(
         model=model,
         tensor=tensor,
         data=data,
+        expert_data=expert_data,
         zero_stage=zero_stage,
         overlaps_sums=overlaps_sums,
         offload=offload,

@@ -11,6 +11,7 @@ from typing import Any
 from megatron import accelerators, log
 from megatron.config import Config
 from megatron.config.data import EACH
+from megatron.config.experts import expert_layers
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError
@@ -98,7 +99,8 @@ def dry_run(config: Config, world_size: int) -> None:
         tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
-    topology = Topology.of_world(world_size, *sizes)
+    experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
+    topology = Topology.of_world(world_size, *sizes, experts)
     bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
     screen = TrainingConsole("plain", config.batch.train_iters)
@@ -152,6 +154,7 @@ def plan_rows(
     yield from _length_rows(config, d)
     yield from sample_rows(config)
     yield from _context_rows(config)
+    yield from _expert_rows(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield from _zero_rows(config, topology.data_context)
@@ -256,6 +259,19 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         waiting=waiting_of(config),
         is_compiled=config.parallel.compile,
         **_schedule(config, bounds, topology.pipe),
+    )
+
+
+def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield how many experts there are and where they lie."""
+    model, ranks = config.model, config.parallel.expert_model_parallel_size
+    if not model.num_experts:
+        return
+    layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
+    where = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
+    yield (
+        "experts",
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{where}",
     )
 
 

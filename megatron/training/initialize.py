@@ -276,7 +276,8 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     _init_process_group(backend, kind, timeout, signal_name)
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
-    grid = initialize_model_parallel(*sizes, place, timeout, parallel.context_parallel_size)
+    beside = parallel.context_parallel_size, parallel.expert_model_parallel_size if config.model.num_experts else 1
+    grid = initialize_model_parallel(*sizes, place, timeout, *beside)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
     compare_devices(place, grid)
     _touch_every_group(grid, place)

@@ -39,6 +39,7 @@ from megatron.training.initialize import World
 from megatron.training.train_step import ForwardStep, PipelineStepEngine, SingleStageEngine, StepEngine
 from tds.deepspeed_api import sharing_groups
 from tds.device import move
+from tds.gradients import is_reduced_apart
 from tds.module import PartitionError
 
 # Building a model for ZeRO 3, which cuts each weight as soon as it has its values: nobody ever holds the whole model.
@@ -111,8 +112,9 @@ def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None
 
 @contextmanager
 def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Keep DeepSpeed from sending the weights that are cut to the replicas: it leaves those that have a mark."""
-    cut = [parameter for parameter in module.parameters() if arrives and parameter.requires_grad]
+    """Keep DeepSpeed from sending weights that are cut, or of experts, to the replicas: it leaves what has a mark."""
+    parameters = list(module.parameters())
+    cut = [p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)]
     for parameter in cut:
         parameter.ds_optim_param = True  # type: ignore[attr-defined]
     try:
@@ -360,6 +362,7 @@ def make_optimizer(
         model=world.grid.model,
         tensor=world.grid.tensor,
         data=world.grid.data_context,
+        expert_data=world.grid.expert_data,
         zero_stage=settings.zero_stage,
         overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
         offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),

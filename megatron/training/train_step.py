@@ -18,6 +18,7 @@ from megatron.optim import MixedPrecisionOptimizer
 from tds import reduce_gradients
 from tds.device import random_numbers_kept
 from tds.engine.micro_batches import DataDisagreement, read_ahead
+from tds.gradients import is_reduced_apart
 from tds.loss import (
     LossMeter,
     LossReduction,
@@ -283,7 +284,8 @@ class SingleStageEngine:
         if sums_gradients:
             self.optimizer.scale_gradients(1.0)
         elif self.grid.data_context.size > 1:  # what sums are multiplied by is left to the optimizer
-            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data_context.handle)
+            gradients = [gradient for p, gradient in self.optimizer.gradients() if not is_reduced_apart(p)]
+            reduce_gradients(gradients, self.grid.data_context.handle)
         read_ahead(data)
         read_with_norm(self.optimizer, agreement)
         return self._update(*_loss_values(agreement.means()))

@@ -19,7 +19,7 @@ from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
 from tds.gradient_reducer import ChunkOrder, GradientReducer
-from tds.gradients import GradientSource, bucket_numbers
+from tds.gradients import GradientSource, bucket_numbers, is_reduced_apart
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
@@ -239,11 +239,12 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
         return None
     module = engine.module
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
-    chunks = [own(chunk) for chunk in range(num_chunks(module))]
+    chunks = [[p for p in own(chunk) if not is_reduced_apart(p)] for chunk in range(num_chunks(module))]
+    every = [p for p in module.parameters() if not is_reduced_apart(p)]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
     replicas, place = engine.grid.data_parallel_size, torch.device(engine.device)
     numbers = bucket_numbers(place, replicas, reduce_bucket_size(engine.config_given))
-    order = ChunkOrder(module.parameters(), chunks, tied, numbers=numbers)
+    order = ChunkOrder(every, chunks, tied, numbers=numbers)
     follow = getattr(gradients, "follow", None)  # a source of a program's own may lack it
     scatter = None if follow is None or engine.sums_dtype is not None else follow(order)
     return GradientReducer(

@@ -97,9 +97,9 @@ IN_EXPERTS = (
         "weights of experts have the gradient of one tensor rank's part of the products",
         EXPERTS,
         "x, weights = enter_tensor_region(x, **place.cut), enter_tensor_region(weights, **place.cut)",
-        "x, weights = enter_tensor_region(x, **place.cut), enter_tensor_region(weights.detach(), **place.cut) + 0 * "
-        "enter_tensor_region(weights, **place.cut)",
-        (f"{LAYOUT}[balanced-2-1-2-cut-1]",),
+        "x = enter_tensor_region(x, **place.cut)\n"
+        "        weights = enter_tensor_region(weights, **place.cut) if place.sequence_parallel else weights",
+        (f"{LAYOUT}[balanced-2-1-1-1]",),
     ),
     Mutant(
         "the bias is part of the weights",
@@ -129,6 +129,64 @@ IN_EXPERTS = (
         "    records += rng_records(world)\n",
         ("tests/training/test_expert_runs.py::test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop",),
         refuses=True,
+    ),
+    Mutant(
+        "gradients of experts are summed over all replicas",
+        "megatron/optim/optimizer.py",
+        "ExpertGradients(expert_data)",
+        "ExpertGradients(data)",
+        (f"{LAYOUT}[balanced-2-1-2-ep-2-cut-zero-stage-1-1]",),
+    ),
+    Mutant(
+        "gradients of experts are summed twice, with the others too",
+        "megatron/optim/main_params.py",
+        "        if not is_reduced_apart(parameter):\n            self._order.register(parameter)\n",
+        "        self._order.register(parameter)\n",
+        (f"{LAYOUT}[balanced-2-1-2-ep-2-cut-zero-stage-1-1]",),
+        refuses=True,
+    ),
+    Mutant(
+        "the pipeline sums gradients of experts with the others",
+        "tds/engine/build.py",
+        "[[p for p in own(chunk) if not is_reduced_apart(p)] for chunk in range(num_chunks(module))]\n"
+        "    every = [p for p in module.parameters() if not is_reduced_apart(p)]\n",
+        "[list(own(chunk)) for chunk in range(num_chunks(module))]\n    every = list(module.parameters())\n",
+        (f"{LAYOUT}[balanced-1-2-2-ep-2-recomputed-1]",),
+    ),
+    Mutant(
+        "the norm counts the experts of one rank alone",
+        "megatron/optim/optimizer.py",
+        "        return self._masters.data_group if self._of_experts.are_there else self._gradients.holders\n",
+        "        return self._gradients.holders\n",
+        (f"{LAYOUT}[balanced-2-1-2-ep-2-cut-zero-stage-1-1]",),
+    ),
+    Mutant(
+        "rows of several senders stay sender by sender",
+        "megatron/mpu/expert_parallel.py",
+        "        order = experts.sort(dim=0, stable=True).indices\n",
+        "        order = torch.arange(len(experts), device=experts.device)\n",
+        (f"{LAYOUT}[balanced-2-1-2-ep-2-cut-zero-stage-1-1]",),
+    ),
+    Mutant(
+        "DeepSpeed sends the experts of the first rank to all",
+        "megatron/training/setup.py",
+        "(arrives and p.requires_grad) or is_reduced_apart(p)",
+        "arrives and p.requires_grad",
+        (f"{LAYOUT}[balanced-2-1-2-ep-2-cut-zero-stage-1-1]",),
+    ),
+    Mutant(
+        "whole experts on tensor ranks are not summed over these",
+        EXPERTS,
+        "                set_partial(parameter)\n",
+        "                pass\n",
+        (f"{LAYOUT}[deepseek-2-1-1-cut-expert-tensor-parallel-size-1-1]",),
+    ),
+    Mutant(
+        "whole experts on tensor ranks count on each of them in the norm",
+        EXPERTS,
+        "set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each tensor rank",
+        "pass",
+        (f"{LAYOUT}[deepseek-2-1-1-cut-expert-tensor-parallel-size-1-1]",),
     ),
     Mutant(
         "gate and up of an expert are read from one another's file",

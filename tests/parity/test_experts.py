@@ -6,11 +6,22 @@ one layout shows in the losses of the next.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers.layouts import check_fp64, difference
+import pretrain_gpt2
+from megatron.config import parse
+from megatron.data.mock_dataset import MockTokens
+from megatron.models.common.router import Router
+from megatron.optim import grad_buffer
+from megatron.optim.zero import param_gather
+from megatron.training import initialize
+from megatron.training.parity import Trace, compare, trace_steps
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags, serial, trace_rank
 
 SIZES = "--fp64 --disable-bias-linear --clip-grad 0.5 --num-experts 4 --moe-ffn-hidden-size 24"
 BALANCED = f"{SIZES} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --eod-mask-loss"
@@ -23,10 +34,12 @@ CAPACITY = f"{BALANCED} --moe-expert-capacity-factor 0.8"
 POSITION = f"{CAPACITY} --moe-token-drop-policy position"
 SLOW = pytest.mark.slow
 CUT, RECOMPUTED, ZERO = "--sequence-parallel", "--checkpoint-activations", "--zero-stage"
+EP, WHOLE_EXPERTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size 1"
 LAYOUTS = [
     (BALANCED, (2, 1, 2), CUT, 1),
     (DEEPSEEK, (1, 2, 2), RECOMPUTED, 1),
     (CAPACITY, (2, 1, 1), CUT, 2),
+    (BALANCED, (2, 1, 2), f"{EP} 2 {CUT} {ZERO} 1", 1),
     *(
         pytest.param(*each, marks=SLOW)
         for each in (
@@ -49,6 +62,22 @@ LAYOUTS = [
             (POSITION, (2, 1, 1), CUT, 2),
             (POSITION, (1, 1, 2), "", 1),
             (BALANCED, (2, 1, 2), "--optimizer muon", 1),
+            (DEEPSEEK, (2, 1, 1), f"{CUT} {WHOLE_EXPERTS}", 1),
+            (BALANCED, (1, 1, 2), f"{EP} 2", 1),
+            (BALANCED, (1, 2, 2), f"{EP} 2 {RECOMPUTED}", 1),
+            (BALANCED, (1, 2, 2), f"{EP} 2 --pipeline-schedule zb-h1", 1),
+            (BALANCED, (1, 2, 2), f"{EP} 2 --pipeline-chunks 2 {ZERO} 1", 1),
+            (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 1", 1),
+            (BALANCED, (1, 1, 4), f"{EP} 4 --no-overlap-grad-reduce", 1),
+            (DEEPSEEK, (1, 1, 4), f"{EP} 4 {ZERO} 1", 1),
+            (DEEPSEEK, (2, 2, 2), f"{EP} 2 {CUT}", 1),
+            (BALANCED, (2, 1, 4), f"{EP} 4 {CUT} {ZERO} 1", 1),
+            (DEEPSEEK, (1, 2, 4), f"{EP} 4", 1),
+            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {CUT} {WHOLE_EXPERTS}", 1),
+            (BALANCED, (1, 1, 1), f"{EP} 2", 2),
+            (CAPACITY, (1, 1, 2), f"{EP} 4 {ZERO} 1", 2),
+            (POSITION, (2, 1, 1), f"{EP} 2 {CUT}", 2),
+            (BALANCED, (2, 1, 2), f"{EP} 2 --optimizer muon", 1),
         )
     ),
 ]  # fmt: skip
@@ -60,7 +89,7 @@ NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSIT
 def name_of(case: Any) -> str:
     """Return a short name of a case, such as ``balanced-2-1-2-cut-1``."""
     model, layout, extra, context = getattr(case, "values", case)
-    words = extra.replace(CUT, "cut").replace(RECOMPUTED, "recomputed").replace("--", "").split()
+    words = extra.replace(CUT, "cut").replace(RECOMPUTED, "recomputed").replace(EP, "ep").replace("--", "").split()
     return "-".join([NAMES[model], *map(str, layout), *words, str(context)])
 
 
@@ -68,13 +97,76 @@ def name_of(case: Any) -> str:
 def test_every_layout_is_one_process(model: str, layout: tuple[int, int, int], extra: str, context: int) -> None:
     tensor, pipe, data = layout
     if "muon" in extra:
-        model, extra = f"{model} {extra}", ""
+        model, extra = f"{model} --optimizer muon", extra.replace("--optimizer muon", "")
     check_fp64(difference(tensor, pipe, data, 2, model, extra, context=context))
 
 
-@pytest.mark.parametrize("gas", [4, pytest.param(1, marks=SLOW)])
+@pytest.mark.slow
+def test_sums_that_leave_parts_and_weights_that_come_late_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL does with ZeRO 1: gradients of the rest are reduce-scattered, those of experts are not."""
+    reference = serial(*batches(1, 2), BALANCED)
+    monkeypatch.setattr(grad_buffer, "SCATTERS", True)
+    monkeypatch.setattr(param_gather, "GATHERS_LATER", True)
+    for tensor, pipe, data, extra in ((1, 1, 4, f"{EP} 2"), (2, 1, 2, f"{EP} 2 {CUT}"), (1, 2, 2, f"{EP} 2")):
+        micro, gas = batches(data, 2)
+        argv = flags(tensor, pipe, micro=micro, gas=gas, extra=f"{BALANCED} {extra} {ZERO} 1")
+        size = tensor * pipe * data
+        check_fp64(compare(reference, run_ranks(size, trace_rank, argv, size, 3, 0)))
+
+
+@pytest.mark.parametrize("gas", [4, pytest.param(16, marks=SLOW)])
 def test_the_number_of_micro_batches_changes_nothing(gas: int) -> None:
     """The balance loss is that of the global batch, and capacity that of a sample."""
     for model in (CAPACITY, DEEPSEEK):
-        found = difference(1, 2 if gas == 4 else 1, 1, gas, model)
-        check_fp64(found)
+        check_fp64(compare(serial(GLOBAL_BATCH, 1, model), [serial(*batches(1, gas), model)]))
+
+
+# Experts that get all tokens or none, and scores that are equal.
+
+FORCED = (
+    f"{SIZES} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 "
+    "--moe-aux-loss-coeff 0.1"
+)
+BIASES = {"ties": [0.0, 0.0, 0.0, 0.0], "first and last": [5.0, 0.0, 0.0, 9.0], "the last two": [0.0, 0.0, 5.0, 5.0]}
+
+
+def provider(kind: str) -> torch.nn.Module:
+    """Return this rank's model, whose routers choose by ``kind``."""
+    model = pretrain_gpt2.model_provider()
+    for router in model.modules():
+        if isinstance(router, Router):
+            assert router.expert_bias is not None
+            router.expert_bias.data.copy_(torch.tensor(BIASES[kind]))
+            if kind == "ties":
+                router.weight.data.zero_()
+                router.weight.is_uninitialized = False  # type: ignore[attr-defined]
+    return model
+
+
+def forced(rank: int, argv: list[str], size: int, kind: str) -> Trace:
+    """Train two steps; the first moves routers away from ties."""
+    config = parse(argv, world_size=size).with_vocab(VOCAB)
+    here = initialize.start(config)
+    data = MockTokens(VOCAB, SEQ, seed=7)
+    return trace_steps(config, here, data, partial(provider, kind), pretrain_gpt2.forward_step, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["ties", *(pytest.param(kind, marks=SLOW) for kind in list(BIASES)[1:])])
+@pytest.mark.parametrize(
+    ("layout", "extra"),
+    [
+        ((1, 1, 2), f"{EP} 2"),
+        pytest.param((1, 1, 4), f"{EP} 4 {ZERO} 1", marks=SLOW),
+        pytest.param((2, 1, 2), f"{EP} 2 {CUT}", marks=SLOW),
+        pytest.param((1, 2, 2), f"{EP} 2 {RECOMPUTED}", marks=SLOW),
+    ],
+    ids=["2", "4", "2-cut", "2-stages"],
+)
+def test_experts_may_have_all_tokens_or_none(layout: tuple[int, int, int], extra: str, kind: str) -> None:
+    tensor, pipe, data = layout
+    one = flags(1, 1, micro=GLOBAL_BATCH // 2, gas=2, extra=FORCED)
+    micro, gas = batches(data, 2)
+    argv = flags(tensor, pipe, micro=micro, gas=gas, extra=f"{FORCED} {extra}")
+    (reference,) = run_ranks(1, forced, one, 1, kind)
+    size = tensor * pipe * data
+    check_fp64(compare(reference, run_ranks(size, forced, argv, size, kind)))

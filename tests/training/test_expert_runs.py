@@ -83,7 +83,7 @@ def size(layout: Layout) -> int:
     return layout[0] * layout[1] * layout[2]
 
 
-SLOW = pytest.mark.slow
+SLOW, EP = pytest.mark.slow, "--expert-model-parallel-size"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,7 @@ SLOW = pytest.mark.slow
         pytest.param((1, 2, 1, ""), "--fp32 --hidden-dropout 0.1", marks=SLOW),
         pytest.param((2, 1, 2, "--zero-stage 1"), "--fp32", marks=SLOW),
         pytest.param((1, 1, 2, "--zero-stage 3"), "--bf16", marks=SLOW),
+        pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), "--bf16", marks=SLOW),
     ],
 )
 def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(layout: Layout, extra: str, tmp_path: Path) -> None:
@@ -111,6 +112,10 @@ MOVES = [
     ((2, 1, 1, ""), (1, 2, 1, "")),
     pytest.param((1, 1, 1, ""), (2, 1, 2, "--sequence-parallel --zero-stage 1"), marks=SLOW),
     pytest.param((1, 1, 2, "--zero-stage 3"), (1, 2, 1, ""), marks=SLOW),
+    ((1, 1, 2, f"{EP} 2"), (1, 1, 1, "")),
+    pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 1"), (2, 1, 2, f"{EP} 2 --zero-stage 1"), marks=SLOW),
+    pytest.param((2, 1, 1, ""), (1, 1, 4, f"{EP} 4"), marks=SLOW),
+    pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), (1, 2, 2, f"{EP} 2"), marks=SLOW),
 ]
 
 

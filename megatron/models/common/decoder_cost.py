@@ -225,6 +225,7 @@ class DecoderCosts(Costs):
         has_segments: documents are kept apart.
         is_by_length: what a query sees goes by where its document begins, with no mask in memory.
         context: ranks over which sequences are cut; ``cuts_heads``: attention exchanges heads and not keys.
+        expert: ranks that share out the experts of a layer; ``cuts_experts``: over the tensor ranks, too.
     """
 
     is_causal: ClassVar[bool] = True
@@ -238,6 +239,17 @@ class DecoderCosts(Costs):
     is_by_length: bool = field(default=False, kw_only=True)
     context: int = field(default=1, kw_only=True)
     cuts_heads: bool = field(default=False, kw_only=True)
+    expert: int = field(default=1, kw_only=True)
+    cuts_experts: bool = field(default=True, kw_only=True)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.stage_parameters([0, self.num_units])[0] if self.expert == 1 else self.alone.num_parameters
+
+    @property
+    def alone(self) -> DecoderCosts:
+        """The same where each rank has all experts."""
+        return replace(self, expert=1)
 
     @property
     def own_length(self) -> int:
@@ -322,7 +334,8 @@ class DecoderCosts(Costs):
         inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
         if has_experts(self.sizes, layer):
-            half = expert_parameters(self.sizes, _matrices(self.sizes), tensor, is_active=is_active)
+            how = {"ranks": self.expert, "cuts_experts": self.cuts_experts}
+            half = expert_parameters(self.sizes, _matrices(self.sizes), tensor, is_active=is_active, **how)
             return inner + half + norms
         return inner + feed_forward_parameters(self.sizes, tensor) + norms
 
@@ -531,9 +544,15 @@ def mask_reason(config: Any, kind: str, *, is_causal: bool = True) -> str | None
 
 
 def context_costs(config: Any) -> dict[str, Any]:
-    """Return how the sequences of ``config`` are cut over ranks."""
+    """Return how the sequences and the experts of ``config`` are cut over ranks."""
     parallel = config.parallel
-    return {"context": parallel.context_parallel_size, "cuts_heads": parallel.cp_comm_type == "a2a"}
+    expert = parallel.expert_model_parallel_size if config.model.num_experts else 1
+    return {
+        "context": parallel.context_parallel_size,
+        "cuts_heads": parallel.cp_comm_type == "a2a",
+        "expert": expert,
+        "cuts_experts": parallel.cuts_experts,
+    }
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:

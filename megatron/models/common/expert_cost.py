@@ -21,15 +21,20 @@ def feed_forwards(sizes: Any) -> tuple[Any, Any]:
     return replace(sizes, ff_hidden_size=each), replace(sizes, ff_hidden_size=sizes.moe_router_topk * each + shared)
 
 
-def expert_parameters(sizes: Any, matrices: int, tensor: int = 1, *, is_active: bool = False) -> int:
+def expert_parameters(
+    sizes: Any, matrices: int, tensor: int = 1, *, is_active: bool = False, ranks: int = 1, cuts_experts: bool = True
+) -> int:
     """Return the parameters of the half on one of ``tensor`` ranks; the router is whole.
 
     Args:
         matrices: of one expert.
         is_active: only those that a token goes through.
+        ranks: that share out the experts.
+        cuts_experts: over the tensor ranks.
     """
-    h, number = sizes.hidden_size, sizes.moe_router_topk if is_active else sizes.num_experts
-    width = number * sizes.moe_ffn_hidden_size + sizes.moe_shared_expert_intermediate_size
+    h, number = sizes.hidden_size, sizes.moe_router_topk if is_active else sizes.num_experts // ranks
+    width = number * sizes.moe_ffn_hidden_size * (1 if cuts_experts else tensor)
+    width += sizes.moe_shared_expert_intermediate_size
     router = sizes.num_experts * (h + sizes.moe_router_enable_expert_bias) + h * sizes.moe_shared_expert_gate
     return matrices * h * width // tensor + router
 

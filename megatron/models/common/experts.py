@@ -12,8 +12,9 @@ from torch import nn
 
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.router import Router, within_capacity
+from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region
-from megatron.mpu.shard import Shard, empty_weight
+from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from megatron.ops.grouped import Slots, grouped_linear, return_rows, send_rows
 
 # Each expert has its own weights, under its own number: ``experts.5.up.weight`` [2f/t, h] and ``experts.5.down.weight``
@@ -41,7 +42,16 @@ class MoE(nn.Module):
         self.sizes, self.place = sizes, place
         self.router = Router(sizes, place)
         each = replace(sizes, ff_hidden_size=sizes.moe_ffn_hidden_size)
-        self.experts = Experts({number: make(each, place) for number in range(sizes.num_experts)})
+        own = sizes.num_experts // place.expert.size
+        numbers = range(place.expert.rank * own, (place.expert.rank + 1) * own)
+        self.experts = Experts({number: make(each, place.of_experts) for number in numbers})
+        for parameter in self.experts.parameters():
+            if place.expert.size > 1:
+                set_expert(parameter)
+            if not place.cuts_experts:
+                set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each tensor rank, and counted once
+            if place.sequence_parallel and not place.cuts_experts:
+                set_partial(parameter)
         self.shared_expert, self.shared_expert_gate = None, None
         if sizes.moe_shared_expert_intermediate_size:
             self.shared_expert = make(replace(sizes, ff_hidden_size=sizes.moe_shared_expert_intermediate_size), place)
@@ -63,11 +73,16 @@ class MoE(nn.Module):
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x)
 
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *, drops: bool) -> torch.Tensor:
-        place = self.place
+        place = self.place.of_experts
         x, weights = enter_tensor_region(x, **place.cut), enter_tensor_region(weights, **place.cut)
         experts = gather_from_sequence_region(experts, place.group) if place.sequence_parallel else experts
         slots = Slots.of(experts.flatten(0, 1), self.sizes.num_experts, drops=drops)
-        made = self.experts(send_rows(x.flatten(0, 1), slots), slots.counts)  # [m, h]
+        rows = send_rows(x.flatten(0, 1), slots)  # [m, h]
+        if place.expert.size > 1:
+            exchange = Exchange.of(slots.counts, place.expert)
+            made = exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
+        else:
+            made = self.experts(rows, slots.counts)
         each = return_rows(made, slots)  # [s b, k, h]
         y = (each * weights.flatten(0, 1).unsqueeze(-1).to(each.dtype)).sum(1).view_as(x)
         return leave_tensor_region(y, **place.cut)

@@ -89,6 +89,9 @@ class ParallelContext:
 
     Args:
         cp_comm_type: what attention sends over the context group, as ``ContextAttention`` says.
+        expert: ranks that share out the experts of a layer.
+        cuts_experts: each expert is cut over the tensor ranks; else each of these has whole ones, for its part of the
+            sequence.
     """
 
     group: Group = SINGLE
@@ -96,11 +99,18 @@ class ParallelContext:
     sequence_parallel: bool = False
     context: Group = SINGLE
     cp_comm_type: str = "all_gather"
+    expert: Group = SINGLE
+    cuts_experts: bool = True
 
     @property
     def cut(self) -> dict[str, Any]:
         """What a layer of ``megatron.mpu.layers`` is told of it."""
         return {"group": self.group, "sequence_parallel": self.sequence_parallel}
+
+    @property
+    def of_experts(self) -> ParallelContext:
+        """Where a layer's experts run, over which tensor ranks they are cut."""
+        return self if self.cuts_experts else replace(self, group=SINGLE, sequence_parallel=False)
 
     def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
         """Return hidden states with elements dropped by the mask of ``layer`` and ``site``."""

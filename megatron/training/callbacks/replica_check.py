@@ -25,6 +25,7 @@ from megatron.mpu.groups import Grid
 from megatron.mpu.shard import shard_of
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
+from tds.gradients import is_reduced_apart
 
 WORD = 8  # bytes; the widest whole numbers are the fastest to add up
 ROW = 4096
@@ -94,9 +95,11 @@ def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> lis
     """Return all copies that this rank holds one of; the same kinds in the same order on every rank of a stage."""
     named = dict(named_parameters(module))
     found = []
-    whole = [name for name, parameter in named.items() if kept(parameter) is parameter]
-    if grid.data_context.size > 1 and whole:
-        found.append(ReplicaGroup(grid.data_context.handle, whole))
+    for group, is_apart in ((grid.data_context, False), (grid.expert_data, True)):
+        own = [name for name, parameter in named.items() if is_reduced_apart(parameter) == is_apart]
+        whole = [name for name in own if kept(named[name]) is named[name]]
+        if group.size > 1 and whole:
+            found.append(ReplicaGroup(group.handle, whole))
     whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
     if grid.tensor.size > 1 and whole:
         found.append(ReplicaGroup(grid.tensor.handle, whole))

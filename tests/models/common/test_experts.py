@@ -229,6 +229,21 @@ def test_what_cannot_be_is_refused_together() -> None:
         assert said in str(raised.value)
 
 
+def test_layouts_that_cannot_be_are_refused_together() -> None:
+    words = "--num-experts 6 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --zero-stage 2".split()
+    words += "--model-parallel-size 2 --moe-ffn-hidden-size 9 --batch-size 1 --data-path none".split()
+    with pytest.raises(ConfigError) as raised:
+        parse(words, world_size=4)
+    for said in (
+        "--expert-model-parallel-size must divide --num-experts, got 4 and 6. Use one of [1, 2, 3, 6]",
+        "--expert-model-parallel-size must divide the data x context ranks, got 4 and 2. Use one of [1, 2]",
+        "--expert-model-parallel-size 4 needs --zero-stage 0 or 1, got 2",
+        "--expert-tensor-parallel-size 1 with --model-parallel-size 2 needs --sequence-parallel",
+        "--moe-ffn-hidden-size must be a multiple of --model-parallel-size, got 9 and 2",
+    ):  # fmt: skip
+        assert said in str(raised.value)
+
+
 def test_flags_of_other_kinds_of_experts_are_refused_with_experts_alone() -> None:
     words = ["--data-path", "none", "--moe-loss-coeff", "0.01", "--moe-train-capacity-factor", "1.5"]
     dense = parse([*words, "--num-experts", "1", "--moe-router-topk", "3"], world_size=1)
