@@ -371,7 +371,7 @@ def _init_process_group(
 def _touch_every_group(grid: Grid, place: torch.device) -> None:
     """Send one number through each group: what cannot communicate fails here, not in the first step."""
     touched: set[tuple[int, ...]] = set()
-    for name in ("tensor", "pipe", "context", "data", "data_context", "model", "world"):
+    for name in ("tensor", "pipe", "context", "data", "data_context", "expert", "expert_data", "model", "world"):
         group: Group = getattr(grid, name)
         if group.size == 1 or group.ranks in touched:
             continue

@@ -48,7 +48,10 @@ ENDING = "ending"
 
 NET_S = 10.0
 """Process groups time out so long after the limit of the watch."""
-AXES = ("host", "world", "model", "data_context", "data", "context", "pipe", "tensor_host", "tensor")
+AXES = (
+    "host", "world", "model", "expert", "expert_data", "data_context", "data", "context", "pipe", "tensor_host",
+    "tensor",
+)  # fmt: skip
 """Of the names of one process group the last counts."""
 
 

@@ -77,7 +77,7 @@ class Router(nn.Module):
             self.expert_bias = nn.Parameter(torch.zeros(number, dtype=torch.float32), requires_grad=False)
         self.register_buffer("tokens_per_expert", torch.zeros(number, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(number, dtype=torch.int64), persistent=False)
-        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.sums = torch.zeros(2, dtype=torch.float64)  # no buffer, which a model in 16 bits would round
         self.gradient_scale = 1.0
         place.on_part(self)
 
@@ -127,7 +127,8 @@ class Router(nn.Module):
             self.counts += count(experts, sizes.num_experts)
             if losses:
                 given = [loss.detach().double() for loss in losses]
-                self.sums += torch.stack(given if len(given) == 2 else self._placed(given[0]))
+                found = torch.stack(given if len(given) == 2 else self._placed(given[0]))
+                self.sums = self.sums.to(found.device) + found
         return _WithLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
 
     def _placed(self, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -244,7 +245,7 @@ class Routers:
             factor: what the step has multiplied gradients by, so that those of the loss are those of its mean.
             is_taken: weights have moved; else the batch counts for nothing.
         """
-        counts = self._summed([torch.cat([each.counts.double(), each.sums]) for each in self._routers])
+        counts = self._summed([torch.cat([each.counts.double(), each.sums.to(device)]) for each in self._routers])
         losses = torch.zeros(2, dtype=torch.float64, device=device)
         for router, found in zip(self._routers, counts, strict=True):
             losses += found[-2:]

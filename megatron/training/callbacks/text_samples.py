@@ -12,6 +12,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.generate.sampling import Sampling
 from megatron.generate.text import Prompts, TextGenerator, with_gaps_filled
 from megatron.models.common.generation import stage_of
+from megatron.mpu.groups import SINGLE
 from megatron.training.trainer import Callback
 
 TEMPERATURE = 0.7
@@ -48,12 +49,12 @@ class TextSamples(Callback):
             raise ConfigError(
                 "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
             )
-        prompts = Prompts(vocabulary.tokenizer, vocabulary.t5)
+        prompts, grid = Prompts(vocabulary.tokenizer, vocabulary.t5), trainer.world.grid
         rows = [prompts.encode(prompt) for prompt in self.prompts]
         writer = TextGenerator(
             stage_of(trainer.engine),
             prompts,
-            trainer.world.grid.data,
+            SINGLE if grid.expert.size > 1 else grid.data,  # experts of other ranks are asked by all, step by step
             max_new_tokens=new_tokens(trainer.config.batch.seq_length, rows) if vocabulary.t5 is None else None,
             sampling=self._sampling,
         )
