@@ -61,7 +61,8 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
         args = parser.parse_args(argv)
     except ValueError as error:
         raise ConfigError(f"{error} (--help lists the options)") from None
-    problems = [*_device_problems(args), *_input_problems(args), *_number_problems(args), *_layout_problems(args)]
+    problems = [*_device_problems(args), *_input_problems(args), *_number_problems(args)]
+    problems += layout_problems(args, "tools/generate.py")
     if problems:
         raise ConfigError("\n".join(problems))
     return args
@@ -118,7 +119,8 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--top-p must be above 0 and at most 1, got {args.top_p}"
 
 
-def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
+    """Yield why the ranks that were started cannot have the layout that ``args`` ask for."""
     t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
     if t < 1 or p < 1:
         yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
@@ -126,7 +128,7 @@ def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"the number of ranks must be a multiple of tensor x pipe, got {size}, --model-parallel-size {t} and "
             f"--pipe-parallel-size {p} ({t} x {p} = {t * p}). Start them with python -m megatron.launch "
-            f"--nproc-per-node {t * p} tools/generate.py ..."
+            f"--nproc-per-node {t * p} {tool} ..."
         )
 
 

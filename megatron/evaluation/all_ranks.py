@@ -1,0 +1,147 @@
+"""The model of all ranks, called by rank 0 alone: it reads and scores texts where every rank has a part of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron.evaluation.scoring import MAX_TOKENS, Row, Score, batches_by_length, longest_row, score_rows
+from megatron.generate.decode import generate_gpt2
+from megatron.generate.sampling import Sampling, keys_of
+from megatron.generate.text import Prompts
+from megatron.models.common.generation import ModelStage
+from megatron.mpu.groups import SINGLE, Group
+
+# A task is read and judged by one process, rank 0: no other opens a data set, or imports what reads them. What it wants
+# of the model travels to all ranks, which compute it together.
+#
+# | rank 0 | the others |
+# |---|---|
+# | ``lead(do)``: calls ``do()`` | ``lead(do)``: wait for calls until rank 0 has left ``do`` |
+# | ``score``, ``write`` | the same call, with the same arguments |
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What is written behind prompts.
+
+    Args:
+        max_new_tokens: of each.
+        stops: texts that end it; they are not part of it.
+        sampling: None: the likeliest token each time.
+    """
+
+    max_new_tokens: int
+    stops: tuple[str, ...] = ()
+    sampling: Sampling | None = None
+
+
+class ModelOfAllRanks:
+    """A decoder that all ranks hold.
+
+    Args:
+        part: what this rank holds of it.
+        prompts: its tokenizer.
+        data: the replicas, which share rows.
+        world: all ranks, over the CPU.
+        max_length: tokens that a pass may read.
+        max_tokens: of a batch.
+    """
+
+    def __init__(
+        self, part: ModelStage, prompts: Prompts, *, data: Group = SINGLE, world: Group = SINGLE, max_length: int,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:  # fmt: skip
+        self.part, self.prompts, self.data, self.world = part, prompts, data, world
+        self.max_length = longest_row(part, max_length)
+        self.max_tokens = max_tokens
+        self.on_rows: Callable[[int], None] | None = None
+        self._has_failed_together = False
+
+    def lead(self, do: Callable[[], Result]) -> Result | None:
+        """Return what ``do()`` gives on rank 0, None on the others, which meanwhile do their part. Collective.
+
+        Raises:
+            Exception: of ``do``, on all ranks alike.
+        """
+        if self.world.rank:
+            self._follow()
+            return None
+        try:
+            result = do()
+        except Exception as error:
+            if not self._has_failed_together:  # else the others have it already
+                error.is_of_this_rank = False  # type: ignore[attr-defined]
+                self.world.broadcast_object(("raise", (error,)))
+            raise
+        self.world.broadcast_object(("end", ()))
+        return result
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """Return the score of each row; called by rank 0, within ``lead``."""
+        return self._call("_score", rows)  # type: ignore[no-any-return]
+
+    def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
+        """Return what the model writes behind each of ``prompts``; called by rank 0, within ``lead``."""
+        return self._call("_write", prompts, how)  # type: ignore[no-any-return]
+
+    def _follow(self) -> None:
+        while True:
+            name, args = self.world.broadcast_object(("", ()))
+            if name == "end":
+                return
+            if name == "raise":
+                raise args[0]
+            getattr(self, name)(*args)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        self.world.broadcast_object((name, args))
+        try:
+            return getattr(self, name)(*args)
+        except Exception:
+            self._has_failed_together = True
+            raise
+
+    def _score(self, rows: Sequence[Row]) -> list[Score]:
+        return score_rows(self.part, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)
+
+    def _write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
+        keys = keys_of(prompts)
+        found: dict[int, str] = {}
+        batches = batches_by_length([len(row) + how.max_new_tokens for row in prompts], self.max_tokens)
+        for number, batch in enumerate(batches):
+            if number % self.data.size != self.data.rank:
+                continue
+            own = [prompts[place] for place in batch]
+            rows = generate_gpt2(
+                self.part,
+                own,
+                max_new_tokens=how.max_new_tokens,
+                eos_id=self.prompts.eos_id,
+                sampling=how.sampling,
+                keys=[keys[place] for place in batch],
+                ends=lambda row, tokens: self._is_stopped(tokens, how.stops),
+            )
+            for place, prompt, tokens in zip(batch, own, rows, strict=True):
+                found[place] = before_stop(self.prompts.decode(tokens, behind=prompt), how.stops)
+            if self.on_rows is not None:
+                self.on_rows(len(own))
+        every = {place: text for one in self.data.gather_objects(found) for place, text in one.items()}
+        return [every[place] for place in range(len(prompts))]
+
+    def _is_stopped(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
+        """Return whether the newest of ``tokens`` end a stop: a token has a byte or more, but for one or two in front."""
+        if not stops:
+            return False
+        text = self.prompts.decode(tokens[-max(len(stop.encode()) for stop in stops) - 2 :])
+        return any(stop in text for stop in stops)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return ``text`` up to the first of ``stops`` in it."""
+    for stop in stops:
+        text = text.split(stop, 1)[0] if stop else text
+    return text
