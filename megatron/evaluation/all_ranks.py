@@ -90,7 +90,8 @@ class ModelOfAllRanks:
 
     def _follow(self) -> None:
         while True:
-            name, args = self.world.broadcast_object(("", ()))
+            nothing: tuple[str, tuple[Any, ...]] = ("", ())
+            name, args = self.world.broadcast_object(nothing)
             if name == "end":
                 return
             if name == "raise":
@@ -133,7 +134,7 @@ class ModelOfAllRanks:
         return [every[place] for place in range(len(prompts))]
 
     def _is_stopped(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return whether the newest of ``tokens`` end a stop: a token has a byte or more, but for one or two in front."""
+        """Return whether a stop is in the newest of ``tokens``, each of which has a byte or more."""
         if not stops:
             return False
         text = self.prompts.decode(tokens[-max(len(stop.encode()) for stop in stops) - 2 :])

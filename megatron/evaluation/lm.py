@@ -159,7 +159,7 @@ def writing_of(given: dict[str, Any]) -> Writing:
     drawing: dict[str, Any] = {"top_k": int(left.pop("top_k", 0) or 0), "top_p": float(left.pop("top_p", 1.0) or 1.0)}
     if left:
         raise DataError(
-            f"generation_kwargs of a task may be until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k and top_p, "
+            f"generation_kwargs of a task may be until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k, top_p, "
             f"got {', '.join(sorted(left))}. Leave it out"
         )
     sampling = Sampling(temperature=float(temperature or 1.0), **drawing) if is_drawn else None

@@ -6,9 +6,9 @@ import difflib
 import importlib.util
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +89,14 @@ class LoadedTasks:
             self._manager = TaskManager(include_path=None if suite.include_path is None else str(suite.include_path))
             self._names = self._matched()
             try:
-                self._manager.load(list(self._names))
+                loaded = self._manager.load(list(self._names))["tasks"]
             except Exception as error:  # whatever a task's own code raises
                 raise DataError(
-                    f"the tasks {', '.join(self._names)} cannot be opened: {type(error).__name__}: {error}. Their examples "
-                    "come from the hub, unless the task file names files of your own"
+                    f"the tasks {', '.join(self._names)} cannot be opened: {type(error).__name__}: {error}. Their "
+                    "examples come from the hub, unless the task file names files of your own"
                 ) from error
+            self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
+            """Names of the tasks that let the model write."""
 
     def evaluate(self, lm: DecoderLM, *, keeps_samples: bool = False) -> Results:
         """Return what ``lm`` makes of the tasks.
@@ -227,7 +229,8 @@ def _problems_of_task(path: Path) -> Iterator[str]:
         yield f"{path}:{root.start_mark.line + 1}: a task file must name its task, got no key task (or group)"
     kind = keys.get("output_type")
     if kind is not None and kind.value not in OUTPUT_TYPES:
-        yield f"{path}:{kind.start_mark.line + 1}: output_type must be one of {', '.join(OUTPUT_TYPES)}, got {kind.value!r}"
+        at = f"{path}:{kind.start_mark.line + 1}"
+        yield f"{at}: output_type must be one of {', '.join(OUTPUT_TYPES)}, got {kind.value!r}"
     source = keys.get("dataset_path")
     if source is not None and source.value == "json":
         yield from _problems_of_examples(path, keys.get("dataset_kwargs"))
@@ -294,7 +297,7 @@ def read_suite(path: Path) -> Suite:
     from megatron.arguments.config_file import read_file
 
     text = read_file(str(path))
-    known = {name for name in Suite.__dataclass_fields__}
+    known = {each.name for each in fields(Suite)}
     for name in text.values:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -302,17 +305,19 @@ def read_suite(path: Path) -> Suite:
             raise ConfigError(f"{text.where(name)}: keys may be {', '.join(sorted(known))}, got {name}.{hint}")
     values = dict(text.values)
     tasks = values.pop("tasks", None)
-    if isinstance(tasks, str):
-        tasks = [tasks]
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) for task in tasks):
         raise ConfigError(f"{text.where('tasks')}: tasks must be a list of names, got {tasks!r}")
-    for name, kind in (("num_fewshot", int), ("limit", int), ("apply_chat_template", bool), ("fewshot_as_multiturn", bool),
-                       ("system_instruction", str), ("include_path", str)):  # fmt: skip
+    for name, kind in _KINDS.items():
         value = values.get(name)
-        if value is not None and (
-            not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0))
-        ):
-            raise ConfigError(f"{text.where(name)}: {name} must be a {kind.__name__}, got {value!r}")
+        if value is not None and (type(value) is not kind or (type(value) is int and value < 0)):
+            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {kind.__name__}, got {value!r}")
     if values.get("include_path") is not None:
         values["include_path"] = path.parent / values["include_path"]
     return Suite(tuple(tasks), **values)
+
+
+_KINDS = {
+    "num_fewshot": int, "limit": int, "apply_chat_template": bool, "fewshot_as_multiturn": bool,
+    "system_instruction": str, "include_path": str,
+}  # fmt: skip

@@ -39,7 +39,7 @@ class Callback:
     | ``on_log(metrics)`` | in steps that are logged; adds numbers to ``metrics``, or writes them |
     | ``on_step_end(result)`` | at the end of a step, ahead of what all ranks agree on |
     | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
-    | ``on_evaluate_end(split, values)`` | when the loss of a split is known |
+    | ``on_evaluate_end(split, values)`` | when the loss of a split is known; of --eval-tasks, ``split`` is "tasks" |
     | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
     | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
     | ``on_exception(error)`` | when an error ends the run on this rank |

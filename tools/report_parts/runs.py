@@ -40,7 +40,7 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of one kind: train, valid, test or save."""
+        """Return the records of one kind: train, valid, test, tasks or save."""
         return [record for record in self.records if record["kind"] == kind]
 
     def setting(self, section: str, name: str) -> Any:
@@ -244,6 +244,7 @@ CHARTS = (
     Chart(
         "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="e to the loss", source="valid"
     ),
+    Chart("tasks", "Tasks", ("tasks",), is_family=True, source="tasks", about="of lm_eval, by --eval-tasks"),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
     Chart("tokens-per-s", "Throughput", ("tokens_per_s",), "si", about="tokens/s"),
@@ -276,6 +277,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
         "name": run.name,
         "columns": found,
         "valid": _evaluated(run, found),
+        "tasks": _of_tasks(run, found),
         "points": {kind: _points(run, kind, found) for kind in ("valid", "test")},
         "marks": [{**mark, **_places(found, mark["step"])} for mark in marks(run)],
     }
@@ -323,7 +325,7 @@ def _tokens_per_sample(run: RunFolder) -> float:
 def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not chart.is_family:
         return [key for key in chart.keys if any(key in run[chart.source] for run in runs)]
-    every = dict.fromkeys(key for run in runs for key in run["columns"] if key.startswith(f"{chart.keys[0]}/"))
+    every = dict.fromkeys(key for run in runs for key in run[chart.source] if key.startswith(f"{chart.keys[0]}/"))
     keys = list(every)
     return keys if len(keys) <= MOST_LINES else [keys[i * len(keys) // MOST_LINES] for i in range(MOST_LINES)]
 
@@ -340,6 +342,21 @@ def _evaluated(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]
     records = [{**record, **_places(found, record["step"])} for record in run.of_kind("valid")]
     named = columns(records)
     return {name: named[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in named}
+
+
+def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without what says how sure they are."""
+    records = []
+    for record in run.of_kind("tasks"):
+        values = {
+            f"tasks/{task}/{metric}": value
+            for task, metrics in record.items()
+            if isinstance(metrics, dict)
+            for metric, value in metrics.items()
+            if "_stderr" not in metric
+        }
+        records.append({"step": record["step"], **_places(found, record["step"]), **values})
+    return columns(records)
 
 
 def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:
