@@ -114,7 +114,7 @@ class DecoderLM(LM):  # type: ignore[misc]
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
         own = self.encode(context)
-        tokens = self.encode(context + continuation)[len(own) :]
+        tokens = self.encode(context + continuation)[len(own) :] or self.encode(continuation)
         self._require(tokens, continuation)
         front = self._front or ([] if own else [self.prefix])
         return row_of([*front, *own], tokens, self.model.max_length)
