@@ -39,6 +39,18 @@ def test_a_continuation_is_what_lies_behind_the_tokens_of_its_context(tokenizer:
     assert found == [(-float(sum(whole[len(own) :])), len(whole) - len(own) == 1)]
 
 
+def test_words_may_be_cut_anywhere(tokenizer: Tokenizer) -> None:
+    text, others = "the lamp stood in the window", 0
+    whole = tokenizer.encode(text)
+    for cut in (place for place in range(1, len(text)) if text[place - 1] != " "):
+        own = tokenizer.encode(text[:cut])
+        if len(own) < len(whole):
+            model, _ = asked(tokenizer, (text[:cut], text[cut:]))
+            assert model.rows == [Row((*own, *whole[len(own) :]), len(whole) - len(own))]
+            others += whole[len(own) :] != tokenizer.encode(text[cut:])
+    assert others, "else the context would not matter"
+
+
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(tokenizer: Tokenizer) -> None:
     model, _ = asked(tokenizer, ("the lamp ", "stood"), ("the lamp", " stood"))
     assert model.rows[0] == model.rows[1]
@@ -98,7 +110,7 @@ def test_texts_are_written_as_the_task_says(tokenizer: Tokenizer) -> None:
         {"max_gen_toks": 5, "do_sample": True, "top_k": 9},
         {"until": ["\n\n", ""], "max_gen_toks": 5},
     ]
-    texts = ["the lamp stood in the window", "灯", "", "x"]
+    texts = ["the lamp stood in the window of the house, and of the others", "灯", "", "x"]
     requests = [Request((text, kind)) for text, kind in zip(texts, kinds, strict=True)]
     answers = lm.DecoderLM(model).generate_until(requests)
     rows = [tokenizer.encode(text)[-(12 - length) :] for text, length in zip(texts, (5, 3, 5, 5), strict=True)]
@@ -117,7 +129,7 @@ def test_texts_are_written_as_the_task_says(tokenizer: Tokenizer) -> None:
 
 
 def test_what_lies_behind_the_first_stop_is_cut() -> None:
-    assert before_stop("one\ntwo. three", [".", "\n"]) == "one"
+    assert before_stop("one\ntwo. three\nfour", [".", "\n"]) == before_stop("one\ntwo\nthree", ["\n"]) == "one"
     assert before_stop("one", ["\n", ""]) == "one"
 
 

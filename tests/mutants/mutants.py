@@ -21,6 +21,7 @@ from tests.mutants.documents import DOCUMENTS
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
+from tests.mutants.evaluation import EVALUATION
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.fused_dropout import FUSED_DROPOUT
@@ -88,6 +89,7 @@ IN_FAMILIES = (*DECODER, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MOD
 IN_SYSTEMS = (
     *ZERO_PARTS,
     *MUON,
+    *EVALUATION,
     *RECOMPUTE,
     *DEVICE,
     *ON_A_DEVICE,

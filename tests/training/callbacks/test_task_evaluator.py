@@ -23,7 +23,7 @@ from tests.helpers.runs import flags, train_ranks, write_corpus
 from tools.report_parts.runs import chart_data, read_run, run_data
 
 TEXTS = [("The tide", " comes in"), ("", "海"), ("The tide comes in twice a day", ", and goes")]
-SHORT = "--fp64 --train-iters 4 --eval-iters 1 --eval-interval 2"
+SHORT = "--fp64 --train-iters 4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --eval-interval 2"
 
 
 class Tasks:
@@ -72,28 +72,29 @@ def of_kind(found: list[dict[str, Any]], *kinds: str) -> list[Any]:
 
 
 LAYOUTS = [
-    (2, "--model-parallel-size 2 --sequence-parallel --gas 2", True),
-    (2, "--gas 1 --zero-stage 3", False),
-    (4, "--pipe-parallel-size 2 --gas 1", False),
+    (2, "--model-parallel-size 2 --sequence-parallel --gas 2"),
+    pytest.param(2, "--gas 1 --zero-stage 3", marks=pytest.mark.slow),
+    pytest.param(4, "--pipe-parallel-size 2 --gas 1", marks=pytest.mark.slow),
 ]
 
 
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_every_layout_has_the_results_of_one_process(
-    corpus: Path, tmp_path: Path, suite: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    ranks: int, layout: str, corpus: Path, tmp_path: Path, suite: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     asked = f"--eval-tasks {suite} --eval-tasks-interval 2"
-    alone = records(corpus, tmp_path / "alone", 1, f"--gas 2 {asked}")
-    assert [record["step"] for record in of_kind(alone, "tasks")] == [2, 4], "and not twice at the end"
+    alone = of_kind(records(corpus, tmp_path / "alone", 1, f"--gas 2 {asked}"), "tasks")
+    assert [record["step"] for record in alone] == [2, 4], "and not twice at the end"
     assert "step 2 | tasks | small acc 0.0000 | written characters " in capfd.readouterr().out
-    for number, (ranks, extra, scores_alone) in enumerate(LAYOUTS):
-        suite.write_text("tasks: [small]\n" if scores_alone else "tasks: [small, written]\n")
-        if scores_alone:
-            Tasks.that_write = ()
-        with_tasks = records(corpus, tmp_path / f"{number}", ranks, f"{extra} {asked}")
-        Tasks.that_write = ("written",)
-        for one, other in zip(of_kind(with_tasks, "tasks"), of_kind(alone, "tasks"), strict=True):
-            assert abs(one["small"]["sum"] - other["small"]["sum"]) <= 2e-11 * abs(other["small"]["sum"])
-            assert one["written"] == (None if scores_alone else other["written"])
+    is_cut = "sequence" in layout
+    if is_cut:
+        suite.write_text("tasks: [small]\n")
+        monkeypatch.setattr(Tasks, "that_write", ())
+    found = of_kind(records(corpus, tmp_path / "ranks", ranks, f"{layout} {asked}"), "tasks")
+    for one, other in zip(found, alone, strict=True):
+        assert abs(one["small"]["sum"] - other["small"]["sum"]) <= 2e-11 * abs(other["small"]["sum"])
+        assert one["written"] == (None if is_cut else other["written"])
 
 
 def test_a_training_goes_on_as_without_them(corpus: Path, tmp_path: Path, suite: Path) -> None:
