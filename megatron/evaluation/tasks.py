@@ -84,9 +84,7 @@ class LoadedTasks:
         self.suite = suite
         check_task_folder(suite.include_path)
         with _quiet(), kept_random_state():
-            from lm_eval.tasks import TaskManager
-
-            self._manager = TaskManager(include_path=None if suite.include_path is None else str(suite.include_path))
+            self._manager = self._opened()
             self._names = self._matched()
             try:
                 loaded = self._manager.load(list(self._names))["tasks"]
@@ -95,8 +93,20 @@ class LoadedTasks:
                     f"the tasks {', '.join(self._names)} cannot be opened: {type(error).__name__}: {error}. Their "
                     "examples come from the hub, unless the task file names files of your own"
                 ) from error
-            self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
-            """Names of the tasks that let the model write."""
+        self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
+        """Names of the tasks that let the model write."""
+
+    def _opened(self) -> Any:
+        """Return the index of tasks: of the own folder alone where that has all, since thousands take long."""
+        from lm_eval.tasks import TaskManager
+
+        if self.suite.include_path is None:
+            return TaskManager()
+        own = str(self.suite.include_path)
+        few = TaskManager(include_path=own, include_defaults=False)
+        if all(few.match_tasks([name]) for name in self.suite.tasks) and not few.all_groups:  # they may hold theirs
+            return few
+        return TaskManager(include_path=own)
 
     def evaluate(self, lm: DecoderLM, *, keeps_samples: bool = False) -> Results:
         """Return what ``lm`` makes of the tasks.
