@@ -211,7 +211,6 @@ class LoggingConfig:
         None,
         "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "
         "--eval-tasks-interval steps: tasks, include_path (own task files), num_fewshot, limit",
-        short="tasks of lm_eval, evaluated in the run",
     )
     eval_tasks_interval: int = option(
         0, "with --eval-tasks: steps between evaluations; 0: at the end of the training alone", minimum=0
@@ -255,7 +254,7 @@ def logging_problems(config: Config) -> Iterator[str]:
     named = [_flag(name) for name in WANDB_ONLY if name in config.given]
     if named and not seeing.wandb_project:
         yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
-    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has_wandb():  # which alone imports it
+    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # which alone imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed here. Run pip install "
             "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
@@ -287,7 +286,7 @@ def _task_problems(config: Config) -> Iterator[str]:
         return
     if not os.path.isfile(seeing.eval_tasks):
         yield f"--eval-tasks must be a file that names tasks, got {seeing.eval_tasks}, which is none"
-    if os.environ.get("RANK", "0") == "0" and importlib.util.find_spec("lm_eval") is None:  # which alone imports it
+    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # which alone imports it
         yield (
             "--eval-tasks needs the package lm_eval, which is not installed here. Run pip install -e '.[eval]', or "
             "leave the flag out and evaluate the run's checkpoints with tools/evaluate.py elsewhere"
@@ -311,8 +310,8 @@ def _profiled_beyond_run(config: Config) -> Iterator[str]:
         )
 
 
-def _has_wandb() -> bool:
-    return "wandb" in sys.modules or importlib.util.find_spec("wandb") is not None
+def _has(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 # What a run does about steps whose numbers are wrong, and how it looks for copies of weights that have drifted.

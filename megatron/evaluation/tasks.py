@@ -74,16 +74,19 @@ def require_lm_eval(flag: str) -> None:
 class LoadedTasks:
     """The tasks of a suite, opened: a task that cannot be read is an error ahead of the work.
 
+    Args:
+        kind: of the device whose random numbers are left as they are.
+
     Raises:
         ConfigError: lm_eval is missing, or has no such task.
         DataError: a task file, or the examples that it names, cannot be read.
     """
 
-    def __init__(self, suite: Suite) -> None:
+    def __init__(self, suite: Suite, kind: str = "cpu") -> None:
         require_lm_eval("--tasks")
-        self.suite = suite
+        self.suite, self._kind = suite, kind
         check_task_folder(suite.include_path)
-        with _quiet(), kept_random_state():
+        with _quiet(), kept_random_state(self._kind):
             self._manager = self._opened()
             self._names = self._matched()
             try:
@@ -116,7 +119,7 @@ class LoadedTasks:
         import lm_eval
 
         suite = self.suite
-        with _quiet(), kept_random_state():
+        with _quiet(), kept_random_state(self._kind):
             found = lm_eval.simple_evaluate(
                 model=lm,
                 tasks=list(self._names),
@@ -165,21 +168,19 @@ def _is_number(key: str, value: Any) -> bool:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Put the random states of Python, NumPy and torch's CPU back afterwards."""
+def kept_random_state(kind: str = "cpu") -> Iterator[None]:
+    """Put the random states of Python, NumPy, torch's CPU and the device back afterwards."""
     import numpy as np
-    import torch
 
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    from megatron import device
+
+    states = random.getstate(), np.random.get_state(), device.rng_states(kind)
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        for state in devices:
-            torch.cuda.set_rng_state(state)
+        device.set_rng_states(states[2])
 
 
 @contextmanager

@@ -94,6 +94,7 @@ NEEDS = {
     },
     "--resize-vocab": ["--load", "somewhere", "--finetune"],
     **dict.fromkeys(("--valid-sft", "--chat-template", "--sft-overlong"), ["--sft", __file__]),
+    "--eval-tasks-interval": ["--eval-tasks", __file__],
     "--keep-every": ["--keep-last", "1"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
@@ -177,6 +178,7 @@ TIES = (
 
 FILES = (
     "vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config", "sft", "valid_sft", "chat_template",
+    "eval_tasks",
 )  # fmt: skip
 """Options whose value is a file that is there."""
 
@@ -258,7 +260,8 @@ def test_what_to_use_instead_is_there():
 
 @pytest.mark.parametrize(("family", "flag"), ACTING)
 def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # it need not be installed
+    for name in ("wandb", "lm_eval"):  # they need not be installed
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     option = OURS[flag]
     takes_value = option.kind != "bool" and flag not in option.constants
     words = [flag, some_value(option, tmp_path, family)] if takes_value else [flag]

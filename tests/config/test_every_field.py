@@ -145,6 +145,8 @@ READ_IN = {
     "log_layer_norms": "training/train.py",
     "profile": "training/train.py:profiled()",
     "sample_prompts": "training/train.py",
+    "eval_tasks": "training/train.py",
+    "eval_tasks_interval": "training/train.py",
     "wandb_project": "training/callbacks/wandb.py",
     "wandb_exp_name": "training/callbacks/wandb.py",
     "wandb_save_dir": "training/callbacks/wandb.py",

@@ -13,8 +13,8 @@ from megatron.evaluation.scoring import Row
 from megatron.generate.sampling import Sampling
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.huggingface import from_json_files
-from tests.evaluation.harness import Model, Request, decoder_lm
 from tests.helpers import small_corpora
+from tests.helpers.evaluation import Model, Request, decoder_lm
 
 lm = decoder_lm()
 

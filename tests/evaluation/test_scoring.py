@@ -27,8 +27,8 @@ from megatron.models.common.model_args import ParallelContext
 from megatron.mpu.groups import SINGLE, Group, build_grid
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
-from tests.generate.models import save_model
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_models import save_model
 
 LENGTH = 40
 Place = Callable[[str], Path]

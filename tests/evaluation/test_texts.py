@@ -14,8 +14,8 @@ from megatron.evaluation import texts
 from megatron.evaluation.texts import Domain, TextScore, documents, score_domains, together
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.huggingface import from_json_files
-from tests.evaluation.harness import Model
 from tests.helpers import small_corpora
+from tests.helpers.evaluation import Model
 
 TEXTS = ["the lamp stood in the window", "灯在窗前", "", "of the house"]
 

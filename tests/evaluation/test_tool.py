@@ -18,9 +18,9 @@ from megatron.errors import ConfigError, DataError
 from megatron.evaluation import tasks
 from megatron.evaluation.options import parse_args
 from megatron.evaluation.tasks import Results
-from tests.evaluation.harness import Request, decoder_lm
-from tests.generate.models import save_model
+from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_models import save_model
 from tools import evaluate
 
 

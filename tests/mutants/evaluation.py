@@ -212,7 +212,7 @@ EVALUATION = (
     Mutant(
         "evaluating draws numbers of the training",
         OF_TASKS,
-        "        torch.set_rng_state(states[2])",
+        "        device.set_rng_states(states[2])",
         "        pass",
         (f"{TASKS}::test_random_numbers_are_those_of_a_run_that_evaluates_nothing",),
     ),

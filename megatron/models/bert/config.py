@@ -23,6 +23,8 @@ class BertConfig(FamilyConfig):
     KIND: ClassVar = "encoder"
     DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}
     ADVICE: ClassVar = {
+        "eval_tasks": "tasks score how a text goes on, for which BERT is not made; leave it out",
+        "eval_tasks_interval": "tasks score how a text goes on, for which BERT is not made; leave it out",
         "hidden_bias": "BERT's linear layers have biases anyway; leave it out",
         "untie_embeddings": "BERT's head is the word embedding, with a bias for each word; leave it out",
         "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "

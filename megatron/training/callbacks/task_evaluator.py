@@ -56,15 +56,16 @@ class TaskEvaluator(Callback):
     def _open(self, config: Config) -> None:
         try:
             suite = read_suite(self._file)
-            self._tasks = LoadedTasks(suite)
+            self._tasks = LoadedTasks(suite, self.trainer.world.kind)
             if suite.apply_chat_template:
                 self._chat = find_template(self._prompts.tokenizer, config.data.chat_template)
         except DataError as error:
             raise ConfigError(str(error)) from error
         if config.parallel.sequence_parallel and (names := self._tasks.that_write):
             raise ConfigError(
-                "tasks that let the model write read one new token at a time, which --sequence-parallel cannot cut over "
-                f"the ranks, got {', '.join(names)}. Leave them out, and use tools/evaluate.py on the run's checkpoint"
+                "tasks that let the model write read one new token at a time, which --sequence-parallel cannot cut "
+                f"over the ranks, got {', '.join(names)}. Leave them out, and use tools/evaluate.py on the run's "
+                "checkpoint"
             )
 
     def on_step_end(self, result: StepResult) -> None:

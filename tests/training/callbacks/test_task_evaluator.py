@@ -18,7 +18,7 @@ from megatron.evaluation.tasks import Results
 from megatron.training.callbacks import task_evaluator
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.task_evaluator import headline
-from tests.evaluation.harness import Request, decoder_lm
+from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.runs import flags, train_ranks, write_corpus
 from tools.report_parts.runs import chart_data, read_run, run_data
 
@@ -31,7 +31,7 @@ class Tasks:
 
     that_write = ("written",)
 
-    def __init__(self, suite: Any) -> None:
+    def __init__(self, suite: Any, kind: str) -> None:
         self.suite = suite
 
     def evaluate(self, lm: Any) -> Results:
@@ -134,7 +134,7 @@ def test_what_cannot_be_evaluated_is_refused_ahead_of_the_training(
     with pytest.raises(AssertionError, match="cannot cut over the ranks, got written"):
         train_ranks(2, [*argv, "--model-parallel-size", "2", "--sequence-parallel"])
 
-    def fails(self: Any, suite: Any) -> None:
+    def fails(self: Any, suite: Any, kind: str) -> None:
         raise DataError("a.yaml:3: must be YAML")
 
     monkeypatch.setattr(Tasks, "__init__", fails)
