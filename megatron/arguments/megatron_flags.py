@@ -96,7 +96,6 @@ GROUPS = {
     "weight decay is the same in all steps: use --weight-decay": "--start-weight-decay= --end-weight-decay=",
     "norms and biases have no weight decay, all other weights have; leave it out": """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=""",
-    "all weights have one learning rate: use --lr and --min-lr": "--decoupled-lr= --decoupled-min-lr=",
     "all weights start alike: use --init-method-std": """
         --embedding-init-method-std= --init-method-xavier-uniform --use-mup""",
     "it would truncate samples and lose their tokens; let the length grow by --seq-length-schedule": """

@@ -18,7 +18,7 @@ Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.optimizer import MixedPrecisionOptimizer
+from megatron.optim.param_rates import ParamRate
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
@@ -67,6 +68,20 @@ def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def rated_groups(
+    groups: Iterable[dict[str, Any]], rates: Mapping[torch.nn.Parameter, ParamRate]
+) -> list[dict[str, Any]]:
+    """Return ``groups`` with parameters apart that have settings of their own, in the order of the parameters."""
+    found = []
+    for group in groups:
+        kinds: dict[ParamRate | None, list[torch.nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(rates.get(parameter), []).append(parameter)
+        for rate, own in kinds.items():
+            found.append({**group, **({} if rate is None else rate.settings()), "params": own})
+    return found
+
+
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -90,6 +105,7 @@ def build_optimizer(
     allgather_bucket_size: int = 0,
     prefetches: bool = True,
     muon: MuonArgs | None = None,
+    rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -97,6 +113,7 @@ def build_optimizer(
         betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
         adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
         muon: how Muon moves matrices.
+        rates: of parameters that have settings of their own.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
@@ -135,6 +152,7 @@ def build_optimizer(
 
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
+    groups = rated_groups(groups, rates) if rates else groups
     weights: list[MuonWeight] = []
     if name == "muon":
         groups = muon_groups(groups)

@@ -77,18 +77,20 @@ RULES = (
         "the length given now holds from the next step on; the samples and their order are the same",
     ),
     Rule(
-        "--lr, --min-lr, --lr-decay-style, --warmup, --wsd-decay-fraction",
-        ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.warmup",
-         "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
+        "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
+        "--lr-decay-style, --warmup, --wsd-decay-fraction",
+        ("optimizer.lr", "optimizer.lr_embedding", "optimizer.lr_head", "optimizer.lr_by_name",
+         "optimizer.decoupled_lr", "optimizer.decoupled_min_lr", "optimizer.min_lr", "optimizer.lr_decay_style",
+         "optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
         "the course given now holds, at the number of updates of the checkpoint",
     ),
     Rule(
-        "--weight-decay, --adam-*, --muon-*, --clip-grad",
-        ("optimizer.weight_decay", "optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps",
-         "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_num_ns_steps",
-         "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor", "optimizer.muon_split_qkv",
-         "optimizer.muon_split_qkv_heads"), WARNED,
+        "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad",
+        ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
+         "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
+         "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
+         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads"), WARNED,
         "holds from the next step on",
     ),
     Rule(

@@ -3,7 +3,7 @@
 | observable | what is compared |
 |---|---|
 | plan | the rows of ``--dry-run`` |
-| rates | the learning rate at three updates |
+| rates | the learning rate at three updates, and what parameters have of their own |
 | optimizer | what ``build_optimizer`` is given |
 | engine | the dictionary that DeepSpeed's engine is given |
 | model | names and shapes of weights, the loss of one forward pass, and what its graph keeps |
@@ -50,6 +50,7 @@ from megatron.models.registry import FAMILIES
 from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
+from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
 from megatron.training import data as training_data
 from megatron.training import device_setup, global_vars, report, run_folder, setup
@@ -83,6 +84,7 @@ ACTS_ON = {
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_iters
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
+        lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
     """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
@@ -167,6 +169,7 @@ BESIDE = {
     "dec_seq_length": "--enc-seq-length 6",
     "hidden_size": "--kv-hidden-size 8",
     "num_attention_heads": "--kv-hidden-size 8",
+    "lr_head": "--untie-embeddings-and-output-weights",
     "initial_scale_power": "--fp16",
     "loss_scale_window": "--fp16",
     "hysteresis": "--fp16",
@@ -254,7 +257,7 @@ def plan(config: Config) -> Any:
 
 def rates(config: Config) -> Any:
     made = setup.make_learning_rate(config)
-    return [made.at(update) for update in (2, 25, 37)]
+    return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:
