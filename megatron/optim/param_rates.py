@@ -78,7 +78,7 @@ class RateTable:
                 named.pop(pattern, None)  # so that it comes last
                 named[pattern] = ParamRate(pattern, lr, _floor(settings, lr))
         decays = read_table(settings.weight_decay_by_name) if settings.weight_decay_by_name else {}
-        return cls(named, decays)
+        return cls(named, decays, _of_mup(config))
 
     @property
     def rates(self) -> list[ParamRate]:
@@ -109,6 +109,14 @@ class RateTable:
                     f"a rate by name must fit a parameter, got {_flag(pattern)} and no such name in this model. Near "
                     f"are {', '.join(near)}; tools/inspect_checkpoint.py lists all"
                 )
+
+
+def _of_mup(config: Config) -> ParamRate | None:
+    """Return what muP gives the matrices of layers; Muon's updates fit any width by their own scale."""
+    settings, m = config.optimizer, config.model.width_multiplier
+    if m == 1.0 or settings.optimizer != "adamw":
+        return None
+    return ParamRate("hidden", settings.lr / m, settings.min_lr / m, epsilon=settings.adam_eps / m)
 
 
 def _flag(pattern: str) -> str:

@@ -45,7 +45,7 @@ RULES = (
     ),
     Rule(
         "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
-        "--scale-embeddings, --clip-qkv (decoders), --relative-attention-max-distance (T5)",
+        "--scale-embeddings, --clip-qkv, muP and MiniCPM's scalings (decoders), --relative-attention-max-distance (T5)",
         (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
         "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
         is_of_weights=True,

@@ -10,6 +10,11 @@ COURSE = f"{_FILE}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_o
 DECOUPLED = f"{_FILE}::test_decoupled_rates_are_megatrons"
 LOGGED = f"{_FILE}::test_every_rank_logs_all_rates_as_groups_have_them"
 TABLE = "megatron/optim/param_rates.py"
+_MUP, _COORDINATES = "tests/models/common/test_mup.py", "tests/tools/test_coord_check.py"
+VALUES = f"{_MUP}::test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does"
+LEVEL = f"{_COORDINATES}::test_activations_stay_level_over_widths_by_mup_alone"
+FORMULAS = "tests/models/common/test_features.py::test_models_of_many_features_are_their_formulas"
+WORDS = "megatron/models/common/language_model.py"
 
 RATES = (
     Mutant("of two patterns the first counts", TABLE, "fitting[-1] if fitting", "fitting[0] if fitting", (LAST,)),
@@ -63,5 +68,106 @@ RATES = (
         "course.between(rate.lr, rate.min_lr).at(self._updates)",
         "course.between(rate.lr, rate.min_lr).at(self.progress.updates)",
         (LOGGED,),
+    ),
+    Mutant(
+        "by muP matrices start as they do without",
+        "megatron/models/common/parameters.py",
+        "own / math.sqrt(width_multiplier) if",
+        "own if",
+        (LEVEL,),
+    ),
+    Mutant(
+        "by muP embeddings start smaller, too",
+        "megatron/models/common/parameters.py",
+        'name.startswith("layers.") and len(shape) == 2',
+        "len(shape) == 2",
+        (VALUES,),
+    ),
+    Mutant(
+        "by muP initial values are divided by m",
+        "megatron/models/common/parameters.py",
+        "own / math.sqrt(width_multiplier)",
+        "own / width_multiplier",
+        (LEVEL,),
+    ),
+    Mutant(
+        "by muP matrices have the rate of --lr",
+        TABLE,
+        'ParamRate("hidden", settings.lr / m, settings.min_lr / m,',
+        'ParamRate("hidden", settings.lr, settings.min_lr,',
+        (LEVEL,),
+    ),
+    Mutant("by muP the floor stays", TABLE, "settings.min_lr / m,", "settings.min_lr,", (VALUES,)),
+    Mutant("by muP epsilon stays", TABLE, "epsilon=settings.adam_eps / m)", "epsilon=settings.adam_eps)", (VALUES,)),
+    Mutant(
+        "by muP the head learns slower, too",
+        TABLE,
+        "is_hidden = parameter.dim() >= 2 and matrices_of(parameter) is not None",
+        "is_hidden = parameter.dim() >= 2",
+        (VALUES,),
+    ),
+    Mutant(
+        "muP divides the rates of Muon's matrices",
+        TABLE,
+        'if m == 1.0 or settings.optimizer != "adamw":',
+        "if m == 1.0:",
+        (f"{_MUP}::test_muons_matrices_keep_their_rate_and_the_others_have_none_to_divide",),
+    ),
+    Mutant(
+        "by muP logits are not divided",
+        "megatron/config/decoder.py",
+        "base = self.dim_model_base or self.mup_base_hidden_size",
+        "base = self.dim_model_base",
+        (LEVEL,),
+    ),
+    Mutant(
+        "logits of the head are not scaled",
+        WORDS,
+        "x = enter_tensor_region(_scaled(x, sizes), **place.cut)",
+        "x = enter_tensor_region(x, **place.cut)",
+        (FORMULAS,),
+    ),
+    Mutant(
+        "text is generated from logits that are not scaled",
+        WORDS,
+        "entered = enter_tensor_region(_scaled(x, sizes), **place.cut)",
+        "entered = enter_tensor_region(x, **place.cut)",
+        (f"{_MUP}::test_text_is_generated_from_the_same_logits",),
+    ),
+    Mutant(
+        "the embedding is not multiplied",
+        WORDS,
+        "x = x if self.multiplier == 1.0 else x * self.multiplier",
+        "x = x if self.multiplier else x * self.multiplier",
+        (FORMULAS,),
+    ),
+    Mutant(
+        "the residual scale is divided by the number of layers",
+        "megatron/config/decoder.py",
+        'self.residual_scale / math.sqrt(getattr(self, "num_layers", 1))',
+        'self.residual_scale / getattr(self, "num_layers", 1)',
+        (FORMULAS,),
+    ),
+    Mutant(
+        "muP's scores are divided by the root of the head's size",
+        "megatron/config/decoder.py",
+        "math.sqrt(self.mup_base_head_dim) / size if",
+        "math.sqrt(self.mup_base_head_dim / size) if",
+        (FORMULAS,),
+    ),
+    Mutant(
+        "a base that is the width makes another model",
+        "megatron/config/config.py",
+        "if values.get(name) == model.hidden_size}",
+        "if values.get(name) is model}",
+        (f"{_MUP}::test_weights_of_another_base_width_are_of_another_model",),
+        refuses=True,
+    ),
+    Mutant(
+        "Megatron's --use-mup leaves scores as they are",
+        "megatron/arguments/translate.py",
+        'values.setdefault("mup_base_head_dim", 1)',
+        'values.setdefault("mup_base_head_dim", 0)',
+        (f"{_MUP}::test_megatrons_names_mean_what_they_mean_there",),
     ),
 )

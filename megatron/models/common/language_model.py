@@ -52,14 +52,16 @@ Logits = torch.Tensor | LazyLogits
 def head_output(
     x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
-    """Return ``x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
+    """Return ``f x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
+
+    The factor f, ``logit_multiplier``, is 1 but with muP and MiniCPM's scalings.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         weight [v/t, h], padded rows last
         bias   [v/t]
     """
-    x = enter_tensor_region(x, **place.cut)  # [s, b, h]
+    x = enter_tensor_region(_scaled(x, sizes), **place.cut)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
     at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
@@ -75,8 +77,13 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: Pa
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    entered = enter_tensor_region(x, **place.cut)
+    entered = enter_tensor_region(_scaled(x, sizes), **place.cut)
     return materialize_logits(LazyLogits(entered, weight, None, WHOLE, sizes.final_logit_softcapping))
+
+
+def _scaled(x: torch.Tensor, sizes: ModelArgs) -> torch.Tensor:
+    """Return hidden states of which the head makes logits: it is cheaper to multiply them than logits."""
+    return x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier
 
 
 def materialize_logits(logits: Logits) -> torch.Tensor:
@@ -140,6 +147,7 @@ class Embedding(nn.Module):
             self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
         self.norm = make_norm(sizes, place) if sizes.embed_layernorm else None
         self.scale = math.sqrt(sizes.hidden_size) if sizes.scale_embeddings else None
+        self.multiplier = sizes.embedding_multiplier
         self.is_changed = self.norm is not None or self.scale is not None
         self.hidden_dropout = sizes.hidden_dropout
         self.place = place
@@ -152,6 +160,7 @@ class Embedding(nn.Module):
         if self.position is not None:
             ids = position_ids if position_ids is not None else self._counted(tokens)
             x = x + self.position(self.place.part(ids.t()) if is_part else ids)
+        x = x if self.multiplier == 1.0 else x * self.multiplier
         x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
