@@ -4,9 +4,9 @@
     python tools/coord_check.py --widths 64 128 256 --steps 5 --lr 0.02 --out coord.png --activation gated-silu
 
 Models of every width are trained twice from the same texts of random tokens: as they are, and by muP with the first
-width as --mup-base-hidden-size. For each step the mean size of what the layers' attention and feed-forward parts add,
-of the residual stream behind layers and of the logits is drawn over the width. By muP curves stay level; without it they
-rise with the width, so that a learning rate that suits one width is too high for the next.
+width as --mup-base-hidden-size. For each step the mean size of what attention and feed-forward parts add, of the
+residual stream behind layers and of the logits is drawn over the width. By muP curves stay level; without it they rise
+with the width, so that a learning rate that suits one width is too high for the next.
 
 Flags that this tool does not know are the model's and the optimizer's: see pretrain_gpt2.py --help-all. Heads have 16
 numbers, and there are more of them in wide models; with --heads 4 there are 4, which grow, and muP has

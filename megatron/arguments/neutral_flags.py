@@ -309,7 +309,7 @@ _BF16_PRODUCTS = "Newton-Schulz steps run in bf16, as torch.optim.Muon's do; use
 _COEFFICIENTS = "Newton-Schulz has the coefficients of torch.optim.Muon; use simple"
 _POWER = "scores are divided by the head's size where --mup-base-head-dim is given; use 1, or leave it out"
 _OUTPUT = "logits are multiplied with --dim-model-base / --hidden-size; use that, or leave it out"
-_FP32 = "masters, their gradients and the optimizer's states are fp32"
+_FP32 = "masters and their gradients are fp32"
 HELD = (
     _held("--num-experts", "1", "one expert is a dense model", _DENSE, "*"),
     _held("--expert-model-parallel-size", "1", "the model has no experts", _DENSE),
@@ -325,7 +325,7 @@ HELD = (
     ),
     *(
         _held(flag, "fp32", _FP32, f"{_FP32}; use fp32, or leave it out")
-        for flag in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+        for flag in ("--main-grads-dtype", "--main-params-dtype")
     ),
     _held("--muon-tp-mode", "duplicated distributed", "Muon looks at whole matrices in every layout", _WHOLE_MATRICES),
     _held("--muon-fp32-matmul-prec", "medium", "Newton-Schulz steps run in bf16", _BF16_PRODUCTS),

@@ -416,6 +416,12 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
+    beta2 = config.optimizer.adam_beta2
+    if "exp_avg_sq" in config.optimizer.bf16_states and 1 - beta2 < 2**-8:
+        notes.append(
+            f"warning: --exp-avg-sq-dtype bf16 has 8 bits, and by --adam-beta2 {beta2:g} a mean of squares falls by "
+            f"{1 - beta2:g} of itself a step, which they do not show: it may not fall at all. Use 0.99 or less, or fp32"
+        )
     return [
         *notes,
         *config.own.notes(config),

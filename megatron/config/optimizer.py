@@ -139,6 +139,17 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
     adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
+    exp_avg_dtype: str = option(
+        "fp32",
+        "number format in which AdamW keeps its mean of gradients; fp32: that of masters. The update is computed in "
+        "fp32, and what is kept is rounded behind it",
+        choices=("fp32", "bf16"),
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32",
+        "the same of its mean of squared gradients; a mean in bf16 cannot fall by --adam-beta2 above 0.996",
+        choices=("fp32", "bf16"),
+    )
     muon_momentum: float = option(0.95, "with --optimizer muon: decay of the mean of gradients", minimum=0, below=1)
     muon_nesterov: bool = option(
         True,
@@ -200,8 +211,14 @@ class OptimizerConfig:
     )
     no_pin_memory: bool = option(False, "what is offloaded from a GPU lies in memory that the system may move")
 
+    @property
+    def bf16_states(self) -> tuple[str, ...]:
+        """AdamW's states that are kept in bf16, by their names in checkpoints."""
+        return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the optimizer alone."""
+        yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
                 f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: its means are those of whole "
@@ -216,6 +233,16 @@ class OptimizerConfig:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
+
+    def _state_problems(self) -> Iterator[str]:
+        """Yield what keeps AdamW's states otherwise, or has none."""
+        flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
+        if flags and self.optimizer not in ("adamw", "muon"):
+            got = f"got --optimizer {self.optimizer}"
+            yield f"{flags} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+        elif flags and self.cpu_adam == "deepspeed":
+            got = "got --cpu-adam deepspeed, whose states are fp32"
+            yield f"{flags} acts on our own AdamW, {got}. Leave one of them out"
 
     def _rate_problems(self) -> Iterator[str]:
         """Yield tables by name that cannot be read, and rates of the tables that cannot be together."""

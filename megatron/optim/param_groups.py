@@ -2,7 +2,7 @@
 
 | name | is | state of a matrix [m, n] |
 |---|---|---|
-| adamw | ``torch.optim.AdamW`` | two moments, [m, n] each |
+| adamw | ``torch.optim.AdamW``, with states in bf16 ``megatron.optim.adam`` | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
 | muon | ``torch.optim.Muon`` on matrices of layers, AdamW on all else (``megatron.optim.muon``) | a momentum [m, n] |
 | sgd | ``torch.optim.SGD``, without momentum | none |
@@ -18,7 +18,7 @@ Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.matrices import matrices_of
 from megatron.mpu.shard import shard_of
+from megatron.optim.adam import AdamW
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
@@ -106,6 +107,7 @@ def build_optimizer(
     prefetches: bool = True,
     muon: MuonArgs | None = None,
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
+    bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -114,6 +116,7 @@ def build_optimizer(
         adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
         muon: how Muon moves matrices.
         rates: of parameters that have settings of their own.
+        bf16_states: those that AdamW keeps in bf16, of ``exp_avg`` and ``exp_avg_sq``.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
@@ -146,6 +149,9 @@ def build_optimizer(
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if bf16_states:
+            kept = dict.fromkeys(bf16_states, torch.bfloat16)
+            return AdamW(groups, lr=lr, betas=betas, eps=epsilon, state_dtypes=kept)
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)

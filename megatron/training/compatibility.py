@@ -96,8 +96,9 @@ RULES = (
     Rule(
         "number format and loss scale",
         ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
-         "precision.min_scale"), WARNED,
-        "master weights and moments are taken over exactly (fp64: rounded); a dynamic loss scale goes on",
+         "precision.min_scale", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), WARNED,
+        "master weights and moments are taken over exactly (fp64, and moments to bf16: rounded); a dynamic loss scale "
+        "goes on",
     ),
     Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",

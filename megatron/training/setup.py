@@ -370,6 +370,7 @@ def make_optimizer(
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
         muon=_muon(settings),
+        bf16_states=settings.bf16_states,
         rates={parameter: rate for _, parameter, rate in named if rate is not None},
     )
 

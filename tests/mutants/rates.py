@@ -10,6 +10,10 @@ COURSE = f"{_FILE}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_o
 DECOUPLED = f"{_FILE}::test_decoupled_rates_are_megatrons"
 LOGGED = f"{_FILE}::test_every_rank_logs_all_rates_as_groups_have_them"
 TABLE = "megatron/optim/param_rates.py"
+_ADAM, ADAM = "tests/optim/test_adam.py", "megatron/optim/adam.py"
+FORMULA = f"{_ADAM}::test_steps_are_the_formula_to_the_bit"
+COUNTED = "tests/training/test_zero_bytes.py::test_counted_bytes_of_a_rank_are_those_of_the_formulas"
+BYTES = f"{_ADAM}::test_planner_and_start_table_count_two_bytes_a_state"
 _MUP, _COORDINATES = "tests/models/common/test_mup.py", "tests/tools/test_coord_check.py"
 VALUES = f"{_MUP}::test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does"
 LEVEL = f"{_COORDINATES}::test_activations_stay_level_over_widths_by_mup_alone"
@@ -169,5 +173,51 @@ RATES = (
         'values.setdefault("mup_base_head_dim", 1)',
         'values.setdefault("mup_base_head_dim", 0)',
         (f"{_MUP}::test_megatrons_names_mean_what_they_mean_there",),
+    ),
+    Mutant(
+        "the update is made with rounded states",
+        ADAM,
+        "    w.mul_(1 - lr",
+        "    m, v = m.to(mean.dtype).to(w.dtype), v.to(square.dtype).to(w.dtype)\n    w.mul_(1 - lr",
+        (FORMULA,),
+    ),
+    Mutant(
+        "moments are computed in bf16",
+        ADAM,
+        "m = mean.to(w.dtype).mul_(b1).add_(g * (1 - b1))",
+        "m = mean.clone().mul_(b1).add_(g * (1 - b1)).to(w.dtype)",
+        (FORMULA,),
+    ),
+    Mutant("the squares are not corrected", ADAM, ".mul_(1 / math.sqrt(1 - b2**number))", "", (FORMULA,)),
+    Mutant(
+        "decay comes behind the update", ADAM, 'w.mul_(1 - lr * group["weight_decay"]).sub_(', "w.sub_(", (FORMULA,)
+    ),
+    Mutant(
+        "states in bf16 are fp32",
+        ADAM,
+        "dtype = self.state_dtypes.get(name, master.dtype)",
+        "dtype = master.dtype",
+        (COUNTED,),
+    ),
+    Mutant(
+        "states in bf16 are counted as fp32",
+        "megatron/models/common/memory.py",
+        'moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]',
+        "moments = 2 * wide",
+        (COUNTED,),
+    ),
+    Mutant(
+        "the planner forgets the format of states",
+        "megatron/planner/layout.py",
+        "num_bf16_states=len(optimizer.bf16_states),",
+        "num_bf16_states=0,",
+        (BYTES,),
+    ),
+    Mutant(
+        "a state that is loaded has the type of its master",
+        "megatron/optim/optimizer.py",
+        "_beside(master, dtypes.get(key, master.dtype), value)",
+        "_beside(master, master.dtype, value)",
+        (f"{_ADAM}::test_a_state_of_torchs_form_goes_into_either_format",),
     ),
 )
