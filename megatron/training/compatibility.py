@@ -86,11 +86,11 @@ RULES = (
         "the course given now holds, at the number of updates of the checkpoint",
     ),
     Rule(
-        "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad",
+        "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad, --z-loss",
         ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
          "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
-         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads"), WARNED,
+         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "model.z_loss"), WARNED,
         "holds from the next step on",
     ),
     Rule(

@@ -105,7 +105,7 @@ ACTS_ON = {
         rotary_beta_slow rotary_attention_factor rotary_percent rotary_local_base alibi_bias_max normalization
         norm_bias norm_placement embed_layernorm qk_norm add_qkv_bias window_size window_attn_skip_freq softmax_scale
         attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv embedding_multiplier residual_scale
-        dim_model_base mup_base_hidden_size mup_base_head_dim
+        dim_model_base mup_base_hidden_size mup_base_head_dim z_loss
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": "layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",

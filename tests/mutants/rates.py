@@ -10,6 +10,8 @@ COURSE = f"{_FILE}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_o
 DECOUPLED = f"{_FILE}::test_decoupled_rates_are_megatrons"
 LOGGED = f"{_FILE}::test_every_rank_logs_all_rates_as_groups_have_them"
 TABLE = "megatron/optim/param_rates.py"
+_Z = "tests/mpu/test_z_loss.py"
+Z = f"{_Z}::test_loss_and_gradients_are_those_of_the_formula_on_any_ranks"
 _ADAM, ADAM = "tests/optim/test_adam.py", "megatron/optim/adam.py"
 FORMULA = f"{_ADAM}::test_steps_are_the_formula_to_the_bit"
 COUNTED = "tests/training/test_zero_bytes.py::test_counted_bytes_of_a_rank_are_those_of_the_formulas"
@@ -127,8 +129,8 @@ RATES = (
     Mutant(
         "logits of the head are not scaled",
         WORDS,
-        "x = enter_tensor_region(_scaled(x, sizes), **place.cut)",
-        "x = enter_tensor_region(x, **place.cut)",
+        "    x = _scaled(x, sizes)\n    x = enter",
+        "    x = enter",
         (FORMULAS,),
     ),
     Mutant(
@@ -219,5 +221,40 @@ RATES = (
         "_beside(master, dtypes.get(key, master.dtype), value)",
         "_beside(master, master.dtype, value)",
         (f"{_ADAM}::test_a_state_of_torchs_form_goes_into_either_format",),
+    ),
+    Mutant(
+        "the gradient of the z-loss is half as large",
+        "megatron/mpu/cross_entropy.py",
+        "return 1 + 2 * z_loss * log_z",
+        "return 1 + z_loss * log_z",
+        (Z,),
+    ),
+    Mutant(
+        "log Z is that of a rank's largest logit",
+        "megatron/mpu/cross_entropy.py",
+        "log_z = denominator.log() + largest",
+        "log_z = denominator.log()",
+        (Z,),
+    ),
+    Mutant(
+        "in chunks the z-loss has no gradient",
+        "megatron/mpu/linear_cross_entropy.py",
+        "of_softmax = factor * slopes_of_softmax(log_z, z_loss) if z_loss else factor",
+        "of_softmax = factor",
+        (Z,),
+    ),
+    Mutant(
+        "in chunks tokens that do not count have a z-loss",
+        "megatron/mpu/linear_cross_entropy.py",
+        "self.squares += (z_loss * log_z.square() * weights).sum()",
+        "self.squares += (z_loss * log_z.square()).sum()",
+        (Z,),
+    ),
+    Mutant(
+        "the z-loss is part of evaluations",
+        WORDS,
+        "z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0",
+        "z_loss = sizes.z_loss",
+        (f"{_Z}::test_an_evaluation_has_none_and_a_step_logs_it_apart",),
     ),
 )

@@ -127,13 +127,21 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "data", "stage", "optimizer"),
-    [
-        (1, 1, 2, 1, "muon"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS),
-    ],
+ALL = (
+    "--mup-base-hidden-size 8 --mup-base-head-dim 2 --embedding-multiplier 3 --residual-scale 1.4 --z-loss 0.02 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 )
+"""Scalings, z-loss and states in bf16, whose own files have more layouts in the long run."""
+
+
+def test_all_of_it_together_trains_the_weights_of_one_process() -> None:
+    found = difference(2, 1, 1, 4, f"{FP64} {OWN} {ALL}", "--sequence-parallel", steps=3)
+    check_fp64(found)
+    assert found.weight <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipe", "data", "stage", "optimizer"), [*LAYOUTS, (1, 1, 2, 1, "muon")])
 def test_every_layout_trains_the_weights_of_one_process(
     tensor: int, pipe: int, data: int, stage: int, optimizer: str
 ) -> None:
@@ -143,17 +151,20 @@ def test_every_layout_trains_the_weights_of_one_process(
     assert found.weight <= 1e-10
 
 
-def moved(rank: int, folder: Path) -> list[Any]:
+def moved(rank: int, data: int, folder: Path) -> list[Any]:
     """Return what a run of five steps, one resumed at the third, and one resumed with other rates end with."""
     plain, rated = "--fp32 --hidden-dropout 0.1", f"--fp32 --hidden-dropout 0.1 {OWN}"
-    whole = save_and_go_on(rank, "gpt2", 1, 2, f"{rated} --zero-stage 1", folder)
-    again = load_and_go_on(rank, "gpt2", 1, 2, f"{rated} --zero-stage 1", folder)
-    other = load_and_go_on(rank, "gpt2", 1, 2, f"{plain} {UNTIED} --zero-stage 1", folder)
+    whole = save_and_go_on(rank, "gpt2", 1, data, f"{rated} --zero-stage 1", folder)
+    again = load_and_go_on(rank, "gpt2", 1, data, f"{rated} --zero-stage 1", folder)
+    other = load_and_go_on(rank, "gpt2", 1, data, f"{plain} {UNTIED} --zero-stage 1", folder)
     return [whole, again, other]
 
 
-def test_a_resumed_run_is_bit_for_bit_the_same_and_other_rates_hold_from_the_next_step_on(tmp_path: Path) -> None:
-    for (losses, weights), (losses_again, weights_again), (others, other) in run_ranks(2, moved, tmp_path):
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_bit_for_bit_the_same_and_other_rates_hold_from_the_next_step_on(
+    data: int, tmp_path: Path
+) -> None:
+    for (losses, weights), (losses_again, weights_again), (others, other) in run_ranks(data, moved, data, tmp_path):
         assert losses_again == losses
         assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
         assert others[:2] == losses[:1] + others[1:2] and not torch.equal(other[HEAD], weights[HEAD])

@@ -152,20 +152,16 @@ def test_text_is_generated_from_the_same_logits() -> None:
 SCALED = "--fp64 --mup-base-hidden-size 8 --mup-base-head-dim 2 --embedding-multiplier 3 --residual-scale 1.4"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "data", "extra"),
-    [
-        (2, 1, 1, "--sequence-parallel --activation gated-silu"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                (2, 2, 1, "--loss-chunk-tokens 5"), (1, 1, 2, "--zero-stage 3"), (2, 1, 2, "--zero-stage 1"),
-                (1, 1, 2, "--optimizer muon --zero-stage 2"),
-            ]
-        ),
-    ],
-)  # fmt: skip
+LAYOUTS = [
+    (2, 1, 1, "--sequence-parallel --activation gated-silu"), (2, 2, 1, "--loss-chunk-tokens 5"),
+    (1, 1, 2, "--zero-stage 3"), (2, 1, 2, "--zero-stage 1"), (1, 1, 2, "--optimizer muon --zero-stage 2"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipe", "data", "extra"), LAYOUTS)
 def test_every_layout_trains_the_weights_of_one_process(tensor: int, pipe: int, data: int, extra: str) -> None:
+    """Its sibling in the short run is in tests/optim/test_param_rates.py."""
     own = [word for word in extra.split() if word not in ("--sequence-parallel", "--zero-stage", "1", "2", "3")]
     more = " ".join(word for word in extra.split() if word not in own)
     found = difference(tensor, pipe, data, 4, f"{SCALED} {' '.join(own)}", more, steps=3)
