@@ -58,6 +58,8 @@ NEEDS = {
         if option.name.startswith("muon_")
     },
     "--min-lr": ["--lr", "1"],
+    "--lr-head": ["--lr-embedding", "0.4"],
+    "--decoupled-min-lr": ["--decoupled-lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
     "--num-attention-heads": ["--kv-hidden-size", "8"],
     "--hidden-size": ["--kv-hidden-size", "8"],
@@ -211,6 +213,8 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",
+        "lr_by_name": "layers.*=0.4",
+        "weight_decay_by_name": "layers.*=0.4",
         "device": "cpu",
     }
     if option.name in chosen:

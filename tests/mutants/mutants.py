@@ -52,6 +52,7 @@ from tests.mutants.plain_decoders import PLAIN_DECODERS
 from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
+from tests.mutants.rates import RATES
 from tests.mutants.reading import READING
 from tests.mutants.reasons import ENDS
 from tests.mutants.recompute import RECOMPUTE
@@ -90,6 +91,7 @@ IN_SYSTEMS = (
     *ZERO_PARTS,
     *MUON,
     *EVALUATION,
+    *RATES,
     *RECOMPUTE,
     *DEVICE,
     *ON_A_DEVICE,

@@ -254,6 +254,11 @@ def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = 
     return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
 
 
+def weighted(loss: Any) -> Weighted | dict[str, Weighted]:
+    """Return what ``model_loss`` returns in the form that tds takes."""
+    return {name: Weighted(*pair) for name, pair in loss.items()} if isinstance(loss, dict) else Weighted(*loss)
+
+
 class DecoderPipe(ModelPipe):
     """A decoder over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
 
@@ -294,8 +299,8 @@ class DecoderPipe(ModelPipe):
         has = {"segment_ids": self.has_segments, "position_ids": self.sizes.has_learned_positions or self.has_positions}
         return [name for name in self.sizes.entering if has[name]]
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
-        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        return weighted(model_loss(logits, labels[0], labels[1], self.sizes, self.place))
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""

@@ -25,7 +25,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.models.common.language_model import Head, Logits, PositionEmbedding, materialize_logits, model_loss
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.common.pipeline import ModelPipe
+from megatron.models.common.pipeline import ModelPipe, weighted
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import (
@@ -38,7 +38,6 @@ from megatron.models.t5.model import (
     tied_logits,
 )
 from megatron.mpu.layers import VocabParallelEmbedding
-from tds.loss import Weighted
 from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
@@ -236,8 +235,8 @@ class T5ModelPipe(ModelPipe):
                 layer.is_last_here = unit + 1 in self.parts
                 layer.shares, layer.output_shares = layer.sums_of_memory()
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
-        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        return weighted(model_loss(logits, labels[0], labels[1], self.sizes, self.place))
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""
