@@ -32,11 +32,13 @@ class Writing:
         max_new_tokens: of each.
         stops: texts that end it; they are not part of it.
         sampling: None: the likeliest token each time.
+        end_id: a token that ends it as the end of a document does: that of a turn.
     """
 
     max_new_tokens: int
     stops: tuple[str, ...] = ()
     sampling: Sampling | None = None
+    end_id: int | None = None
 
 
 class ModelOfAllRanks:
@@ -85,7 +87,7 @@ class ModelOfAllRanks:
         return self._call("_score", rows)  # type: ignore[no-any-return]
 
     def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
-        """Return what the model writes behind each of ``prompts``; called by rank 0, within ``lead``."""
+        """Return what the model writes behind each of ``prompts``, without control tokens; called as ``score``."""
         return self._call("_write", prompts, how)  # type: ignore[no-any-return]
 
     def _follow(self) -> None:
@@ -110,7 +112,7 @@ class ModelOfAllRanks:
         return score_rows(self.part, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)
 
     def _write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
-        keys = keys_of(prompts)
+        keys, control = keys_of(prompts), set(self.prompts.tokenizer.control_tokens.values())
         found: dict[int, str] = {}
         batches = batches_by_length([len(row) + how.max_new_tokens for row in prompts], self.max_tokens)
         for number, batch in enumerate(batches):
@@ -124,10 +126,11 @@ class ModelOfAllRanks:
                 eos_id=self.prompts.eos_id,
                 sampling=how.sampling,
                 keys=[keys[place] for place in batch],
-                ends=lambda row, tokens: self._is_stopped(tokens, how.stops),
+                ends=lambda row, tokens: tokens[-1] == how.end_id or self._is_stopped(tokens, how.stops),
             )
             for place, prompt, tokens in zip(batch, own, rows, strict=True):
-                found[place] = before_stop(self.prompts.decode(tokens, behind=prompt), how.stops)
+                said = [token for token in tokens if token not in control]
+                found[place] = before_stop(self.prompts.decode(said, behind=prompt), how.stops)
             if self.on_rows is not None:
                 self.on_rows(len(own))
         every = {place: text for one in self.data.gather_objects(found) for place, text in one.items()}

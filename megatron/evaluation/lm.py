@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.model import LM
@@ -57,10 +58,14 @@ class DecoderLM(LM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes behind each request's context, up to a stop, which is left out."""
+        """Return what the model writes behind each request's context, up to a stop, which is left out.
+
+        With a chat template the end of a turn is one, too.
+        """
         groups: dict[Writing, list[int]] = {}
+        end_id = None if self.chat is None else self.chat.stop_id
         for place, request in enumerate(requests):
-            groups.setdefault(writing_of(request.args[1]), []).append(place)
+            groups.setdefault(replace(writing_of(request.args[1]), end_id=end_id), []).append(place)
         found: dict[int, str] = {}
         for how, places in groups.items():
             room = self.model.max_length - how.max_new_tokens

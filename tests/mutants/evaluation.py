@@ -9,6 +9,7 @@ SCORING, LM, TEXTS, TASKS, TOOL = (
 )
 ALL_RANKS, SCORES, OURS = (f"megatron/evaluation/{name}.py" for name in ("all_ranks", "scoring", "lm"))
 OF_TEXTS, OF_TASKS = (f"megatron/evaluation/{name}.py" for name in ("texts", "tasks"))
+WRITING = "tests/evaluation/test_writing.py"
 IN_RUNS = "tests/training/callbacks/test_task_evaluator.py"
 IN_A_RUN = (
     f"{IN_RUNS}::test_every_layout_has_the_results_of_one_process"
@@ -173,6 +174,27 @@ EVALUATION = (
         "text = text.split(stop, 1)[0] if stop else text",
         "text = text.rsplit(stop, 1)[0] if stop else text",
         (f"{LM}::test_what_lies_behind_the_first_stop_is_cut",),
+    ),
+    Mutant(
+        "a text goes on behind the end of a turn",
+        ALL_RANKS,
+        "ends=lambda row, tokens: tokens[-1] == how.end_id or self._is_stopped(tokens, how.stops),",
+        "ends=lambda row, tokens: self._is_stopped(tokens, how.stops),",
+        (f"{WRITING}::test_a_turns_end_ends_a_text_and_no_control_token_is_part_of_it",),
+    ),
+    Mutant(
+        "the end of a document alone ends an answer in a conversation",
+        OURS,
+        "end_id = None if self.chat is None else self.chat.stop_id",
+        "end_id = None",
+        (f"{WRITING}::test_a_conversation_has_its_templates_end_of_turns",),
+    ),
+    Mutant(
+        "control tokens are part of a text",
+        ALL_RANKS,
+        "said = [token for token in tokens if token not in control]",
+        "said = tokens",
+        (f"{WRITING}::test_a_turns_end_ends_a_text_and_no_control_token_is_part_of_it",),
     ),
     Mutant(
         "an error of rank 0 stays there",
