@@ -3,8 +3,9 @@
     python tools/evaluate.py --load runs/my-run --texts data/story.txt news=news.jsonl wiki=data/wiki
     python tools/evaluate.py --load runs/my-run --tasks hellaswag,ceval-valid,cmmlu --num-fewshot 5
     python tools/evaluate.py --load runs/my-run --tasks my_task --include-path my_tasks --output results.json
+    python tools/evaluate.py --load runs/my-run --tasks hellaswag --model-parallel-size 2    starts 2 ranks
     python -m megatron.launch --nproc-per-node 4 tools/evaluate.py --model-parallel-size 2 --load runs/my-run \\
-        --tasks hellaswag
+        --tasks hellaswag                                                                    2 replicas
 
 --tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may be of any layout, and the results
 are the same in every layout; ranks beyond tensor x pipe are replicas, which share the work. Ends with code 0, 2 (an
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
 from megatron.errors import ConfigError, DataError, marked
-from megatron.evaluation.options import parse_args
+from megatron.evaluation.options import parse_args, starts_ranks
 from megatron.generate.options import world_size
 from megatron.training.failure import guard
 from tools.generate import start
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from megatron.evaluation.texts import TextScore
     from megatron.mpu.groups import Grid
     from megatron.tokenizer.chat import ChatTemplate
+
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_model(
@@ -217,12 +221,24 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
         log.info(f"written: {args.output}")
 
 
+def start_ranks(args: argparse.Namespace) -> None:
+    """Become the launcher of the ranks that ``args`` ask for."""
+    number = args.model_parallel_size * args.pipe_parallel_size
+    words = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(number), __file__, *sys.argv[1:]]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.stdout.flush()
+    os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
+
+
 def main() -> None:
     """Run the tool; an error ends the process with its code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
     def together() -> None:
-        run(parse_args(__doc__ or ""), names)
+        args = parse_args(__doc__ or "")
+        if starts_ranks(args):
+            start_ranks(args)
+        run(args, names)
         if world_size() > 1:
             from megatron.training import initialize
 

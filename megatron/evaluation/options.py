@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -51,10 +52,18 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
         args = parser.parse_args(argv)
     except ValueError as error:
         raise ConfigError(f"{error} (--help lists the options)") from None
-    problems = [*_problems(args), *layout_problems(args, "tools/evaluate.py")]
+    problems = list(_problems(args))
+    if not starts_ranks(args):
+        problems += layout_problems(args, "tools/evaluate.py")
     if problems:
         raise ConfigError("\n".join(problems))
     return args
+
+
+def starts_ranks(args: argparse.Namespace) -> bool:
+    """Whether the tool, which nobody has started on several ranks, is to start those of its layout itself."""
+    t, p = args.model_parallel_size, args.pipe_parallel_size
+    return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation import tasks
-from megatron.evaluation.options import parse_args
+from megatron.evaluation.options import parse_args, starts_ranks
 from megatron.evaluation.tasks import Results
 from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.harness import run_ranks
@@ -120,6 +120,23 @@ def test_an_error_of_rank_0_is_one_of_all(folder: Path) -> None:
     assert run_ranks(2, fails, words) == ["a task must be one of lm_eval's"] * 2
 
 
+def test_it_starts_the_ranks_of_its_layout_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(evaluate.os, "execve", lambda program, words, env: started.append(words))
+    words = ["--load", "run", "--tasks", "x", "--model-parallel-size", "2", "--pipe-parallel-size", "2"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *words])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = parse_args("", words)
+    assert starts_ranks(args)
+    evaluate.start_ranks(args)
+    assert started == [[sys.executable, "-m", "megatron.launch", "--nproc-per-node", "4", evaluate.__file__, *words]]
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(
+        ConfigError, match=r"a multiple of tensor x pipe, got 6.* --nproc-per-node 4 tools/evaluate\.py"
+    ):
+        parse_args("", words)
+
+
 def test_what_cannot_be_evaluated_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for which a T5 is not made, .* Load one of GPT-2"):
         asked(f"--load {folder / 't5'} --texts {folder / 'a.txt'} --device cpu")
@@ -134,7 +151,7 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path, tmp_path: Path) -> No
         ("--tasks x --limit 0", "--limit must be at least 1, got 0"),
         ("--tasks x --log-samples", "--log-samples writes into --output, got none"),
         ("--tasks x --output none/x.json", "the folder of --output none/x.json must exist"),
-        ("--tasks x --model-parallel-size 2", "tools/evaluate.py ..."),
+        ("--tasks x --model-parallel-size 0", "must be at least 1, got 0 and 1"),
         ("--task x", "unrecognized arguments: --task x"),
     ):
         with pytest.raises(ConfigError) as caught:
