@@ -62,6 +62,9 @@ def found_on(rank: int, size: int) -> list[Any]:
             logits = lazy if at_once else materialize_logits(lazy)
             pairs = model_loss(logits, given["labels"], given["mask"], sizes, place)
             assert list(pairs) == ["loss", "z_loss"] and not pairs["z_loss"][0].requires_grad
+            with torch.no_grad():
+                alone = model_loss(logits, given["labels"], given["mask"], sizes, place)
+            assert isinstance(alone, tuple) and torch.equal(alone[0], pairs["loss"][0]), "evaluations have no z-loss"
             pairs["loss"][0].mul(1.0).backward()
             gradients = [x.grad, table.grad[:real], bias.grad[:real]]  # type: ignore[index]
             counts = [pairs[name][1].item() for name in pairs]

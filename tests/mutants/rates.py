@@ -255,6 +255,6 @@ RATES = (
         WORDS,
         "z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0",
         "z_loss = sizes.z_loss",
-        (f"{_Z}::test_an_evaluation_has_none_and_a_step_logs_it_apart",),
+        (Z,),
     ),
 )
