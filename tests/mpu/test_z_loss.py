@@ -102,7 +102,7 @@ def test_every_layout_has_the_gradients_of_one_process(
     check_fp64(difference(tensor, pipe, data, 4, f"--fp64 --z-loss 0.02 {extra}", layout, steps=3))
 
 
-def told(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[float]]:
+def logged(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[float]]:
     """Return the metrics of two steps with a z-loss, and evaluations of the same batches with and without."""
     found = []
     for extra in ("--z-loss 0.01", ""):
@@ -123,7 +123,7 @@ def told(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[
 )
 def test_an_evaluation_has_none_and_a_step_logs_it_apart(pipe: int, family: str) -> None:
     """The first loss is the cross-entropy, as without; the second differs by what was trained on."""
-    for (first, second, plain, other), (with_it, without) in run_ranks(pipe, told, pipe, family):
+    for (first, second, plain, other), (with_it, without) in run_ranks(pipe, logged, pipe, family):
         assert with_it == without
         assert first["loss"] == plain["loss"] and second["loss"] != other["loss"]
         assert "z_loss" not in plain and first["z_loss"] == pytest.approx(0.01 * 4.6**2, rel=0.5)
