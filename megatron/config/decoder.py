@@ -7,6 +7,7 @@ where nothing is said.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -208,7 +209,7 @@ class DecoderFeatures:
         """muP's m: how many times wider the model is than the one whose learning rates it has."""
         return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
-    @property
+    @functools.cached_property
     def logit_multiplier(self) -> float:
         base = self.dim_model_base or self.mup_base_hidden_size
         return base / getattr(self, "hidden_size", base) if base else 1.0

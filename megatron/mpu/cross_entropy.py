@@ -13,28 +13,18 @@ from megatron.mpu.mappings import all_reduce
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab_size: int,
-    divisible_by: int = 1,
-    group: Group = SINGLE,
+    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE,
     z_loss: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
-    With a ``z_loss`` c return two tensors: these, and ``c (log Z)^2``, Z being the sum of the exponentials of all
-    logits. The second has no gradient, for that of the first is the gradient of both: the first remains the
-    cross-entropy, and what is trained on is their sum.
-
-    Columns of padded vocabulary rows are left out of the softmax: they get no probability and no gradient.
+    With a ``z_loss`` c return two tensors: these and ``c (log Z)^2``, see below. Columns of padded vocabulary rows are
+    left out of the softmax: they get no probability and no gradient.
 
     Shapes:
         logits  [..., v/t] of this rank, padded columns last
         targets [...] token ids below ``vocab_size``, the same on every rank
         output  [...], the same on every rank
-
-    Source of the z-loss: Chowdhery et al. 2022, "PaLM", section 5.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
     real = logits[..., :num_real] if logits.shape[-1] != num_real else logits
@@ -42,6 +32,21 @@ def vocab_parallel_cross_entropy(
     if group.size == 1:
         return _CrossEntropy.apply(real, targets, z_loss)
     return _VocabParallelCrossEntropy.apply(real, targets, start, group, z_loss)
+
+
+# The z-loss, ``c (log Z)^2`` of a token, Z being the sum of the exponentials of all its logits. It has no gradient of
+# its own, for that of the cross-entropy is the gradient of both: the number that is logged remains the cross-entropy,
+# and what is trained on is their sum.
+#
+# Source: Chowdhery et al. 2022, "PaLM", section 5.
+
+
+def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, c: float) -> Any:
+    """Return ``losses`` and the z-losses, ``kept`` and the slopes being there in backward."""
+    squares = c * log_z.square()
+    ctx.save_for_backward(*kept, slopes_of_softmax(log_z, c))
+    ctx.mark_non_differentiable(squares)
+    return losses, squares
 
 
 def slopes_of_softmax(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
@@ -93,14 +98,11 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> Any:
         log_softmax = logits.log_softmax(dim=-1)  # [..., v]
         losses = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1).neg_()
-        if not z_loss:
-            ctx.save_for_backward(log_softmax, targets)
-            return losses
-        log_z = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) + losses
-        squares = z_loss * log_z.square()
-        ctx.save_for_backward(log_softmax, targets, slopes_of_softmax(log_z, z_loss))
-        ctx.mark_non_differentiable(squares)
-        return losses, squares
+        if z_loss:
+            log_z = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) + losses
+            return _with_z_loss(ctx, (log_softmax, targets), losses, log_z, z_loss)
+        ctx.save_for_backward(log_softmax, targets)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -137,14 +139,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         denominator, at_target = sums[0], sums[1]
         softmax = exponentials.div_(denominator.unsqueeze(-1))
         losses = denominator.log() - at_target
-        if not z_loss:
-            ctx.save_for_backward(softmax, local, elsewhere)
-            return losses
-        log_z = denominator.log() + largest
-        squares = z_loss * log_z.square()
-        ctx.save_for_backward(softmax, local, elsewhere, slopes_of_softmax(log_z, z_loss))
-        ctx.mark_non_differentiable(squares)
-        return losses, squares
+        if z_loss:
+            return _with_z_loss(ctx, (softmax, local, elsewhere), losses, denominator.log() + largest, z_loss)
+        ctx.save_for_backward(softmax, local, elsewhere)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

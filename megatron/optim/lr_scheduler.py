@@ -152,12 +152,8 @@ def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
 
 
 def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, update: int) -> float:
-    """Give each parameter group its rate of update number ``update``, counted from 0; return that of --lr.
-
-    A group with a rate of its own says ``peak_lr`` and ``floor_lr`` (``megatron.optim.param_rates``).
-    """
+    """Give each parameter group its rate (``param_rates``) of update ``update``, from 0; return that of --lr."""
     lr = scheduler.at(update)
     for group in optimizer.param_groups:
-        has_own = "peak_lr" in group
-        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).at(update) if has_own else lr
+        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).at(update) if "peak_lr" in group else lr
     return lr

@@ -62,6 +62,9 @@ def found_on(rank: int, size: int) -> list[Any]:
             logits = lazy if at_once else materialize_logits(lazy)
             pairs = model_loss(logits, given["labels"], given["mask"], sizes, place)
             assert list(pairs) == ["loss", "z_loss"] and not pairs["z_loss"][0].requires_grad
+            with torch.no_grad():
+                alone = model_loss(logits, given["labels"], given["mask"], sizes, place)
+            assert isinstance(alone, tuple) and torch.equal(alone[0], pairs["loss"][0]), "evaluations have no z-loss"
             pairs["loss"][0].mul(1.0).backward()
             gradients = [x.grad, table.grad[:real], bias.grad[:real]]  # type: ignore[index]
             counts = [pairs[name][1].item() for name in pairs]
@@ -99,7 +102,7 @@ def test_every_layout_has_the_gradients_of_one_process(
     check_fp64(difference(tensor, pipe, data, 4, f"--fp64 --z-loss 0.02 {extra}", layout, steps=3))
 
 
-def told(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[float]]:
+def logged(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[float]]:
     """Return the metrics of two steps with a z-loss, and evaluations of the same batches with and without."""
     found = []
     for extra in ("--z-loss 0.01", ""):
@@ -120,7 +123,7 @@ def told(rank: int, pipe: int, family: str) -> tuple[list[dict[str, Any]], list[
 )
 def test_an_evaluation_has_none_and_a_step_logs_it_apart(pipe: int, family: str) -> None:
     """The first loss is the cross-entropy, as without; the second differs by what was trained on."""
-    for (first, second, plain, other), (with_it, without) in run_ranks(pipe, told, pipe, family):
+    for (first, second, plain, other), (with_it, without) in run_ranks(pipe, logged, pipe, family):
         assert with_it == without
         assert first["loss"] == plain["loss"] and second["loss"] != other["loss"]
         assert "z_loss" not in plain and first["z_loss"] == pytest.approx(0.01 * 4.6**2, rel=0.5)

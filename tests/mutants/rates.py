@@ -28,8 +28,8 @@ RATES = (
     Mutant(
         "groups keep the rate of --lr",
         "megatron/optim/lr_scheduler.py",
-        'has_own = "peak_lr" in group',
-        "has_own = False",
+        'if "peak_lr" in group else lr',
+        "if not group else lr",
         (LAST,),
     ),
     Mutant(
@@ -129,14 +129,14 @@ RATES = (
     Mutant(
         "logits of the head are not scaled",
         WORDS,
-        "    x = _scaled(x, sizes)\n    x = enter",
-        "    x = enter",
+        "x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier",
+        "x = x",
         (FORMULAS,),
     ),
     Mutant(
         "text is generated from logits that are not scaled",
         WORDS,
-        "entered = enter_tensor_region(_scaled(x, sizes), **place.cut)",
+        "entered = enter_tensor_region(x * sizes.logit_multiplier, **place.cut)",
         "entered = enter_tensor_region(x, **place.cut)",
         (f"{_MUP}::test_text_is_generated_from_the_same_logits",),
     ),
@@ -232,8 +232,8 @@ RATES = (
     Mutant(
         "log Z is that of a rank's largest logit",
         "megatron/mpu/cross_entropy.py",
-        "log_z = denominator.log() + largest",
-        "log_z = denominator.log()",
+        "losses, denominator.log() + largest, z_loss)",
+        "losses, denominator.log(), z_loss)",
         (Z,),
     ),
     Mutant(
@@ -255,6 +255,6 @@ RATES = (
         WORDS,
         "z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0",
         "z_loss = sizes.z_loss",
-        (f"{_Z}::test_an_evaluation_has_none_and_a_step_logs_it_apart",),
+        (Z,),
     ),
 )

@@ -194,9 +194,9 @@ def logged(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
 
 def test_every_rank_logs_all_rates_as_groups_have_them() -> None:
     for metrics, groups in run_ranks(2, logged):
-        for told, held in zip(metrics, groups, strict=True):
+        for said, held in zip(metrics, groups, strict=True):
             labels = {"embedding": "0.003", "head": "0.0005", "layers.1.*": "0.0002", "layers.*.mlp.up.weight": "0.004"}
-            assert set(told["lr"]) == set(labels)
-            assert held[""] == told["learning_rate"]
-            assert all(held.get(peak, told["lr"][label]) == told["lr"][label] for label, peak in labels.items())
-            assert told["lr"]["embedding"] == pytest.approx(3 * told["learning_rate"], rel=1e-12)
+            assert set(said["lr"]) == set(labels)
+            assert held[""] == said["learning_rate"]
+            assert all(held.get(peak, said["lr"][label]) == said["lr"][label] for label, peak in labels.items())
+            assert said["lr"]["embedding"] == pytest.approx(3 * said["learning_rate"], rel=1e-12)

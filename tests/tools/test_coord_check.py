@@ -48,9 +48,9 @@ def test_activations_stay_level_over_widths_by_mup_alone(extra: str, heads: int)
 def test_the_picture_is_drawn_and_rises_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "coord.svg"
     assert coord_check.main(["--widths", "16", "32", "--steps", "1", "--out", str(out)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("as it is: from width 16 to 32 times attention ") and told[1].startswith("muP: ")
-    assert "<svg" in out.read_text() and told[2] == f"drawn into {out}"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("as it is: from width 16 to 32 times attention ") and lines[1].startswith("muP: ")
+    assert "<svg" in out.read_text() and lines[2] == f"drawn into {out}"
 
 
 def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,16 +52,14 @@ Logits = torch.Tensor | LazyLogits
 def head_output(
     x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
-    """Return ``f x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
-
-    The factor f, ``logit_multiplier``, is 1 but with muP and MiniCPM's scalings.
+    """Return ``logit_multiplier x weight^T + bias``, if that is much as ``LazyLogits``: see ``megatron.config.model``.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         weight [v/t, h], padded rows last
         bias   [v/t]
     """
-    x = _scaled(x, sizes)
+    x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier  # cheaper than logits
     x = enter_tensor_region(x, **place.cut)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
@@ -78,13 +76,8 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: Pa
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    entered = enter_tensor_region(_scaled(x, sizes), **place.cut)
+    entered = enter_tensor_region(x * sizes.logit_multiplier, **place.cut)
     return materialize_logits(LazyLogits(entered, weight, None, WHOLE, sizes.final_logit_softcapping))
-
-
-def _scaled(x: torch.Tensor, sizes: ModelArgs) -> torch.Tensor:
-    """Return hidden states of which the head makes logits: it is cheaper to multiply them than logits."""
-    return x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier
 
 
 def materialize_logits(logits: Logits) -> torch.Tensor:
@@ -196,14 +189,11 @@ def model_loss(
 ) -> Any:
     """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
 
-    With a ``z_loss``, where gradients are made, the pairs "loss" and "z_loss": the first is the cross-entropy, and its
-    gradient is that of both; the second has none.
-
     Shapes:
         logits    [s, b, v/t], or what they are made of
         labels    [b, s] token ids
         loss_mask [b, s], 0 where a token does not count
-        output    two scalars in fp32 (fp64 for fp64 logits)
+        output    two scalars in fp32 (fp64 for fp64 logits); with a z-loss such pairs by name, where gradients are made
 
     Raises:
         ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.

@@ -38,6 +38,7 @@ from megatron.models.t5.model import (
     tied_logits,
 )
 from megatron.mpu.layers import VocabParallelEmbedding
+from tds.loss import Weighted
 from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
@@ -236,7 +237,8 @@ class T5ModelPipe(ModelPipe):
                 layer.shares, layer.output_shares = layer.sums_of_memory()
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return weighted(model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+        loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
+        return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""
