@@ -202,10 +202,12 @@ def go_on(rank: int, data: int, folder: Path, wide: Path) -> list[Any]:
     return [each[0] for each in (whole, again, widened, other, narrowed)]
 
 
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
 def test_a_resumed_run_is_the_same_to_the_bit_and_either_format_takes_the_others_states(
     data: int, tmp_path: Path
 ) -> None:
+    """Its sibling in the short run is in tests/optim/test_param_rates.py."""
     folders = tmp_path / "low", tmp_path / "wide"
     for whole, again, widened, other, narrowed in run_ranks(data, go_on, data, *folders):
         assert again == whole

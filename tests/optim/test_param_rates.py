@@ -152,8 +152,12 @@ def test_every_layout_trains_the_weights_of_one_process(
 
 
 def moved(rank: int, data: int, folder: Path) -> list[Any]:
-    """Return what a run of five steps, one resumed at the third, and one resumed with other rates end with."""
-    plain, rated = "--fp32 --hidden-dropout 0.1", f"--fp32 --hidden-dropout 0.1 {OWN}"
+    """Return what a run of five steps, one resumed at the third, and one resumed with other rates end with.
+
+    The states of the first two are in bf16, and those of the last in fp32.
+    """
+    plain = "--fp32 --hidden-dropout 0.1 --adam-beta2 0.95"
+    rated = f"{plain} {OWN} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     whole = save_and_go_on(rank, "gpt2", 1, data, f"{rated} --zero-stage 1", folder)
     again = load_and_go_on(rank, "gpt2", 1, data, f"{rated} --zero-stage 1", folder)
     other = load_and_go_on(rank, "gpt2", 1, data, f"{plain} {UNTIED} --zero-stage 1", folder)
