@@ -144,7 +144,7 @@ class LoadedTasks:
             near = difflib.get_close_matches(name, known, n=3)
             raise ConfigError(
                 f"a task must be one of lm_eval's {len(known)} or of --include-path, got {name!r}. "
-                + (f"Did you mean {' or '.join(near)}?" if near else "lm_eval --tasks list shows them")
+                + (f"Did you mean {' or '.join(near)}?" if near else "lm_eval ls tasks lists them")
             )
         return tuple(dict.fromkeys(names))
 

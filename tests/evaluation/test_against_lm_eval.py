@@ -35,10 +35,10 @@ from megatron.generate import load
 from megatron.generate.text import Prompts
 from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
-from tests.generate.models import save_model
 from tests.helpers.chats import MARKED, write_tokenizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.modern_decoders import in_its_own_dtype
+from tests.helpers.saved_models import save_model
 from tools import evaluate
 
 pytestmark = [

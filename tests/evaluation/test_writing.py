@@ -14,8 +14,8 @@ from megatron.evaluation.all_ranks import ModelOfAllRanks, Writing
 from megatron.generate.text import Prompts
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import find_template
-from tests.evaluation.harness import Model, Request, decoder_lm
 from tests.helpers.chats import CHATML, write_tokenizer
+from tests.helpers.evaluation import Model, Request, decoder_lm
 
 Says = Callable[..., str]
 
