@@ -21,8 +21,8 @@ from megatron.arguments.deepspeed_keys import KNOWN
 from megatron.arguments.megatron_flags import CPM_FLAGS, ROWS
 from megatron.config import parse
 from megatron.errors import EXIT_CODES
-from megatron.evaluation import options as of_evaluation
-from megatron.generate import options as of_generation
+from megatron.evaluation.options import parse_args as parse_evaluate
+from megatron.generate.options import parse_args as parse_generate
 from megatron.launch.options import parse as parse_launch
 from megatron.models.registry import FAMILIES
 
@@ -39,7 +39,7 @@ SIBLINGS = [
 ]
 PAIRS = [FRONT, *(pair for pair in SIBLINGS if Path(pair[0]).name not in MORE_IN_CHINESE)]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
-OWN_OPTIONS = {"tools/generate.py": of_generation.parse_args, "tools/evaluate.py": of_evaluation.parse_args}
+OWN_OPTIONS = {"tools/generate.py": parse_generate, "tools/evaluate.py": parse_evaluate}
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
 """Flags that the run scripts hand to the launcher."""
 
