@@ -7,9 +7,10 @@
     python -m megatron.launch --nproc-per-node 4 tools/evaluate.py --model-parallel-size 2 --load runs/my-run \\
         --tasks hellaswag                                                                    2 replicas
 
---tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may be of any layout, and the results
-are the same in every layout; ranks beyond tensor x pipe are replicas, which share the work. Ends with code 0, 2 (an
-option, task or text), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no numbers).
+--tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may be of any layout, or be a Hugging
+Face folder, and the results are the same in every layout; ranks beyond tensor x pipe are replicas, which share the
+work. Ends with code 0, 2 (an option, task or text), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no
+numbers).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,18 +52,15 @@ def make_model(
 ) -> tuple[ModelOfAllRanks, ChatTemplate | None]:
     """Return the model of --load, and what renders messages where that is asked for. Collective."""
     from megatron import device
-    from megatron.checkpoint.huggingface.config import saved_config
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-    from megatron.checkpoint.loading import open_folder
     from megatron.evaluation.all_ranks import ModelOfAllRanks
-    from megatron.generate import load
+    from megatron.generate import load, open_model
     from megatron.generate.text import Prompts
     from megatron.models import registry
     from megatron.tokenizer.chat import find_template
 
-    with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
-        checkpoint = open_folder(args.load, grid.host)
-        config = saved_config(checkpoint.state)
+    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks alike
+        checkpoint, config = open_model(args.load, stack, grid.host)
         family = registry.family_of(config.family)
         if family.kind != "decoder":
             raise ConfigError(

@@ -23,7 +23,12 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
         allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
+    add(
+        "--load",
+        type=Path,
+        required=True,
+        help="a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder",
+    )
     add("--tasks", metavar="A,B", help="tasks, groups or tags of lm_eval, with commas; * stands for any letters")
     add("--texts", nargs="+", metavar="[NAME=]PATH", help="perplexity of texts: FILE.txt, FILE.jsonl, or token files")
     add("--output", type=Path, metavar="FILE.json", help="write results there, too")

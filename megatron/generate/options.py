@@ -25,7 +25,12 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
         allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
+    add(
+        "--load",
+        type=Path,
+        required=True,
+        help="a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder",
+    )
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     add("--input", type=Path, metavar="FILE", help="a prompt on each line; of FILE.jsonl the --field of each object")
     add(

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.huggingface.convert import export
+from megatron.checkpoint.loading import open_folder
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation import tasks
 from megatron.evaluation.options import parse_args, starts_ranks
 from megatron.evaluation.tasks import Results
+from megatron.generate.options import parse_args as parse_generate
 from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.harness import run_ranks
 from tests.helpers.saved_models import save_model
-from tools import evaluate
+from tools import evaluate, generate
 
 
 class Tasks:
@@ -100,6 +103,18 @@ def test_results_are_the_same_in_every_layout(ranks: int, layout: str, folder: P
     )
     assert alone["tasks"]["small"]["length"] == found["tasks"]["small"]["length"]
     assert alone["max_length"] == 48 and "samples" not in alone
+
+
+def test_a_hugging_face_folder_has_the_results_of_its_checkpoint(folder: Path, tmp_path: Path) -> None:
+    export(open_folder(folder / "run"), tmp_path / "hf")
+    texts = f"--texts {folder / 'a.txt'} {folder / 'b.jsonl'} --dtype fp64 --device cpu"
+    assert asked(f"--load {tmp_path / 'hf'} {texts}") == asked(f"--load {folder / 'run'} {texts}")
+    prompt = ["--prompt", "the lamp", "--device", "cpu", "--load"]
+    written = io.StringIO(), io.StringIO()
+    for out, place in zip(written, (tmp_path / "hf", folder / "run"), strict=True):
+        with redirect_stdout(out):
+            generate.run(parse_generate("", [*prompt, str(place)]), {})
+    assert written[0].getvalue() == written[1].getvalue() != ""
 
 
 def test_samples_are_written_where_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
