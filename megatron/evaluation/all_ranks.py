@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron.errors import JobError, StopRequest
 from megatron.evaluation.scoring import MAX_TOKENS, Row, Score, batches_by_length, longest_row, score_rows
 from megatron.generate.decode import generate_gpt2
 from megatron.generate.sampling import Sampling, keys_of
@@ -19,7 +20,12 @@ from megatron.mpu.groups import SINGLE, Group
 # | rank 0 | the others |
 # |---|---|
 # | ``lead(do)``: calls ``do()`` | ``lead(do)``: wait for calls until rank 0 has left ``do`` |
-# | ``score``, ``write`` | the same call, with the same arguments |
+# | ``score``, ``write`` | the same calls, with the same arguments: some batches at a time |
+#
+# Between two such calls all ranks hear whether one of them was asked to stop.
+
+BATCHES_AT_ONCE = 8
+"""Of each replica, between two of which ranks may be asked to stop."""
 
 Result = TypeVar("Result")
 
@@ -51,15 +57,17 @@ class ModelOfAllRanks:
         world: all ranks, over the CPU.
         max_length: tokens that a pass may read.
         max_tokens: of a batch.
+        wants_stop: whether this rank was asked to stop.
     """
 
     def __init__(
         self, part: ModelStage, prompts: Prompts, *, data: Group = SINGLE, world: Group = SINGLE, max_length: int,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int = MAX_TOKENS, wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.part, self.prompts, self.data, self.world = part, prompts, data, world
         self.max_length = longest_row(part, max_length)
         self.max_tokens = max_tokens
+        self._wants_stop = wants_stop
         self.on_rows: Callable[[int], None] | None = None
         self._has_failed_together = False
 
@@ -67,7 +75,8 @@ class ModelOfAllRanks:
         """Return what ``do()`` gives on rank 0, None on the others, which meanwhile do their part. Collective.
 
         Raises:
-            Exception: of ``do``, on all ranks alike.
+            JobError: of ``do``, on all ranks alike; another error is a RuntimeError on the others.
+            StopRequest: a rank was asked to stop; on all ranks.
         """
         if self.world.rank:
             self._follow()
@@ -76,19 +85,22 @@ class ModelOfAllRanks:
             result = do()
         except Exception as error:
             if not self._has_failed_together:  # else the others have it already
-                error.is_of_this_rank = False  # type: ignore[attr-defined]
-                self.world.broadcast_object(("raise", (error,)))
+                told: Exception = RuntimeError(f"rank 0: {type(error).__name__}: {error}")  # others may not travel
+                if isinstance(error, JobError):
+                    error.is_of_this_rank, told = False, error
+                self.world.broadcast_object(("raise", (told,)))
             raise
         self.world.broadcast_object(("end", ()))
         return result
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
         """Return the score of each row; called by rank 0, within ``lead``."""
-        return self._call("_score", rows)  # type: ignore[no-any-return]
+        return self._in_portions("_score", rows, [len(row.tokens) - 1 for row in rows])
 
     def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
         """Return what the model writes behind each of ``prompts``, without control tokens; called as ``score``."""
-        return self._call("_write", prompts, how)  # type: ignore[no-any-return]
+        lengths = [len(row) + how.max_new_tokens for row in prompts]
+        return self._in_portions("_write", list(zip(prompts, keys_of(prompts), strict=True)), lengths, how)
 
     def _follow(self) -> None:
         while True:
@@ -98,34 +110,52 @@ class ModelOfAllRanks:
                 return
             if name == "raise":
                 raise args[0]
-            getattr(self, name)(*args)
+            self._do(name, *args)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        self.world.broadcast_object((name, args))
-        try:
-            return getattr(self, name)(*args)
-        except Exception:
-            self._has_failed_together = True
-            raise
+    def _in_portions(self, name: str, requests: Sequence[Any], lengths: Sequence[int], *more: Any) -> list[Any]:
+        """Return what all ranks make of each of ``requests``, in their order.
+
+        Raises:
+            StopRequest: a rank was asked to stop.
+        """
+        found: dict[int, Any] = {}
+        batches, number = list(batches_by_length(lengths, self.max_tokens)), BATCHES_AT_ONCE * self.data.size
+        for first in range(0, len(batches), number):
+            places = [place for batch in batches[first : first + number] for place in batch]
+            own = [requests[place] for place in places]
+            self.world.broadcast_object((name, (own, *more)))
+            try:
+                results, wants_stop = self._do(name, own, *more)
+            except Exception:
+                self._has_failed_together = True
+                raise
+            if wants_stop:
+                raise StopRequest("asked to stop while it evaluates")
+            found.update(zip(places, results, strict=True))
+        return [found[place] for place in range(len(requests))]
+
+    def _do(self, name: str, *args: Any) -> tuple[list[Any], bool]:
+        """Return what a method gives, and whether any rank was asked to stop. Collective."""
+        results = getattr(self, name)(*args)
+        return results, any(self.world.gather_objects(self._wants_stop()))
 
     def _score(self, rows: Sequence[Row]) -> list[Score]:
         return score_rows(self.part, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)
 
-    def _write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
-        keys, control = keys_of(prompts), set(self.prompts.tokenizer.control_tokens.values())
-        found: dict[int, str] = {}
-        batches = batches_by_length([len(row) + how.max_new_tokens for row in prompts], self.max_tokens)
+    def _write(self, prompts: Sequence[tuple[Sequence[int], bytes]], how: Writing) -> list[str]:
+        control, found = set(self.prompts.tokenizer.control_tokens.values()), dict[int, str]()
+        batches = batches_by_length([len(row) + how.max_new_tokens for row, _ in prompts], self.max_tokens)
         for number, batch in enumerate(batches):
             if number % self.data.size != self.data.rank:
                 continue
-            own = [prompts[place] for place in batch]
+            own, keys = zip(*(prompts[place] for place in batch), strict=True)
             rows = generate_gpt2(
                 self.part,
                 own,
                 max_new_tokens=how.max_new_tokens,
                 eos_id=self.prompts.eos_id,
                 sampling=how.sampling,
-                keys=[keys[place] for place in batch],
+                keys=keys,
                 ends=lambda row, tokens: tokens[-1] == how.end_id or self._is_stopped(tokens, how.stops),
             )
             for place, prompt, tokens in zip(batch, own, rows, strict=True):

@@ -7,10 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron import accelerators
-from megatron.arguments.parser import RaisingParser
 from megatron.errors import ConfigError
-from megatron.generate.options import DTYPES, layout_problems
+from megatron.generate.options import device_problems, layout_problems, model_parser, parsed
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -19,16 +17,8 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     Raises:
         ConfigError: naming everything that cannot be.
     """
-    parser = RaisingParser(
-        allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = model_parser(description)
     add = parser.add_argument
-    add(
-        "--load",
-        type=Path,
-        required=True,
-        help="a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder",
-    )
     add("--tasks", metavar="A,B", help="tasks, groups or tags of lm_eval, with commas; * stands for any letters")
     add("--texts", nargs="+", metavar="[NAME=]PATH", help="perplexity of texts: FILE.txt, FILE.jsonl, or token files")
     add("--output", type=Path, metavar="FILE.json", help="write results there, too")
@@ -48,16 +38,8 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--max-length", type=int, metavar="N", help="tokens that the model reads at once (--max-position-embeddings)")
     add("--max-tokens", type=int, default=16384, metavar="N",
         help="tokens of a batch, with what fills it up (16384)")  # fmt: skip
-    add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
-    add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
-    add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
-    add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
-    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
-    try:
-        args = parser.parse_args(argv)
-    except ValueError as error:
-        raise ConfigError(f"{error} (--help lists the options)") from None
-    problems = list(_problems(args))
+    args = parsed(parser, argv)
+    problems = [*device_problems(args), *_problems(args)]
     if not starts_ranks(args):
         problems += layout_problems(args, "tools/evaluate.py")
     if problems:
@@ -72,12 +54,6 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    try:
-        accelerators.load()
-    except ValueError as error:
-        yield str(error)
-    if problem := accelerators.problem(args.device):
-        yield problem
     if not args.tasks and not args.texts:
         yield "--tasks or --texts must say what is evaluated, got neither"
     of_tasks = {

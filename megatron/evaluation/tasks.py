@@ -6,13 +6,14 @@ import difflib
 import importlib.util
 import json
 import random
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, JobError
 
 if TYPE_CHECKING:
     from megatron.evaluation.lm import DecoderLM
@@ -115,22 +116,34 @@ class LoadedTasks:
         """Return what ``lm`` makes of the tasks.
 
         Random numbers of the process are left as they were: lm_eval sets all seeds.
+
+        Raises:
+            DataError: a task's own templates, functions or metrics fail; where is on standard error.
         """
         import lm_eval
 
         suite = self.suite
         with _quiet(), kept_random_state(self._kind):
-            found = lm_eval.simple_evaluate(
-                model=lm,
-                tasks=list(self._names),
-                num_fewshot=suite.num_fewshot,
-                limit=suite.limit,
-                task_manager=self._manager,
-                apply_chat_template=suite.apply_chat_template,
-                system_instruction=suite.system_instruction,
-                fewshot_as_multiturn=suite.apply_chat_template and suite.fewshot_as_multiturn,
-                log_samples=keeps_samples,
-            )
+            try:
+                found = lm_eval.simple_evaluate(
+                    model=lm,
+                    tasks=list(self._names),
+                    num_fewshot=suite.num_fewshot,
+                    limit=suite.limit,
+                    task_manager=self._manager,
+                    apply_chat_template=suite.apply_chat_template,
+                    system_instruction=suite.system_instruction,
+                    fewshot_as_multiturn=suite.apply_chat_template and suite.fewshot_as_multiturn,
+                    log_samples=keeps_samples,
+                )
+            except JobError:
+                raise
+            except Exception as error:  # whatever a task's own code raises
+                traceback.print_exc()
+                raise DataError(
+                    f"the tasks {', '.join(self._names)} must run through, got {type(error).__name__}: {error}. "
+                    "Correct their templates, functions or metrics"
+                ) from error
         assert found is not None  # that is for ranks beyond 0
         return _results(found)
 

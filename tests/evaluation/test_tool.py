@@ -27,6 +27,13 @@ from tests.helpers.saved_models import save_model
 from tools import evaluate, generate
 
 
+class OfATask(Exception):
+    """An error whose class no pickle can make again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
 class Tasks:
     """In place of lm_eval's tasks."""
 
@@ -36,6 +43,8 @@ class Tasks:
         self.suite = suite
 
     def evaluate(self, lm: Any, *, keeps_samples: bool = False) -> Results:
+        if "broken" in self.suite.tasks:
+            raise OfATask(1, 2)
         scores = lm.loglikelihood([Request(("the lamp", " stood")), Request(("灯", "在窗前"))])
         text, limit = lm.generate_until([Request(("the", {"max_gen_toks": 6}))])[0], self.suite.limit
         metrics = {"small": {"acc": sum(value for value, _ in scores), "acc_stderr": 0.5, "length": float(len(text))}}
@@ -125,7 +134,7 @@ def test_samples_are_written_where_they_are_asked_for(folder: Path, tmp_path: Pa
 def fails(rank: int, words: str) -> str:
     try:
         asked(words)
-    except ConfigError as error:
+    except (ConfigError, OfATask, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -133,6 +142,8 @@ def fails(rank: int, words: str) -> str:
 def test_an_error_of_rank_0_is_one_of_all(folder: Path) -> None:
     words = f"--load {folder / 'run'} --tasks none --device cpu --pipe-parallel-size 2"
     assert run_ranks(2, fails, words) == ["a task must be one of lm_eval's"] * 2
+    broken = words.replace("none", "broken")
+    assert run_ranks(2, fails, broken) == ["1 2", "rank 0: OfATask: 1 2"], "an error that cannot travel, too"
 
 
 def test_it_starts_the_ranks_of_its_layout_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

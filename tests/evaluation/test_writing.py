@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron.errors import StopRequest
 from megatron.evaluation import all_ranks
 from megatron.evaluation.all_ranks import ModelOfAllRanks, Writing
+from megatron.evaluation.scoring import Row, Score
 from megatron.generate.text import Prompts
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import find_template
@@ -63,3 +65,25 @@ def test_a_conversation_has_its_templates_end_of_turns(tokenizer: Tokenizer) -> 
         lm = decoder_lm().DecoderLM(model, chat=chat)
         lm.generate_until([Request(("a", {"until": ["x"], "max_gen_toks": 4}))])
         assert model.written[0][1] == Writing(4, ("x",), end_id=tokenizer.token_to_id("<|im_end|>") if chat else None)
+
+
+def test_some_batches_are_asked_for_at_a_time_and_results_come_in_order(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_ranks, "BATCHES_AT_ONCE", 2)
+    place = SimpleNamespace(sequence_parallel=False, group=SimpleNamespace(size=1))
+    part: Any = SimpleNamespace(sizes=SimpleNamespace(has_position_ids=False), place=place)
+    portions = list[list[Row]]()
+
+    def score(part: Any, rows: list[Row], **more: Any) -> list[Score]:
+        portions.append(rows)
+        return [Score(-float(row.tokens[0]), is_greedy=False) for row in rows]
+
+    monkeypatch.setattr(all_ranks, "score_rows", score)
+    stops = iter([False, False, True])
+    model = ModelOfAllRanks(part, Prompts(tokenizer, None), max_length=99, max_tokens=6, wants_stop=lambda: next(stops))
+    rows = [Row((number, *[1] * length), 1) for number, length in enumerate((3, 1, 3, 6, 3, 1))]
+    assert [one.logprob for one in model.score(rows)] == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+    assert [len(portion) for portion in portions] == [3, 3], "of two batches each"
+    with pytest.raises(StopRequest, match="asked to stop while it evaluates"):
+        model.score(rows[:1])

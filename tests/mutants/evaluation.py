@@ -199,7 +199,7 @@ EVALUATION = (
     Mutant(
         "an error of rank 0 stays there",
         ALL_RANKS,
-        '                self.world.broadcast_object(("raise", (error,)))',
+        '                self.world.broadcast_object(("raise", (told,)))',
         '                self.world.broadcast_object(("end", ()))',
         (f"{TOOL}::test_an_error_of_rank_0_is_one_of_all",),
     ),
@@ -244,5 +244,27 @@ EVALUATION = (
         "        self._evaluated = step\n",
         "",
         (IN_A_RUN,),
+    ),
+    Mutant(
+        "what came of a portion goes to the first rows",
+        ALL_RANKS,
+        "            found.update(zip(places, results, strict=True))",
+        "            found.update(zip(sorted(places), results, strict=True))",
+        (f"{WRITING}::test_some_batches_are_asked_for_at_a_time_and_results_come_in_order",),
+    ),
+    Mutant(
+        "only rank 0 is asked whether to stop",
+        ALL_RANKS,
+        "any(self.world.gather_objects(self._wants_stop()))",
+        "self._wants_stop()",
+        (f"{IN_RUNS}::test_a_signal_breaks_it_off",),
+    ),
+    Mutant(
+        "a task that fails ends the run",
+        "megatron/training/callbacks/task_evaluator.py",
+        "            except DataError as error:\n                if world",
+        "            except KeyError as error:\n                if world",
+        (f"{IN_RUNS}::test_a_task_that_fails_is_told_and_the_run_goes_on",),
+        refuses=True,
     ),
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron import log
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.config import Config
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StopRequest
 from megatron.evaluation.all_ranks import ModelOfAllRanks
 from megatron.evaluation.tasks import LoadedTasks, Results, read_suite
 from megatron.generate.text import Prompts
 from megatron.models.common.generation import stage_of
 from megatron.tokenizer.chat import ChatTemplate, find_template
+from megatron.training.exit_signals import how_to_go_on
 from megatron.training.initialize import run_on_rank_0
 from megatron.training.timeouts import EVALUATING
 from megatron.training.train_step import StepResult
@@ -72,10 +74,18 @@ class TaskEvaluator(Callback):
         self._evaluate()
 
     def on_train_end(self) -> None:
-        if not self.trainer.stop_text and self._evaluated != self.trainer.progress.step:
-            self._evaluate()
+        trainer = self.trainer
+        if trainer.stop_text or self._evaluated == trainer.progress.step or self._evaluate():
+            return
+        trainer.stop_text = (
+            f"stopped while tasks are evaluated; the run is saved in {trainer.folder}. {how_to_go_on(trainer.folder)}"
+        )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate the tasks and say what came out; return False where a signal has broken it off. Collective.
+
+        A task that fails is told and does not end the run.
+        """
         trainer, step = self.trainer, self.trainer.progress.step
         config, world = trainer.config, trainer.world
         with trainer.phases.over(EVALUATING), trainer.engine.optimizer.weights_gathered():
@@ -86,14 +96,23 @@ class TaskEvaluator(Callback):
                 world=world.grid.host,
                 max_length=config.batch.seq_length,
                 max_tokens=config.batch.micro_batch_size * config.batch.seq_length,
+                wants_stop=lambda: trainer.stop.signal_name is not None,
             )
-            found = model.lead(lambda: self._results(model))
-            metrics = world.grid.host.broadcast_object(None if found is None else found.metrics)
-        assert metrics is not None
+            metrics: dict[str, dict[str, float]] | None = None
+            try:
+                found = model.lead(lambda: self._results(model))
+                metrics = world.grid.host.broadcast_object(None if found is None else found.metrics)
+            except StopRequest:
+                return False
+            except DataError as error:
+                if world.rank == 0:
+                    log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run goes on")
         self._evaluated = step
-        each = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
-        trainer.print_line(f"step {step} | tasks | {each}")
-        trainer.call("on_evaluate_end", KIND, metrics)
+        if metrics is not None:
+            each = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
+            trainer.print_line(f"step {step} | tasks | {each}")
+            trainer.call("on_evaluate_end", KIND, metrics)
+        return True
 
     def _results(self, model: ModelOfAllRanks) -> Results:
         from megatron.evaluation.lm import DecoderLM

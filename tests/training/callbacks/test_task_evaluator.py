@@ -18,6 +18,7 @@ from megatron.evaluation.tasks import Results
 from megatron.training.callbacks import task_evaluator
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.task_evaluator import headline
+from megatron.training.exit_signals import StopRequests
 from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.runs import flags, train_ranks, write_corpus
 from tools.report_parts.runs import chart_data, read_run, run_data
@@ -115,6 +116,39 @@ def test_without_an_interval_they_are_evaluated_at_the_end_and_drawn_in_the_repo
     (chart,) = [chart for chart in chart_data([run]) if chart["id"] == "tasks"]
     assert chart["keys"] == ["tasks/small/acc", "tasks/small/sum", "tasks/written/characters"]
     assert run["tasks"]["step"] == [4]
+
+
+def test_a_task_that_fails_is_told_and_the_run_goes_on(
+    corpus: Path, tmp_path: Path, suite: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(self: Any, lm: Any) -> Results:
+        lm.loglikelihood([Request(TEXTS[0])])
+        raise DataError("the tasks small must run through, got KeyError: 'x'")
+
+    monkeypatch.setattr(Tasks, "evaluate", evaluate)
+    found = records(corpus, tmp_path / "run", 2, f"--gas 1 --eval-tasks {suite} --eval-tasks-interval 2")
+    assert of_kind(found, "tasks") == [] and [one["step"] for one in found if one["kind"] == "train"][-1] == 4
+    output = capfd.readouterr()
+    assert (output.out + output.err).count("TASKS NOT EVALUATED: the tasks small must run through") == 2, "each once"
+
+
+def is_signalled(rank: int) -> None:
+    """Let rank 1 have a signal from the start on."""
+    own = StopRequests.__init__
+
+    def signalled(self: StopRequests) -> None:
+        own(self)
+        self.signal_name = "SIGTERM" if rank else None
+
+    StopRequests.__init__ = signalled  # type: ignore[method-assign]
+
+
+def test_a_signal_breaks_it_off(corpus: Path, tmp_path: Path, suite: Path) -> None:
+    argv = flags(corpus, tmp_path / "run", f"{SHORT} --gas 1 --eval-tasks {suite} --eval-tasks-interval 1")
+    codes, _ = train_ranks(2, argv, before=is_signalled)
+    found = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert codes == [75, 75] and of_kind(found, "tasks") == []
+    assert [one["step"] for one in found if one["kind"] == "save"] == [1]
 
 
 def test_what_cannot_be_evaluated_is_refused_ahead_of_the_training(
