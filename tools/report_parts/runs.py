@@ -222,6 +222,7 @@ class Chart:
     """One chart: the columns ``keys``, or with ``is_family`` all "key/..." of them.
 
     ``x``: what it is drawn over; "" leaves it to the reader. ``unit``: how numbers are written.
+    ``is_by_ending``: of a family, keys that end alike have a chart of their own: their numbers are of one kind.
     ``points``: kind of records that are drawn as points, by their ``loss``. ``source``: which records are the lines.
     """
 
@@ -232,6 +233,7 @@ class Chart:
     x: str = ""
     log: bool = False
     is_family: bool = False
+    is_by_ending: bool = False
     points: str = ""
     about: str = ""
     source: str = "columns"
@@ -244,7 +246,15 @@ CHARTS = (
     Chart(
         "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="e to the loss", source="valid"
     ),
-    Chart("tasks", "Tasks", ("tasks",), is_family=True, source="tasks", about="of lm_eval, by --eval-tasks"),
+    Chart(
+        "tasks",
+        "Tasks",
+        ("tasks",),
+        is_family=True,
+        is_by_ending=True,
+        source="tasks",
+        about="of lm_eval, by --eval-tasks",
+    ),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
     Chart("tokens-per-s", "Throughput", ("tokens_per_s",), "si", about="tokens/s"),
@@ -286,8 +296,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts that have something to draw, with the keys that any run has."""
     shown = []
-    for chart in CHARTS:
-        keys = _keys(chart, runs)
+    for chart, keys in ((one, keys) for one in CHARTS for keys in _keys_of_charts(one, runs)):
         values = [v for run in runs for key in keys for v in run[chart.source].get(key, []) if v is not None]
         has_axis = not chart.x or any(chart.x in run[chart.source] for run in runs)
         if not values or not has_axis or (chart.id in ONLY_IF_IT_MOVES and len(set(values)) == 1):
@@ -296,6 +305,14 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         shown.append({**asdict(chart), "keys": keys})
     return shown
+
+
+def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the keys of each chart that is drawn of ``chart``."""
+    found: dict[str, list[str]] = {}
+    for key in _keys(chart, runs):
+        found.setdefault(key.rpartition("/")[2] if chart.is_by_ending else "", []).append(key)
+    return list(found.values())
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
