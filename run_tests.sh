@@ -2,8 +2,10 @@
 # Checks everything: lint, format, types, import layers, tests. `--all` adds the slow tests; other flags go to pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit
+purpose=test
+if [[ " $* " == *" --all "* ]]; then purpose=all; fi
 # shellcheck source=tools/setup.sh
-source tools/setup.sh test
+source tools/setup.sh "$purpose"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 failed=()

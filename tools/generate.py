@@ -11,10 +11,10 @@
     python -m megatron.launch --nproc-per-node 2 --stdin tools/generate.py --pipe-parallel-size 2 --load runs/my-run
 
 --chat takes the chat template of the run (--chat-template), else that of its tokenizer's folder; it stops at the token
-with which the template ends a turn. The checkpoint may be of any layout, and the text is the same in every layout: in a
-batch each prompt gets what it would get alone. Without --temperature, --top-k or --top-p the likeliest token is taken
-each time. Ends with code 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no
-numbers).
+with which the template ends a turn. The checkpoint may be of any layout, or be a Hugging Face folder, and the text is
+the same in every layout: in a batch each prompt gets what it would get alone. Without --temperature, --top-k or --top-p
+the likeliest token is taken each time. Ends with code 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank) or
+5 (logits that are no numbers).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import dataclasses
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +48,13 @@ TIMEOUT_S = 600
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
     """Return what answers prompts with the model of --load. Collective."""
     from megatron import device
-    from megatron.checkpoint.huggingface.config import saved_config
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-    from megatron.checkpoint.loading import open_folder
-    from megatron.generate import Sampling, load
+    from megatron.generate import Sampling, load, open_model
     from megatron.generate.text import ChatPrompts, Prompts, TextGenerator
     from megatron.tokenizer.chat import find_template
 
-    with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
-        checkpoint = open_folder(args.load, grid.host)
-        config = saved_config(checkpoint.state)
+    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks alike
+        checkpoint, config = open_model(args.load, stack, grid.host)
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
             raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")

@@ -51,8 +51,9 @@ def main() -> int:
     """Print the path of a Python that has every package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "purpose", choices=("run", "test", "ask"),
-        help="test: with the optional packages of that name too; ask: print which requirements this Python lacks",
+        "purpose", choices=("run", "test", "all", "ask"),
+        help="test: with the optional packages of that name too; all: with those that slow tests alone use, where they "
+        "can be had; ask: print which requirements this Python lacks",
     )  # fmt: skip
     parser.add_argument("requirements", nargs="*", help="of ask")
     flags = parser.parse_args()
@@ -61,7 +62,10 @@ def main() -> int:
         print(json.dumps(Answer(lacks, installed_checkout())))
         return 0
     try:
-        print(find_or_make("" if flags.purpose == "run" else flags.purpose))
+        python = find_or_make("" if flags.purpose == "run" else "test")
+        if flags.purpose == "all":
+            add(python, "eval")
+        print(python)
     except SetUpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -99,6 +103,24 @@ def find_or_make(extra: str) -> str:
                 stamp(extra).write_text(fingerprint())
     warn_of_another_build(VENV, index, f"remove {VENV} to have it made anew, or leave the variable out")
     return str(python)
+
+
+def add(python: str, extra: str) -> None:
+    """Install what ``extra`` has more into the environment of this checkout; what cannot be had is no error."""
+    wanted = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
+    found = ask(Path(python), wanted)
+    if not found.lacking:
+        return
+    packages = ", ".join(found.lacking)
+    skipped = "tests that need it are skipped"
+    if Path(python) != VENV / "bin" / "python" or is_of_another(found.checkout):
+        log(f"{python} lacks {packages}: {skipped}. {python} -m pip install -e '.[{extra}]' adds it")
+        return
+    with locked(VENV.resolve().parent):
+        try:
+            run(f"installing {packages}", [python, "-m", "pip", "install", *found.lacking], without=PRESENT)
+        except SetUpError as error:
+            log(f"{error} Until then {skipped}")
 
 
 def ask(python: Path, wanted: list[str]) -> Answer:

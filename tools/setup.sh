@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the run scripts with "run" or "test": sets PYTHON to one that has every package, making .venv if need be.
+# Sourced by the run scripts with "run", "test" or "all": sets PYTHON to one that has every package, making .venv if need be.
 # A Python is looked for as $PYTHON, else python, python3, python3.14 ... python3.11; the first new enough is taken.
 
 find_python() {

@@ -19,6 +19,7 @@ def _converted(flag: str, about: str, fields: str, kind: str = "", num_values: i
 
 _SHARDING = "no_shard: 0, optim: 1, optim_grads: 2, optim_grads_params: 3"
 _PATHS = "weights, ranges and paths; ranges that are the same for all corpora become --split"
+_MUP = "where not given, --mup-base-hidden-size is --hidden-size, and --mup-base-head-dim 1: scores by the head's size"
 CONVERTED_ROWS = (
     # lengths
     _converted("--train-samples", "as many whole steps as they are, those of a ramp-up included", "train_iters", "int"),
@@ -38,6 +39,8 @@ CONVERTED_ROWS = (
     _converted("--group-query-attention", "one head of keys unless --num-query-groups says more", "num_query_groups"),
     _converted("--use-rope-scaling", "llama3", "rotary_scaling"),
     _converted("--rotary-seq-len-interpolation-factor", "linear, by this factor", "rotary_scaling", "float"),
+    _converted("--use-mup", _MUP, "mup_base_hidden_size"),
+    _converted("--scaling-recipe", f"mup: {_MUP}", "mup_base_hidden_size", "str"),
     _converted("--no-position-embedding", "none, unless another kind is given", "position_embedding_type"),
     _converted("--pad-vocab-size-to", "the rows of the table, all of them real", "vocab_size", "int"),
     _converted("--padded-vocab-size", "the rows of the table, all of them real", "vocab_size", "int"),
@@ -96,9 +99,8 @@ GROUPS = {
     "weight decay is the same in all steps: use --weight-decay": "--start-weight-decay= --end-weight-decay=",
     "norms and biases have no weight decay, all other weights have; leave it out": """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=""",
-    "all weights have one learning rate: use --lr and --min-lr": "--decoupled-lr= --decoupled-min-lr=",
     "all weights start alike: use --init-method-std": """
-        --embedding-init-method-std= --init-method-xavier-uniform --use-mup""",
+        --embedding-init-method-std= --init-method-xavier-uniform""",
     "it would truncate samples and lose their tokens; let the length grow by --seq-length-schedule": """
         --curriculum-learning-legacy""",
     "samples are not chosen by difficulty, and all steps run all layers; leave it out": """

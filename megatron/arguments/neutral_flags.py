@@ -51,9 +51,7 @@ GROUPS = {
     "it acts with --mtp-num-layers only, which is refused": """
         --mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm
         --mtp-hybrid-override-pattern=""",
-    "it acts with --use-mup only, which is refused": """
-        --mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-base-head-dim=
-        --mup-attn-scale-power=""",
+    "it follows from --hidden-size and --mup-base-hidden-size": "--mup-width-mult=",
     "it acts with --qk-clip only, which is refused": "--qk-clip-alpha= --qk-clip-threshold=",
     "it acts with --enable-mhc-connections only, which is refused": """
         --mhc-num-residual-streams= --mhc-sinkhorn-iterations= --mhc-init-gating-factor=
@@ -305,7 +303,9 @@ _WHOLE = "it is --context-parallel-size with --cp-comm-type a2a here; use these,
 _WHOLE_MATRICES = "Muon looks at whole matrices in every layout; use duplicated, distributed, or leave it out"
 _BF16_PRODUCTS = "Newton-Schulz steps run in bf16, as torch.optim.Muon's do; use medium, or leave it out"
 _COEFFICIENTS = "Newton-Schulz has the coefficients of torch.optim.Muon; use simple"
-_FP32 = "masters, their gradients and the optimizer's states are fp32"
+_POWER = "scores are divided by the head's size where --mup-base-head-dim is given; use 1, or leave it out"
+_OUTPUT = "logits are multiplied with --dim-model-base / --hidden-size; use that, or leave it out"
+_FP32 = "masters and their gradients are fp32"
 HELD = (
     _held("--moe-router-dtype", "fp32", "the router computes in fp32", _ROUTER),
     _held("--ds-sequence-parallel-size", "1", "sequences stay whole", _WHOLE),
@@ -320,7 +320,7 @@ HELD = (
     ),
     *(
         _held(flag, "fp32", _FP32, f"{_FP32}; use fp32, or leave it out")
-        for flag in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+        for flag in ("--main-grads-dtype", "--main-params-dtype")
     ),
     _held("--muon-tp-mode", "duplicated distributed", "Muon looks at whole matrices in every layout", _WHOLE_MATRICES),
     _held("--muon-fp32-matmul-prec", "medium", "Newton-Schulz steps run in bf16", _BF16_PRODUCTS),
@@ -331,6 +331,8 @@ HELD = (
         "AdamW moves what is no matrix",
         "AdamW moves what is no matrix; use adam, or leave it out",
     ),
+    _held("--mup-attn-scale-power", "1", "muP divides scores by the head's size", _POWER),
+    _held("--mup-output-mult", "1", "muP multiplies logits with base width / width", _OUTPUT),
     _held("--error-injection-rate", "0", "no error is made on purpose", "no error is made on purpose; leave it out"),
     _held("--lr-warmup-init", "0", "the warm-up starts at 0", "the warm-up starts at 0; leave it out"),
     _held("--sample-rate", "1", "every sample is read", "every sample is read; use 1, or leave it out"),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
 from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
 from megatron.config.data import MOCK_DATA
+from megatron.config.model import ModelConfig
 from megatron.config.run import PROFILE_ALONE
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -302,6 +303,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
+    _mup(found, values, family)
     if "add_qkv_bias" in found.values and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
         found.neutral["--add-qkv-bias"] = "all linear layers have biases"
@@ -350,6 +352,23 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
         found.neutral["--max-position-embeddings"] = "relative positions have no end"
+
+
+def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
+    """Take Megatron's muP, whose base is the model itself and whose scores are divided by the head's size."""
+    recipe = found.converted.get("--scaling-recipe", "none")
+    if recipe not in ("none", "mup"):
+        found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Leave it out")
+    if recipe != "mup" and "--use-mup" not in found.converted:
+        if "--scaling-recipe" in found.converted:
+            found.neutral["--scaling-recipe"] = "there is no muP"
+        return
+    if FAMILIES[family].kind != "decoder":
+        found.problems.append("--use-mup is for decoders; leave it out")
+        return
+    values.setdefault("mup_base_hidden_size", values.get("hidden_size", ModelConfig.hidden_size))
+    if "softmax_scale" not in values:
+        values.setdefault("mup_base_head_dim", 1)
 
 
 def _gelu(found: Scan, values: dict[str, Any]) -> None:

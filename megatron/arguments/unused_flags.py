@@ -229,6 +229,12 @@ def format_problems(config: Config) -> Iterator[str]:
                 f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "
                 "out; in a folder with checkpoints in DeepSpeed's layout also give --save another folder"
             )
+    by_name = ("lr_embedding", "lr_head", "decoupled_lr", "lr_by_name", "weight_decay_by_name")
+    if named := _flags(config, by_name):
+        yield (
+            "--checkpoint-format deepspeed holds states by their number in groups of one rate, got "
+            f"{', '.join(named)}, which makes other groups. Use --checkpoint-format native, or leave it out"
+        )
     if config.optimizer.zero_stage:
         yield (
             "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage "

@@ -322,6 +322,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
             f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
             "--model-parallel-size"
         )
+    yield from _tied_rate_problems(config)
     yield from sequence_parallel_problems(config)
     yield from context_parallel_problems(config)
     yield from seq_length.schedule_problems(config)
@@ -332,6 +333,18 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from run.logging_problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
+
+
+def _tied_rate_problems(config: Config) -> Iterator[str]:
+    settings = config.optimizer
+    if settings.lr_head is None or config.model.untie_embeddings or settings.lr_head == settings.lr_embedding:
+        return
+    embedding = settings.lr if settings.lr_embedding is None else settings.lr_embedding
+    yield (
+        "--lr-head acts on a head with weights of its own, and this one's are those of the word embedding, got "
+        f"--lr-head {settings.lr_head:g} and {embedding:g} for the word embedding. Give --lr-embedding alone, or "
+        "--untie-embeddings-and-output-weights"
+    )
 
 
 def device_problems(config: Config, has_gpu: bool, has_bf16: bool = True) -> list[str]:
@@ -405,6 +418,12 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
+    beta2 = config.optimizer.adam_beta2
+    if "exp_avg_sq" in config.optimizer.bf16_states and 1 - beta2 < 2**-8:
+        notes.append(
+            f"warning: --exp-avg-sq-dtype bf16 has 8 bits, and by --adam-beta2 {beta2:g} a mean of squares falls by "
+            f"{1 - beta2:g} of itself a step, which they do not show: it may not fall at all. Use 0.99 or less, or fp32"
+        )
     return [
         *notes,
         *config.own.notes(config),

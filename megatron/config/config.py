@@ -142,6 +142,7 @@ class Config:
             names.remove("max_position_embeddings")  # there is no table of them
         family = {"family": self.family} if self.family != FIRST_FAMILY else {}
         values = {name: getattr(own if hasattr(own, name) else model, name) for name in names}
+        values |= {name: 0 for name in decoder.BASE_WIDTHS if values.get(name) == model.hidden_size}
         return {**family, **{name: value for name, value in values.items() if name not in own.NO_IDENTITY}}
 
     @property

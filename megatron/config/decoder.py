@@ -6,6 +6,8 @@ where nothing is said.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -150,6 +152,40 @@ class DecoderFeatures(ExpertFeatures):
         0.0, "bring logits x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
     )
     scale_embeddings: bool = _option(False, "multiply the word embedding with the root of the hidden size, as Gemma")
+    embedding_multiplier: float = _option(
+        1.0,
+        "multiply what the embedding hands to the first layer, learned positions among it; MiniCPM's scale_emb",
+        above=0,
+        aliases=("--mup-embedding-mult",),
+    )
+    residual_scale: float = _option(
+        0.0,
+        "multiply what each part of a layer adds to the residual stream with this, divided by the root of "
+        "--num-layers; MiniCPM's scale_depth; 0: do not",
+        minimum=0,
+    )
+    dim_model_base: int = _option(
+        0,
+        "multiply logits with this, divided by --hidden-size, as MiniCPM",
+        minimum=1,
+        shown_default="mup-base-hidden-size; without it logits stay as they are",
+    )
+    mup_base_hidden_size: int = _option(
+        0,
+        "muP: with m = hidden-size / this, matrices of layers start with --init-method-std / sqrt(m) and learn by "
+        "AdamW with --lr / m and --adam-eps / m, and logits are multiplied with 1/m; the best --lr of the narrow model "
+        "then is about that of the wide one",
+        minimum=1,
+        shown_default="no muP",
+        aliases=("--scaling-base-hidden-size",),
+    )
+    mup_base_head_dim: int = _option(
+        0,
+        "muP where heads grow: scores are multiplied with the root of this, divided by --kv-hidden-size",
+        minimum=1,
+        shown_default="by --softmax-scale",
+        aliases=("--scaling-base-head-dim",),
+    )
     clip_qkv: float = _option(
         0.0, "bring the numbers of queries, keys and values into -clip ... clip; 0: do not", minimum=0
     )
@@ -157,9 +193,31 @@ class DecoderFeatures(ExpertFeatures):
     def __post_init__(self) -> None:
         if not self.num_query_groups:
             object.__setattr__(self, "num_query_groups", getattr(self, "num_attention_heads", 0))
+        if self.mup_base_head_dim and not self.softmax_scale and self.mup_head_scale:
+            object.__setattr__(self, "softmax_scale", self.mup_head_scale)
         if self.position_embedding_type == "learned":
             object.__setattr__(self, "position_embedding_type", LEARNED)
         super().__post_init__()
+
+    @property
+    def mup_head_scale(self) -> float:
+        """What ``mup_base_head_dim`` multiplies scores with; 0 where that is one over the root of the head's size."""
+        size = getattr(self, "kv_hidden_size", 0)
+        return math.sqrt(self.mup_base_head_dim) / size if size and size != self.mup_base_head_dim else 0.0
+
+    @property
+    def width_multiplier(self) -> float:
+        """muP's m: how many times wider the model is than the one whose learning rates it has."""
+        return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
+
+    @functools.cached_property
+    def logit_multiplier(self) -> float:
+        base = self.dim_model_base or self.mup_base_hidden_size
+        return base / getattr(self, "hidden_size", base) if base else 1.0
+
+    @property
+    def residual_multiplier(self) -> float:
+        return self.residual_scale / math.sqrt(getattr(self, "num_layers", 1)) if self.residual_scale else 1.0
 
     @property
     def has_learned_positions(self) -> bool:
@@ -197,9 +255,12 @@ REFITTED = (
     "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
-    "clip_qkv", *experts.REFITTED,
+    "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
+    *experts.REFITTED,
 )  # fmt: skip
 """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
+BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
+"""Those that change nothing where they are the hidden size: a model that has them so is the one without."""
 
 _SCALINGS = {
     "rotary_scaling_factor": ("linear", "llama3", "yarn"),
@@ -260,6 +321,7 @@ def feature_problems(config: Any) -> Iterator[str]:
         yield "--hidden-bias gives all products biases, those of --add-qkv-bias too, got both. Leave one of them out"
     yield from _window_problems(model)
     yield from expert_problems(config)
+    yield from _scale_problems(config)
 
 
 def unused_features(config: Any) -> Iterator[str]:
@@ -355,6 +417,26 @@ def _norm_problems(model: Any) -> Iterator[str]:
         yield (
             "--apply-residual-connection-post-layernorm adds to what the norm ahead of a part makes, got "
             "--norm-placement after, which has none there. Leave one of them out"
+        )
+
+
+def _scale_problems(config: Any) -> Iterator[str]:
+    model, optimizer = config.model, config.optimizer.optimizer
+    if model.mup_base_hidden_size and optimizer not in ("adamw", "muon"):
+        yield (
+            f"--mup-base-hidden-size divides learning rates as AdamW needs it, got --optimizer {optimizer}. Use "
+            "--optimizer adamw or muon, or leave it out"
+        )
+    if model.dim_model_base and model.mup_base_hidden_size not in (0, model.dim_model_base):
+        yield (
+            "--dim-model-base and --mup-base-hidden-size both say what logits are multiplied with, got "
+            f"{model.dim_model_base} and {model.mup_base_hidden_size}. Leave the first out"
+        )
+    wanted = model.mup_head_scale or model.kv_hidden_size**-0.5
+    if model.mup_base_head_dim and model.softmax_scale not in (0.0, wanted):
+        yield (
+            f"--mup-base-head-dim {model.mup_base_head_dim} multiplies scores with {wanted:g}, got --softmax-scale "
+            f"{model.softmax_scale:g}. Leave one of them out"
         )
 
 

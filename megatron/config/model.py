@@ -92,6 +92,13 @@ class ModelConfig(DecoderFeatures):
         shown_default="by the micro-batch: chunks of 256 tokens on a CPU and of 4096 elsewhere if it has more than "
         "4 million logits and more tokens than a chunk and the hidden size together, else all",
     )
+    z_loss: float = option(
+        0.0,
+        "add this times (log Z)^2 to the loss of each token, Z being the sum of the exponentials of its logits, so "
+        "that logits do not drift (PaLM has 1e-4); logged apart, and left out in evaluations",
+        minimum=0,
+        aliases=("--output-z-loss-coeff",),
+    )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
     )

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.option import option
+
+# Tables by name: a number for each parameter whose name fits a pattern.
+
+
+def read_table(text: str) -> dict[str, float]:
+    """Return pattern -> number of ``text``, "PATTERN=NUMBER" with commas between several.
+
+    Raises:
+        ValueError: it cannot be read, a number is below 0 or not finite, or a pattern stands there twice.
+    """
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        pattern, sign, number = (part.strip() for part in word.rpartition("="))
+        if not (pattern and sign) or pattern in found or not 0 <= (value := float(number)) < math.inf:
+            raise ValueError(word)
+        found[pattern] = value
+    return found
+
 
 # The optimizer and the course of the learning rate.
 
@@ -84,12 +103,53 @@ class OptimizerConfig:
         above=0,
         maximum=1,
     )
+    lr_embedding: float | None = option(
+        None,
+        "highest learning rate of the word embedding; its course is that of --lr, and --min-lr counts in the ratio of "
+        "the two",
+        above=0,
+        shown_default="lr",
+    )
+    lr_head: float | None = option(
+        None, "the same of the output head, where that has weights of its own", above=0, shown_default="lr"
+    )
+    decoupled_lr: float | None = option(
+        None,
+        "highest learning rate of word embedding and output head, as Megatron-LM has it: it ends at --decoupled-min-lr",
+        above=0,
+        shown_default="lr",
+    )
+    decoupled_min_lr: float | None = option(
+        None,
+        "learning rate of word embedding and output head at the end of the decay",
+        minimum=0,
+        shown_default="with --decoupled-lr min-lr, else min-lr in the ratio of the learning rates",
+    )
+    lr_by_name: str = option(
+        "",
+        "highest learning rates by the names that parameters have in checkpoints: PATTERN=RATE, with commas between "
+        "several, as layers.*.mlp.*=1e-4; of two that fit the last counts, and it counts more than --lr-embedding",
+    )
     weight_decay: float = option(
         0.01, "decoupled weight decay; biases and norms have none", minimum=0, short="decoupled weight decay"
+    )
+    weight_decay_by_name: str = option(
+        "", "weight decay by the names of parameters, biases and norms among them: PATTERN=DECAY, as --lr-by-name"
     )
     adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
     adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
+    exp_avg_dtype: str = option(
+        "fp32",
+        "number format in which AdamW keeps its mean of gradients; fp32: that of masters. The update is computed in "
+        "fp32, and what is kept is rounded behind it",
+        choices=("fp32", "bf16"),
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32",
+        "the same of its mean of squared gradients; a mean in bf16 cannot fall by --adam-beta2 above 0.996",
+        choices=("fp32", "bf16"),
+    )
     muon_momentum: float = option(0.95, "with --optimizer muon: decay of the mean of gradients", minimum=0, below=1)
     muon_nesterov: bool = option(
         True,
@@ -151,8 +211,14 @@ class OptimizerConfig:
     )
     no_pin_memory: bool = option(False, "what is offloaded from a GPU lies in memory that the system may move")
 
+    @property
+    def bf16_states(self) -> tuple[str, ...]:
+        """AdamW's states that are kept in bf16, by their names in checkpoints."""
+        return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the optimizer alone."""
+        yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
                 f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: its means are those of whole "
@@ -162,10 +228,54 @@ class OptimizerConfig:
         if self.muon_split_qkv_heads and not self.muon_split_qkv:
             yield "--muon-split-qkv-heads takes apart what --muon-no-split-qkv leaves as one. Leave one of them out"
         yield from self._warmup_problems()
+        yield from self._rate_problems()
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
+
+    def _state_problems(self) -> Iterator[str]:
+        """Yield what keeps AdamW's states otherwise, or has none."""
+        flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
+        if flags and self.optimizer not in ("adamw", "muon"):
+            got = f"got --optimizer {self.optimizer}"
+            yield f"{flags} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+        elif flags and self.cpu_adam == "deepspeed":
+            got = "got --cpu-adam deepspeed, whose states are fp32"
+            yield f"{flags} acts on our own AdamW, {got}. Leave one of them out"
+
+    def _rate_problems(self) -> Iterator[str]:
+        """Yield tables by name that cannot be read, and rates of the tables that cannot be together."""
+        for name in ("lr_by_name", "weight_decay_by_name"):
+            text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            try:
+                rates = read_table(text) if text else {}
+            except ValueError:
+                yield (
+                    f"{flag} must be PATTERN=NUMBER with commas between several, each pattern once and each number 0 "
+                    f"or more, got {text!r}. Write it as layers.*.mlp.*=1e-4,head.weight=1e-3"
+                )
+                continue
+            if self.lr_decay_style == "exponential" and name == "lr_by_name" and 0 in rates.values():
+                yield f"{flag} needs rates above 0 with --lr-decay-style exponential, got {text!r}. Change the style"
+        either = [f"--lr-{name}" for name in ("embedding", "head") if getattr(self, f"lr_{name}") is not None]
+        if self.decoupled_lr is not None and either:
+            yield f"--decoupled-lr is of word embedding and head, got {' and '.join(either)} too. Leave one of them out"
+        if self.decoupled_min_lr is None:
+            if self.decoupled_lr is not None and self.min_lr > self.decoupled_lr:
+                yield (
+                    "--decoupled-lr ends at --min-lr unless --decoupled-min-lr is given, and must not be below it, got "
+                    f"{self.decoupled_lr:g} and {self.min_lr:g}. Add --decoupled-min-lr"
+                )
+            return
+        highest = [rate for rate in (self.decoupled_lr, self.lr_embedding, self.lr_head) if rate is not None]
+        if not highest:
+            yield "--decoupled-min-lr acts with --decoupled-lr only. Leave it out, or add that"
+        elif self.decoupled_min_lr > min(highest):
+            yield (
+                f"--decoupled-min-lr must not exceed the learning rates that end there, got {self.decoupled_min_lr:g} "
+                f"and {min(highest):g}. Lower it"
+            )
 
     def _warmup_problems(self) -> Iterator[str]:
         """Yield a warm-up that is as long as the decay, and two lengths of one thing."""

@@ -190,7 +190,7 @@ PROFILE_ALONE = "11-12"
 """Of --profile alone, as Megatron-LM has it."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that act with --wandb-project only."""
-LOGGING_IN_TRAINING = ("log_layer_norms", "profile")
+LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +206,14 @@ class LoggingConfig:
         "fills the gaps <extra_id_0>, <extra_id_1> ... of each",
         join=shlex.join,
         short="texts to go on from at the end",
+    )
+    eval_tasks: str | None = option(
+        None,
+        "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "
+        "--eval-tasks-interval steps: tasks, include_path (own task files), num_fewshot, limit",
+    )
+    eval_tasks_interval: int = option(
+        0, "with --eval-tasks: steps between evaluations; 0: at the end of the training alone", minimum=0
     )
     wandb_project: str | None = option(
         None,
@@ -246,7 +254,7 @@ def logging_problems(config: Config) -> Iterator[str]:
     named = [_flag(name) for name in WANDB_ONLY if name in config.given]
     if named and not seeing.wandb_project:
         yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
-    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has_wandb():  # which alone imports it
+    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # which alone imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed here. Run pip install "
             "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
@@ -265,7 +273,29 @@ def logging_problems(config: Config) -> Iterator[str]:
             f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
             "prompts out, and use tools/generate.py on the run's checkpoint"
         )
+    yield from _task_problems(config)
     yield from _profiled_beyond_run(config)
+
+
+def _task_problems(config: Config) -> Iterator[str]:
+    """Yield why tasks cannot be evaluated in this run."""
+    seeing = config.seeing
+    if seeing.eval_tasks is None:
+        if "eval_tasks_interval" in config.given:
+            yield "--eval-tasks-interval acts with --eval-tasks FILE only. Add it, or leave the interval out"
+        return
+    if not os.path.isfile(seeing.eval_tasks):
+        yield f"--eval-tasks must be a file that names tasks, got {seeing.eval_tasks}, which is none"
+    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # which alone imports it
+        yield (
+            "--eval-tasks needs the package lm_eval, which is not installed here. Run pip install -e '.[eval]', or "
+            "leave the flag out and evaluate the run's checkpoints with tools/evaluate.py elsewhere"
+        )
+    if config.parallel.context_parallel_size > 1:
+        yield (
+            "--eval-tasks reads texts of any length, which --context-parallel-size cannot cut over the ranks. Leave "
+            "the tasks out, and use tools/evaluate.py on the run's checkpoint"
+        )
 
 
 def _profiled_beyond_run(config: Config) -> Iterator[str]:
@@ -280,8 +310,8 @@ def _profiled_beyond_run(config: Config) -> Iterator[str]:
         )
 
 
-def _has_wandb() -> bool:
-    return "wandb" in sys.modules or importlib.util.find_spec("wandb") is not None
+def _has(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 # What a run does about steps whose numbers are wrong, and how it looks for copies of weights that have drifted.

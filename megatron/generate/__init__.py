@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.generate.decode import generate_gpt2, generate_t5
-    from megatron.generate.load_model import load
+    from megatron.generate.load_model import load, open_model
     from megatron.generate.sampling import Sampling, keys_of
 
-__all__ = ["Sampling", "generate_gpt2", "generate_t5", "keys_of", "load"]
+__all__ = ["Sampling", "generate_gpt2", "generate_t5", "keys_of", "load", "open_model"]
 
 _MODULES = {
     "Sampling": "sampling",
@@ -27,6 +27,7 @@ _MODULES = {
     "generate_t5": "decode",
     "keys_of": "sampling",
     "load": "load_model",
+    "open_model": "load_model",
 }
 """Where each name is: imported when it is asked for, so that the command's --help needs no torch."""
 

@@ -89,6 +89,8 @@ def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
 
 OnToken = Callable[[int, int], Any]
 """Called with (row, token) for each new token, on every rank."""
+Ends = Callable[[int, Sequence[int]], bool]
+"""From (row, its new tokens) to whether it is ended by them; the same on every rank."""
 
 
 def generate(
@@ -100,6 +102,7 @@ def generate(
     eos_id: int | None,
     choose: Choose,
     on_token: OnToken | None = None,
+    ends: Ends | None = None,
 ) -> list[list[int]]:
     """Return the new tokens of each row: up to and with ``eos_id``, or as many as its limit. Collective.
 
@@ -108,6 +111,7 @@ def generate(
         starts: the rows at the start, of any lengths above 0.
         limits: how many new tokens each row may have, at least 1.
         eos_id: ends a row; None: none does.
+        ends: says what else ends a row.
 
     Raises:
         NumericsError: a logit is not a number; on every rank.
@@ -122,7 +126,11 @@ def generate(
             new[row].append(token)
             if on_token is not None:
                 on_token(row, token)
-        still = [place for place, row in enumerate(rows) if new[row][-1] != eos_id and len(new[row]) < limits[row]]
+        still = [
+            place
+            for place, row in enumerate(rows)
+            if new[row][-1] != eos_id and len(new[row]) < limits[row] and not (ends and ends(row, new[row]))
+        ]
         if not still:
             break
         if len(still) < len(rows):
@@ -155,6 +163,7 @@ def generate_gpt2(
     sampling: Sampling | None = None,
     keys: Sequence[bytes] | None = None,
     on_token: OnToken | None = None,
+    ends: Ends | None = None,
 ) -> list[list[int]]:
     """Return how a decoder goes on from each prompt, without the prompt. Collective over the replica.
 
@@ -168,6 +177,7 @@ def generate_gpt2(
         sampling: None: the likeliest token each time.
         keys: of the random numbers; None: ``keys_of(prompts)``.
         on_token: called with (row, token) as tokens come, on every rank.
+        ends: from (row, its new tokens) to whether that ends it, as a stop string does; the same on every rank.
 
     Raises:
         TypeError: another model.
@@ -183,7 +193,8 @@ def generate_gpt2(
     choose = make_sampler(part, sampling, keys_of(prompts) if keys is None else keys)
     with part.evaluating():
         reader = DecoderReader(part, capacity)
-        return generate(part, reader, prompts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
+        how = {"limits": limits, "eos_id": eos_id, "choose": choose, "on_token": on_token, "ends": ends}
+        return generate(part, reader, prompts, **how)  # type: ignore[arg-type]
 
 
 def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> list[int]:

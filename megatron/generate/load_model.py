@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
-from megatron.checkpoint.loading import WEIGHTS
+from megatron.checkpoint.huggingface import weights
+from megatron.checkpoint.huggingface.config import saved_config
+from megatron.checkpoint.huggingface.tokenizer import fields_of, has_tokenizer
+from megatron.checkpoint.huggingface.weights import Pretrained
+from megatron.checkpoint.loading import WEIGHTS, open_folder
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
@@ -155,8 +161,28 @@ WRITES = ("decoder", "encoder-decoder")
 """Kinds of families that write text."""
 
 
+def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Checkpoint | Pretrained, Config]:
+    """Return what ``path`` holds and the configuration of its model, with its tokenizer where it names one. Collective.
+
+    Args:
+        path: a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder.
+        stack: how long a Hugging Face folder stays open.
+
+    Raises:
+        CheckpointError: it holds no model of ours, or a damaged one.
+    """
+    if not weights.is_folder(path):
+        checkpoint = open_folder(path, world)
+        return checkpoint, saved_config(checkpoint.state)
+    pretrained = weights.open_pretrained(path, stack)
+    config = pretrained.config
+    if has_tokenizer(path):
+        config = replace(config, data=replace(config.data, **fields_of(path, path)))
+    return pretrained, config
+
+
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Pretrained,
     config: Config,
     *,
     tensor: Group = SINGLE,
@@ -167,7 +193,8 @@ def load(
     """Return this rank's part of the model in ``checkpoint``, of which it reads just that part.
 
     Args:
-        config: the model's, as ``settings.saved_config`` finds it in the checkpoint.
+        checkpoint: or a Hugging Face folder.
+        config: the model's, as ``open_model`` finds it there.
         tensor, pipe: the groups over which it is cut; nothing of how it was saved matters.
         dtype: of weights and activations.
 
@@ -182,8 +209,10 @@ def load(
         raise ConfigError(str(error)) from None
     parameters = named_parameters(part.module)
     records = [TensorRecord(WEIGHTS + name, parameter, shard_of(parameter)) for name, parameter in parameters]
-    _refuse_others(checkpoint, config)
-    checkpoint.load(records)
+    if isinstance(checkpoint, Checkpoint):
+        _refuse_others(checkpoint, config)
+    with torch.no_grad():
+        checkpoint.load(records)
     return part
 
 

@@ -15,17 +15,41 @@ from megatron.errors import ConfigError, DataError
 DTYPES = ("fp32", "bf16", "fp64")
 
 
+def model_parser(description: str) -> RaisingParser:
+    """Return a parser for a tool that loads a model; ``parsed`` adds what all such tools have in common."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = RaisingParser(allow_abbrev=False, description=description, formatter_class=formatter)
+    what = "a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder"
+    parser.add_argument("--load", type=Path, required=True, help=what)
+    return parser
+
+
+def parsed(parser: RaisingParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of ``parser``, with those that say how the model is loaded and cut.
+
+    Raises:
+        ConfigError: an option that is none, or lacks its value.
+    """
+    add = parser.add_argument
+    add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
+    add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
+    add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
+    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
+    try:
+        return parser.parse_args(argv)
+    except ValueError as error:
+        raise ConfigError(f"{error} (--help lists the options)") from None
+
+
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the tool's options.
 
     Raises:
         ConfigError: naming everything that cannot be.
     """
-    parser = RaisingParser(
-        allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = model_parser(description)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     add("--input", type=Path, metavar="FILE", help="a prompt on each line; of FILE.jsonl the --field of each object")
     add(
@@ -52,22 +76,16 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--seed", type=int, help="other numbers to draw with (0)")
     add("--batch-size", type=int, metavar="N", help="prompts that go through the model together (8)")
     add("--mode", choices=("R", "X", "S"), help="of a T5 trained with several --denoisers: whose task this is (first)")
-    add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
-    add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
-    add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
-    add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
-    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
-    try:
-        args = parser.parse_args(argv)
-    except ValueError as error:
-        raise ConfigError(f"{error} (--help lists the options)") from None
-    problems = [*_device_problems(args), *_input_problems(args), *_number_problems(args), *_layout_problems(args)]
+    args = parsed(parser, argv)
+    problems = [*device_problems(args), *_input_problems(args), *_number_problems(args)]
+    problems += layout_problems(args, "tools/generate.py")
     if problems:
         raise ConfigError("\n".join(problems))
     return args
 
 
-def _device_problems(args: argparse.Namespace) -> Iterator[str]:
+def device_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why there is no such device as ``args`` ask for."""
     try:
         accelerators.load()
     except ValueError as error:
@@ -118,7 +136,8 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--top-p must be above 0 and at most 1, got {args.top_p}"
 
 
-def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
+    """Yield why the ranks that were started cannot have the layout that ``args`` ask for."""
     t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
     if t < 1 or p < 1:
         yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
@@ -126,7 +145,7 @@ def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"the number of ranks must be a multiple of tensor x pipe, got {size}, --model-parallel-size {t} and "
             f"--pipe-parallel-size {p} ({t} x {p} = {t * p}). Start them with python -m megatron.launch "
-            f"--nproc-per-node {t * p} tools/generate.py ..."
+            f"--nproc-per-node {t * p} {tool} ..."
         )
 
 

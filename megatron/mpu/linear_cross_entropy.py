@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from megatron.mpu.cross_entropy import known_or_nan
+from megatron.mpu.cross_entropy import known_or_nan, slopes_of_softmax
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import aligned, vocab_range, with_rows
 from megatron.torch_compat import all_gather_single
@@ -56,8 +56,12 @@ def linear_cross_entropy(
     cap: float = 0.0,
     divisible_by: int = 1,
     group: Group = SINGLE,
-) -> torch.Tensor:
+    z_loss: float = 0.0,
+) -> Any:
     """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
+
+    With a ``z_loss`` return that of the z-losses, too, as ``vocab_parallel_cross_entropy``: the gradient of the first
+    sum is that of both.
 
     With a ``cap`` each logit y is ``cap * tanh(y / cap)``; the slopes of a chunk, [c, v/t], are kept beside it.
 
@@ -84,11 +88,10 @@ def linear_cross_entropy(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     given = _Given(
         targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
-        num_real, at_once, cap, group,
+        num_real, at_once, cap, group, z_loss,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
-    total: torch.Tensor = _LinearCrossEntropy.apply(x, table, bias, given)
-    return total
+    return _LinearCrossEntropy.apply(x, table, bias, given)
 
 
 @dataclass(frozen=True)
@@ -101,21 +104,23 @@ class _Given:
     at_once: int
     cap: float
     group: Group
+    z_loss: float
     has_backward: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given) -> Any:
         needs = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
         work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, needs)
         total = work.run()
         of_table = None if work.of_table is None else work.of_table[: len(table)]
         ctx.save_for_backward(work.of_x, of_table, work.of_bias)
         ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
-        return total
+        if not given.z_loss:
+            return total
+        ctx.mark_non_differentiable(work.squares)
+        return total, work.squares
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -174,7 +179,7 @@ class _Work:
         self.table = with_rows(table, self.width)
         self.bias = None if bias is None else with_rows(bias, self.width)
         self.wide = given.weights.dtype
-        self.total = given.weights.new_zeros(())
+        self.total, self.squares = given.weights.new_zeros(()), given.weights.new_zeros(())
         self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         rows = max(len(table), self.width)
         self.of_table = table.new_empty((rows, table.shape[1]), dtype=self.wide) if needs[1] else None
@@ -258,9 +263,13 @@ class _Work:
         denominator = (sums * (largest - top).exp()).sum(dim=0)
         losses = denominator.log() + top - at_target.sum(dim=0)
         self.total += (losses * weights).sum()
+        z_loss, log_z = self.given.z_loss, denominator.log() + top
+        if z_loss:
+            self.squares += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():
             factor = weights * _scale(self.x.dtype)
-            self._add_gradients(begun, factor, factor * (begun.own[0] - top).exp() / denominator)
+            of_softmax = factor * slopes_of_softmax(log_z, z_loss) if z_loss else factor
+            self._add_gradients(begun, factor, of_softmax * (begun.own[0] - top).exp() / denominator)
 
     def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
         """Make the exponentials the gradient of the logits, and of it the others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 
@@ -99,6 +99,10 @@ class LRScheduler:
         progress = min(1.0, (done - self.warmup_updates) / left) if left > 0 else 1.0
         return _DECAYS[self.style](self, progress)
 
+    def between(self, lr: float, min_lr: float) -> LRScheduler:
+        """Return the same course with another peak and another floor."""
+        return replace(self, lr=lr, min_lr=min_lr)
+
 
 def _linear(rate: LRScheduler, u: float) -> float:
     return rate.lr + (rate.min_lr - rate.lr) * u
@@ -142,6 +146,14 @@ STYLES = (*_DECAYS, INVERSE_SQUARE_ROOT)
 
 
 def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
-    """Give all parameter groups the rate of the coming step."""
+    """Give all parameter groups one rate for the coming step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, update: int) -> float:
+    """Give each parameter group its rate (``param_rates``) of update ``update``, from 0; return that of --lr."""
+    lr = scheduler.at(update)
+    for group in optimizer.param_groups:
+        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).at(update) if "peak_lr" in group else lr
+    return lr

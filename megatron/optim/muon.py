@@ -109,6 +109,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self._adam = adam(others) if others else None  # it fills in its own defaults, in the same groups
         if self._adam is not None:
+            self.state_dtypes = getattr(self._adam, "state_dtypes", {})
             self.state: defaultdict[torch.Tensor, Any] = self._adam.state
         self._args, self._weights = args, weights
         self._tensor, self._data, self._place = tensor, data, place

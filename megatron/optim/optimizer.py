@@ -64,7 +64,9 @@ def take_state(optimizer: Holder, state: Mapping[str, Any]) -> None:
     optimizer.inner.state.clear()
     for number, values in state["state"].items():
         master = masters[number]
-        optimizer.inner.state[master] = {key: _beside(master, key, value) for key, value in values.items()}
+        dtypes = {"step": None, **getattr(optimizer.inner, "state_dtypes", {})}
+        kept = {key: _beside(master, dtypes.get(key, master.dtype), value) for key, value in values.items()}
+        optimizer.inner.state[master] = kept
     for master, saved in zip(masters, state["masters"], strict=True):
         master.copy_(saved)
     optimizer.scaler.load(state["scaler"])
@@ -86,11 +88,10 @@ def _problem(masters: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str |
     return None
 
 
-def _beside(master: torch.Tensor, key: str, value: Any) -> Any:
-    """Return a copy of ``value`` on the device of ``master``, a moment in its type."""
+def _beside(master: torch.Tensor, dtype: torch.dtype | None, value: Any) -> Any:
+    """Return a copy of ``value`` on the device of ``master``, in ``dtype``, or its own."""
     if not isinstance(value, torch.Tensor):
         return value
-    dtype = value.dtype if key == "step" else master.dtype
     return value.to(device=master.device, dtype=dtype, copy=True)
 
 

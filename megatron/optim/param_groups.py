@@ -2,7 +2,7 @@
 
 | name | is | state of a matrix [m, n] |
 |---|---|---|
-| adamw | ``torch.optim.AdamW`` | two moments, [m, n] each |
+| adamw | ``torch.optim.AdamW``, with states in bf16 ``megatron.optim.adam`` | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
 | muon | ``torch.optim.Muon`` on matrices of layers, AdamW on all else (``megatron.optim.muon``) | a momentum [m, n] |
 | sgd | ``torch.optim.SGD``, without momentum | none |
@@ -18,7 +18,7 @@ Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,12 @@ from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.matrices import matrices_of
 from megatron.mpu.shard import shard_of
+from megatron.optim.adam import AdamW
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.optimizer import MixedPrecisionOptimizer
+from megatron.optim.param_rates import ParamRate
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from tds.gradients import is_reduced_apart
 
@@ -68,6 +70,20 @@ def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def rated_groups(
+    groups: Iterable[dict[str, Any]], rates: Mapping[torch.nn.Parameter, ParamRate]
+) -> list[dict[str, Any]]:
+    """Return ``groups`` with parameters apart that have settings of their own, in the order of the parameters."""
+    found = []
+    for group in groups:
+        kinds: dict[ParamRate | None, list[torch.nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(rates.get(parameter), []).append(parameter)
+        for rate, own in kinds.items():
+            found.append({**group, **({} if rate is None else rate.settings()), "params": own})
+    return found
+
+
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -92,6 +108,8 @@ def build_optimizer(
     allgather_bucket_size: int = 0,
     prefetches: bool = True,
     muon: MuonArgs | None = None,
+    rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
+    bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -99,6 +117,8 @@ def build_optimizer(
         betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
         adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
         muon: how Muon moves matrices.
+        rates: of parameters that have settings of their own.
+        bf16_states: those that AdamW keeps in bf16, of ``exp_avg`` and ``exp_avg_sq``.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
@@ -131,6 +151,9 @@ def build_optimizer(
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if bf16_states:
+            kept = dict.fromkeys(bf16_states, torch.bfloat16)
+            return AdamW(groups, lr=lr, betas=betas, eps=epsilon, state_dtypes=kept)
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
@@ -139,6 +162,7 @@ def build_optimizer(
     sharing = expert_data if has_experts else data  # ranks that have the same matrices, those of experts too
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
+    groups = rated_groups(groups, rates) if rates else groups
     weights: list[MuonWeight] = []
     if name == "muon":
         groups = muon_groups(groups)

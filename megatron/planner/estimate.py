@@ -147,6 +147,7 @@ class Planner:
             tensor=layout.tensor,
             dtype=layout.dtype,
             optimizer=layout.optimizer,
+            num_bf16_states=layout.num_bf16_states,
             zero=layout.zero,
             checkpoint_activations=layout.recompute == "full",
             is_selective=layout.recompute == "selective",

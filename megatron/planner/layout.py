@@ -29,6 +29,7 @@ class Layout:
         context: ranks over which sequences are cut, by exchanging heads where it ``cuts_heads``.
         recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
         sequence_parallel: tokens are cut over the tensor ranks between the products.
+        num_bf16_states: of AdamW's two.
         overlaps_sums: gradients are summed over the replicas while the last backward runs.
         overlaps_tensor: gradients of activations are summed over the tensor ranks while those of weights are computed.
         is_compiled: each layer is.
@@ -51,6 +52,7 @@ class Layout:
     waiting: SavedActivations = SavedActivations()  # noqa: RUF009 - frozen
     dtype: str = "bf16"
     optimizer: str = "adamw"
+    num_bf16_states: int = 0
     overlaps_sums: bool = True
     overlaps_tensor: bool = True
     is_compiled: bool = False
@@ -112,6 +114,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         waiting=memory.waiting_of(config),
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.optimizer,
+        num_bf16_states=len(optimizer.bf16_states),
         overlaps_sums=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,
         is_compiled=parallel.compile,

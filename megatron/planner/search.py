@@ -111,7 +111,7 @@ def lower_bound(planner: Planner, layout: Layout) -> float:
 
 def least_bytes(planner: Planner, layout: Layout) -> float:
     """Return bytes that the fullest stage of ``layout`` needs at least: weights and states of the mean stage."""
-    state, zero = State.of(layout.dtype, layout.optimizer), layout.zero
+    state, zero = State.of(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
     held = planner.parameters(layout.tensor) / layout.pipe
     optimizer = 0 if layout.offload_optimizer else (state.optimizer - state.saved) / zero.share(1)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)

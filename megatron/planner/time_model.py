@@ -347,7 +347,7 @@ class Messages:
 
     def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
         """Return what replicas send in a step, and the seconds of the update."""
-        machine, state = self.machine, State.of(layout.dtype, layout.optimizer)
+        machine, state = self.machine, State.of(layout.dtype, layout.optimizer, layout.num_bf16_states)
         held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
         group = Group.of(machine, layout.data * layout.context, layout.tensor, layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage

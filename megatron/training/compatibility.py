@@ -45,7 +45,7 @@ RULES = (
     ),
     Rule(
         "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
-        "--scale-embeddings, --clip-qkv (decoders), --relative-attention-max-distance (T5)",
+        "--scale-embeddings, --clip-qkv, muP and MiniCPM's scalings (decoders), --relative-attention-max-distance (T5)",
         (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
         "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
         is_of_weights=True,
@@ -77,25 +77,28 @@ RULES = (
         "the length given now holds from the next step on; the samples and their order are the same",
     ),
     Rule(
-        "--lr, --min-lr, --lr-decay-style, --warmup, --wsd-decay-fraction",
-        ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.warmup",
-         "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
+        "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
+        "--lr-decay-style, --warmup, --wsd-decay-fraction",
+        ("optimizer.lr", "optimizer.lr_embedding", "optimizer.lr_head", "optimizer.lr_by_name",
+         "optimizer.decoupled_lr", "optimizer.decoupled_min_lr", "optimizer.min_lr", "optimizer.lr_decay_style",
+         "optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
         "the course given now holds, at the number of updates of the checkpoint",
     ),
     Rule(
-        "--weight-decay, --adam-*, --muon-*, --clip-grad",
-        ("optimizer.weight_decay", "optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps",
-         "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_num_ns_steps",
-         "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor", "optimizer.muon_split_qkv",
-         "optimizer.muon_split_qkv_heads"), WARNED,
+        "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad, --z-loss",
+        ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
+         "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
+         "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
+         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "model.z_loss"), WARNED,
         "holds from the next step on",
     ),
     Rule(
         "number format and loss scale",
         ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
-         "precision.min_scale"), WARNED,
-        "master weights and moments are taken over exactly (fp64: rounded); a dynamic loss scale goes on",
+         "precision.min_scale", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), WARNED,
+        "master weights and moments are taken over exactly (fp64, and moments to bf16: rounded); a dynamic loss scale "
+        "goes on",
     ),
     Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",

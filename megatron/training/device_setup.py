@@ -98,10 +98,15 @@ def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
 
 
 def uses_adam(config: Config) -> bool:
-    """Return whether the optimizer is apex's: AdamW with its states on the GPU."""
+    """Return whether the optimizer is apex's: AdamW with its states on the GPU, in fp32."""
     settings = config.optimizer
     is_on_gpu = not settings.offload_optimizer
-    return config.parallel.fused_kernels == "apex" and settings.optimizer == "adamw" and is_on_gpu
+    return (
+        config.parallel.fused_kernels == "apex"
+        and settings.optimizer == "adamw"
+        and is_on_gpu
+        and not settings.bf16_states
+    )
 
 
 def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:

@@ -162,6 +162,8 @@ def plan_rows(
         yield "holds anyway", neutral_text(config)
     if config.optimizer.optimizer == "muon":
         yield "optimizer", _muon_text(config, topology)
+    if states := config.optimizer.bf16_states:
+        yield "AdamW's states", f"{' and '.join(states)} in bf16; updates are computed in the masters' format"
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
 
@@ -252,6 +254,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         tensor=topology.tensor,
         dtype=dtype if dtype in BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
+        num_bf16_states=len(config.optimizer.bf16_states),
         zero=zero_of(config, topology.data_context),
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_selective=config.parallel.recompute_granularity == "selective",

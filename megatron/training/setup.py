@@ -32,6 +32,7 @@ from megatron.optim import (
     ParamInit,
     build_optimizer,
 )
+from megatron.optim.param_rates import RateTable
 from megatron.training import device_setup
 from megatron.training.compile import compile_layers
 from megatron.training.device_setup import check_agreement, dropout_warning
@@ -289,6 +290,7 @@ def build_weights(
     check_chunks(module, config.parallel.chunks)
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
     check_context_is_cut(module, config.parallel.context_parallel_size)
+    check_rates(config, module, world)
     device_setup.use_norms(config, module)
     param_init = param_init_of(config, module, world, weight_rule(config))
     if param_init is None:
@@ -349,6 +351,8 @@ def make_optimizer(
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
     settings, precision = config.optimizer, config.precision
+    table = RateTable.of(config)
+    named = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
     return build_optimizer(
         module.parameters(),
         name=settings.optimizer,
@@ -372,7 +376,21 @@ def make_optimizer(
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
         muon=_muon(settings),
+        bf16_states=settings.bf16_states,
+        rates={parameter: rate for _, parameter, rate in named if rate is not None},
     )
+
+
+def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
+    """Check that the tables of rates name parameters of the model, on whichever stage. Collective.
+
+    Raises:
+        ConfigError: a pattern fits none; the same on every rank.
+    """
+    table = RateTable.of(config)
+    if table.named or table.decays:
+        every = world.grid.host.gather_objects([name for name, _ in named_parameters(module)])
+        table.check_names(name for names in every for name in names)
 
 
 def _muon(settings: OptimizerConfig) -> MuonArgs:

@@ -135,6 +135,10 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
         yield LayerNorms()
     if batch.eval_iters:
         yield Evaluator(batch.eval_interval)
+    if is_training and config.seeing.eval_tasks:
+        from megatron.training.callbacks.task_evaluator import TaskEvaluator
+
+        yield TaskEvaluator(config.seeing.eval_tasks, config.seeing.eval_tasks_interval)
     if stability.drift_interval:
         yield ReplicaCheck(stability.drift_interval)
     yield SpeedMonitor(counted)

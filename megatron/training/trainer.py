@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from megatron import log
 from megatron.config import Config
 from megatron.errors import NumericsError, StopRequest
-from megatron.optim.lr_scheduler import set_learning_rate
+from megatron.optim.lr_scheduler import set_learning_rates
+from megatron.optim.param_rates import RateTable
 from megatron.training.data import RunData, TimedBatches, epochs_values, tokens_values
 from megatron.training.exit_signals import StopRequests
 from megatron.training.failure import asked_through_launcher
@@ -39,7 +40,7 @@ class Callback:
     | ``on_log(metrics)`` | in steps that are logged; adds numbers to ``metrics``, or writes them |
     | ``on_step_end(result)`` | at the end of a step, ahead of what all ranks agree on |
     | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
-    | ``on_evaluate_end(split, values)`` | when the loss of a split is known |
+    | ``on_evaluate_end(split, values)`` | when the loss of a split is known; of --eval-tasks, ``split`` is "tasks" |
     | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
     | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
     | ``on_exception(error)`` | when an error ends the run on this rank |
@@ -140,7 +141,9 @@ class Trainer:
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
         self.seq_length = self.lengths.full
+        self.rates = RateTable.of(config).rates
         self.learning_rate: float | None = None
+        self._updates = 0
         self.last_loss: float | None = None
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
@@ -198,8 +201,8 @@ class Trainer:
         self.seq_length = self.lengths.of_step(start)
         place = self.config.batch.batch_size, self.world.grid.data.size
         self.samples = StepSamples(progress.step + 1, start, count, *place)
-        self.learning_rate = self.lr_scheduler.at(progress.updates)
-        set_learning_rate(self.engine.optimizer, self.learning_rate)
+        self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, progress.updates)
+        self._updates = progress.updates
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.num_micro_batches)
@@ -242,6 +245,7 @@ class Trainer:
                 "perplexity": perplexity(result.loss),
                 **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
                 "learning_rate": self.learning_rate,
+                **({"lr": self._rates_by_label()} if self.rates else {}),
                 "grad_norm": result.grad_norm,
                 "loss_scale": result.loss_scale,
                 "samples": consumed,
@@ -252,6 +256,11 @@ class Trainer:
                 "skipped": self.progress.skipped,
             },
         )
+
+    def _rates_by_label(self) -> dict[str, float]:
+        """Return the rates of the step by what has them, beside that of --lr; the same in every layout."""
+        course = self.lr_scheduler
+        return {rate.label: course.between(rate.lr, rate.min_lr).at(self._updates) for rate in self.rates}
 
     def end_step(self, result: StepResult) -> bool:
         """Do what is due behind a step; return False where the run has gone back to a checkpoint."""

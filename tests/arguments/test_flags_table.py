@@ -58,6 +58,8 @@ NEEDS = {
         if option.name.startswith("muon_")
     },
     "--min-lr": ["--lr", "1"],
+    "--lr-head": ["--lr-embedding", "0.4"],
+    "--decoupled-min-lr": ["--decoupled-lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
     "--num-attention-heads": ["--kv-hidden-size", "8"],
     "--hidden-size": ["--kv-hidden-size", "8"],
@@ -94,6 +96,7 @@ NEEDS = {
     },
     "--resize-vocab": ["--load", "somewhere", "--finetune"],
     **dict.fromkeys(("--valid-sft", "--chat-template", "--sft-overlong"), ["--sft", __file__]),
+    "--eval-tasks-interval": ["--eval-tasks", __file__],
     "--keep-every": ["--keep-last", "1"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
@@ -201,6 +204,7 @@ TIES = (
 
 FILES = (
     "vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config", "sft", "valid_sft", "chat_template",
+    "eval_tasks",
 )  # fmt: skip
 """Options whose value is a file that is there."""
 
@@ -242,6 +246,8 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",
+        "lr_by_name": "layers.*=0.4",
+        "weight_decay_by_name": "layers.*=0.4",
         "device": "cpu",
     }
     if option.name in chosen:
@@ -291,7 +297,8 @@ def test_what_to_use_instead_is_there():
 
 @pytest.mark.parametrize(("family", "flag"), ACTING)
 def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # it need not be installed
+    for name in ("wandb", "lm_eval"):  # they need not be installed
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     option = OURS[flag]
     takes_value = option.kind != "bool" and flag not in option.constants
     words = [flag, some_value(option, tmp_path, family)] if takes_value else [flag]

@@ -3,7 +3,7 @@
 | observable | what is compared |
 |---|---|
 | plan | the rows of ``--dry-run`` |
-| rates | the learning rate at three updates |
+| rates | the learning rate at three updates, and what parameters have of their own |
 | optimizer | what ``build_optimizer`` is given |
 | engine | the dictionary that DeepSpeed's engine is given |
 | model | names and shapes of weights, the loss of one forward pass, and what its graph keeps |
@@ -50,6 +50,7 @@ from megatron.models.registry import FAMILIES
 from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
+from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
 from megatron.training import data as training_data
 from megatron.training import device_setup, global_vars, report, run_folder, setup
@@ -83,11 +84,12 @@ ACTS_ON = {
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_iters
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
+        lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
     """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        muon_split_qkv_heads
+        muon_split_qkv_heads exp_avg_dtype exp_avg_sq_dtype
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size
         stage3_prefetch_bucket_size
@@ -102,7 +104,8 @@ ACTS_ON = {
         rotary_low_frequency_factor rotary_high_frequency_factor rotary_original_positions rotary_beta_fast
         rotary_beta_slow rotary_attention_factor rotary_percent rotary_local_base alibi_bias_max normalization
         norm_bias norm_placement embed_layernorm qk_norm add_qkv_bias window_size window_attn_skip_freq softmax_scale
-        attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv
+        attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv embedding_multiplier residual_scale
+        dim_model_base mup_base_hidden_size mup_base_head_dim z_loss
         num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
@@ -154,6 +157,8 @@ READ_IN = {
     "log_layer_norms": "training/train.py",
     "profile": "training/train.py:profiled()",
     "sample_prompts": "training/train.py",
+    "eval_tasks": "training/train.py",
+    "eval_tasks_interval": "training/train.py",
     "wandb_project": "training/callbacks/wandb.py",
     "wandb_exp_name": "training/callbacks/wandb.py",
     "wandb_save_dir": "training/callbacks/wandb.py",
@@ -176,6 +181,7 @@ BESIDE = {
     "dec_seq_length": "--enc-seq-length 6",
     "hidden_size": "--kv-hidden-size 8",
     "num_attention_heads": "--kv-hidden-size 8",
+    "lr_head": "--untie-embeddings-and-output-weights",
     "initial_scale_power": "--fp16",
     "loss_scale_window": "--fp16",
     "hysteresis": "--fp16",
@@ -266,7 +272,7 @@ def plan(config: Config) -> Any:
 
 def rates(config: Config) -> Any:
     made = setup.make_learning_rate(config)
-    return [made.at(update) for update in (2, 25, 37)]
+    return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:

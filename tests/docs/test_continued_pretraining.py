@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_tutorial import ROOT, Folder
+from tests.helpers.huggingface_models import save_small_qwen3
 
 PAGES = [ROOT / "docs" / "continued_pretraining.md", ROOT / "docs" / "zh" / "continued_pretraining.md"]
 SMALLER = "SEQLEN=64 GAS=4 TRAIN_ITERS=4 "
@@ -27,9 +28,8 @@ def test_both_pages_have_the_same_commands() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Return a folder like a clone's, with a corpus and a tiny models/Qwen3-0.6B in it."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
     import tokenizers
-    import torch
 
     made = Folder(tmp_path_factory.mktemp("continued"))
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples" / "corpus" / "zh").glob("*.txt"))]
@@ -39,18 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     place = made.place / "models" / "Qwen3-0.6B"
     made.run(f"python tools/train_tokenizer.py --input mycorpus --vocab-size 1000 --output {place}/tokenizer.json")
     size = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab_size()
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=size + 24,  # the published tables have more rows than tokens, too
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(place)
+    save_small_qwen3(place, size + 24)  # the published tables have more rows than tokens, too
     return made
 
 

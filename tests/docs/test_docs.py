@@ -21,7 +21,8 @@ from megatron.arguments.deepspeed_keys import KNOWN
 from megatron.arguments.megatron_flags import CPM_FLAGS, ROWS
 from megatron.config import parse
 from megatron.errors import EXIT_CODES
-from megatron.generate.options import parse_args
+from megatron.evaluation.options import parse_args as parse_evaluate
+from megatron.generate.options import parse_args as parse_generate
 from megatron.launch.options import parse as parse_launch
 from megatron.models.registry import FAMILIES
 
@@ -38,6 +39,7 @@ SIBLINGS = [
 ]
 PAIRS = [FRONT, *(pair for pair in SIBLINGS if Path(pair[0]).name not in MORE_IN_CHINESE)]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
+OWN_OPTIONS = {"tools/generate.py": parse_generate, "tools/evaluate.py": parse_evaluate}
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
 """Flags that the run scripts hand to the launcher."""
 
@@ -143,6 +145,7 @@ def tool_flags() -> set[str]:
         *(path for folder in folders for path in folder.glob("*.py")),
         ROOT / "megatron" / "launch" / "options.py",
         ROOT / "megatron" / "generate" / "options.py",
+        ROOT / "megatron" / "evaluation" / "options.py",
         ROOT / "examples" / "own_model.py",
     ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
@@ -185,15 +188,15 @@ def check_command(words: list[str]) -> None:
         assert any((ROOT / word).is_file() for word in words)
     elif script == "-m" and flags[0] == "megatron.launch":
         options = parse_launch(flags[1:], env={"DS_ACCELERATOR": "cpu"})
-        if options.script == "tools/generate.py":
+        if options.script in OWN_OPTIONS:
             size = {"WORLD_SIZE": str(options.nproc_per_node)}
             asked = {"RANK": "1"} if options.stdin else {}  # rank 0 looks at its standard input, which a test has not
             with mock.patch.dict(os.environ, {**size, **asked}):
-                parse_args("", options.script_args)
+                OWN_OPTIONS[options.script]("", options.script_args)
         else:
             parse(options.script_args, world_size=options.nproc_per_node)
-    elif script == "tools/generate.py":
-        parse_args("", flags)
+    elif script in OWN_OPTIONS:
+        OWN_OPTIONS[script]("", flags)
     elif script == "-m":
         assert importlib.util.find_spec(flags[0])
     elif script.startswith("tools/"):
@@ -209,7 +212,8 @@ def check_command(words: list[str]) -> None:
     else:
         assert (ROOT / script).is_file(), f"{script} is not there"
         if Path(script).name.startswith("run_") and script != "run_tests.sh":
-            parse(without_the_launchers(flags), world_size=4, family=family)
+            with mock.patch.dict(os.environ, {"RANK": "1"} if "--eval-tasks" in flags else {}):  # 0 looks for lm_eval
+                parse(without_the_launchers(flags), world_size=4, family=family)
         elif script == "examples/own_model.py" or Path(script).name.startswith("pretrain_"):
             said = [
                 word for before, word in zip(["", *flags], flags, strict=False) if word != "..." or "data" in before

@@ -27,8 +27,8 @@ from megatron.generate import load, options
 from megatron.generate.options import parse_args
 from megatron.generate.text import ROUND_S, Prompts
 from megatron.mpu.groups import Group
-from tests.generate.models import save_model
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_models import save_model
 from tools import generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,9 +18,9 @@ from megatron.models.common.generation import DecoderReader, stage_of
 from megatron.models.t5.generate import T5Reader
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.generate.models import save_model
 from tests.helpers.harness import run_ranks
 from tests.helpers.huggingface_models import build
+from tests.helpers.saved_models import save_model
 
 TOKENS = [[5, 17, 3, 60, 2, 9, 44, 8, 7, 12, 30, 31], [42, 1, 3, 8, 9, 77, 5, 6, 2, 20, 21, 22]]
 

@@ -16,12 +16,12 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.generation import DecoderReader, stage_of
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.generate.models import save_model
 from tests.helpers.cached_rows import LENGTHS, STEPS, check_passes, rows_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.huggingface_models import build
 from tests.helpers.model_samples import filled
 from tests.helpers.mpt_samples import mpt_sizes
+from tests.helpers.saved_models import save_model
 
 PROMPTS = [[5, 17, 3, 60, 2], [42, 1, 3, 8, 9, 77, 5, 6, 2, 20, 21, 22], [7]]
 NEW = 8

@@ -70,3 +70,15 @@ def _save(rank: int, run: Path, config: Config, ranks: int, moments: bool) -> st
         for kind in ("weights", "optimizer/exp_avg") if moments else ("weights",):
             records.append(TensorRecord(f"{kind}/{name}", parameter.data, shard, is_owner))
     return str(save(run / "checkpoints", 7, records, state_of(config, ranks), world))
+
+
+def save_small_qwen3(folder: Path, vocab_size: int) -> None:
+    """Write a Qwen 3 of two layers with random weights in bf16 into ``folder``."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

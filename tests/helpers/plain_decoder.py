@@ -31,10 +31,13 @@ def _row(sizes: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, 
         x = _norm(sizes, w, "embedding.norm", x)
     if sizes.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position.weight"][positions]
+    x = x * sizes.embedding_multiplier
     for layer in range(sizes.num_layers):
         x = _layer(sizes, w, layer, x, positions, ids)
     table = w["head.weight" if sizes.untie_embeddings else "embedding.word.weight"]
-    return _capped(_norm(sizes, w, "final_norm", x) @ table.T, sizes.final_logit_softcapping)
+    base = sizes.dim_model_base or sizes.mup_base_hidden_size or sizes.hidden_size
+    logits = _norm(sizes, w, "final_norm", x) @ table.T * (base / sizes.hidden_size)
+    return _capped(logits, sizes.final_logit_softcapping)
 
 
 def _layer(
@@ -47,6 +50,7 @@ def _layer(
         made = function(normed)
         if sizes.norm_placement in ("after", "both"):
             made = _norm(sizes, w, f"{at}.{after}", made)
+        made = made * (sizes.residual_scale / math.sqrt(sizes.num_layers) if sizes.residual_scale else 1.0)
         return (normed if sizes.apply_residual_connection_post_layernorm else x) + made
 
     def attend(y: torch.Tensor) -> torch.Tensor:
@@ -96,6 +100,8 @@ def _attention(
     if sizes.position_embedding_type == "rope":
         query, key = (_turned(sizes, y, positions, is_local=window < 10**9) for y in (query, key))
     scale = sizes.softmax_scale or d**-0.5
+    if sizes.mup_base_head_dim:
+        scale = math.sqrt(sizes.mup_base_head_dim) / d
     places = torch.arange(s)
     behind = places[:, None] - places[None, :]
     sees = (behind >= 0) & (behind <= window) & (ids[:, None] == ids[None, :])

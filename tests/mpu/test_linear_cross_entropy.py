@@ -191,7 +191,7 @@ def test_in_fp16_a_chunk_of_one_label_and_large_hidden_states_does_not_overflow(
 
 def outside(rank: int, size: int) -> None:
     group = whole_world(rank, size)
-    sizes: Any = SimpleNamespace(vocab_size=7, make_vocab_size_divisible_by=1)
+    sizes: Any = SimpleNamespace(z_loss=0.0, vocab_size=7, make_vocab_size_divisible_by=1)
     for at_once, label in ((4, -100), (4, 7), (0, 7), (0, -1)):
         x, table = torch.ones(3, 1, 2), torch.zeros(vocab_range(7, group, 1)[0], 2)
         lazy = LazyLogits(x, table, None, at_once)
@@ -320,7 +320,7 @@ def test_off_the_cpu_every_product_of_the_head_is_aligned_whatever_the_vocabular
     x = torch.empty(64, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
     table, bias = (torch.empty(*s, dtype=x.dtype, device="meta", requires_grad=True) for s in ((vocab, 32), (vocab,)))
     labels, mask = torch.zeros(2, 64, dtype=torch.long, device="meta"), torch.ones(2, 64, device="meta")
-    sizes: Any = SimpleNamespace(vocab_size=vocab, make_vocab_size_divisible_by=1)
+    sizes: Any = SimpleNamespace(z_loss=0.0, vocab_size=vocab, make_vocab_size_divisible_by=1)
     lazy = LazyLogits(x, table, bias, at_once)
     with Products() as products:
         total, _ = model_loss(lazy if at_once else materialize_logits(lazy), labels, mask, sizes, ParallelContext())

@@ -64,15 +64,15 @@ CHUNKED_LOSS = (
     Mutant(
         "each rank divides by its own sum of exponentials",
         LOSS,
-        "factor * (begun.own[0] - top).exp() / denominator)",
-        "factor / begun.own[1])",
+        "of_softmax * (begun.own[0] - top).exp() / denominator)",
+        "of_softmax / begun.own[1])",
         (TWO,),
     ),
     Mutant(
         "exponentials stay relative to the rank's own largest",
         LOSS,
-        "factor * (begun.own[0] - top).exp() / denominator)",
-        "factor / denominator)",
+        "of_softmax * (begun.own[0] - top).exp() / denominator)",
+        "of_softmax / denominator)",
         (TWO,),
     ),
     Mutant(

@@ -152,8 +152,8 @@ DOCS_MISTAKES = (
     Mutant(
         "a page puts the planner a layer too low",
         "CONTRIBUTING.md",
-        "    training | planner\n    generate\n",
-        "    training\n    generate | planner\n",
+        "    training | planner\n    evaluation\n    generate\n",
+        "    training\n    evaluation | planner\n    generate\n",
         ("tests/docs/test_contributing.py::test_the_layers_of_contributing_are_those_that_are_held",),
     ),
     Mutant(

@@ -119,8 +119,8 @@ GENERATE = (
     Mutant(
         "the first new token follows the last place of the longest row",
         "megatron/models/common/generation.py",
-        "x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)",
-        "x = x[last.to(device).amax(0, keepdim=True), torch.arange(b, device=device)].unsqueeze(0)",
+        "x = x[last.to(x.device), torch.arange(len(last), device=x.device)]  # [b, h]",
+        "x = x[last.to(x.device).amax(0, keepdim=True), torch.arange(len(last), device=x.device)]",
         (f"{CACHED_GPT2}[gpt2]", f"{BATCH}[gpt2]"),
     ),
     Mutant(

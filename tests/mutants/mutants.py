@@ -21,6 +21,7 @@ from tests.mutants.documents import DOCUMENTS
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
+from tests.mutants.evaluation import EVALUATION
 from tests.mutants.experts import IN_EXPERTS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
@@ -52,6 +53,7 @@ from tests.mutants.plain_decoders import PLAIN_DECODERS
 from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
+from tests.mutants.rates import RATES
 from tests.mutants.reading import READING
 from tests.mutants.reasons import ENDS
 from tests.mutants.recompute import RECOMPUTE
@@ -89,6 +91,8 @@ IN_FAMILIES = (*DECODER, *IN_EXPERTS, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_D
 IN_SYSTEMS = (
     *ZERO_PARTS,
     *MUON,
+    *EVALUATION,
+    *RATES,
     *RECOMPUTE,
     *DEVICE,
     *ON_A_DEVICE,

@@ -183,6 +183,21 @@ TOOLS = (
         (f"{SET_UP}::test_what_is_lacking_is_said_of_the_python_that_lacks_it",),
     ),
     Mutant(
+        "what slow tests alone use is installed into the environment of another checkout",
+        "tools/set_up.py",
+        '    if Path(python) != VENV / "bin" / "python" or is_of_another(found.checkout):',
+        '    if Path(python) != VENV / "bin" / "python":',
+        (f"{SET_UP}::test_a_python_of_somebody_else_is_not_added_to",),
+    ),
+    Mutant(
+        "no test runs where what slow tests alone use cannot be had",
+        "tools/set_up.py",
+        "        except SetUpError as error:\n            log(",
+        "        except KeyError as error:\n            log(",
+        (f"{SET_UP}::test_what_slow_tests_alone_use_is_added_where_it_can_be_had",),
+        refuses=True,
+    ),
+    Mutant(
         "pip tells what is there already",
         "tools/set_up.py",
         "                if not line.startswith(without):\n",

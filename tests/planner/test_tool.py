@@ -292,16 +292,15 @@ def test_calibrate_writes_what_is_measured(
 def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
     code = (
         "import sys; sys.argv = ['plan.py', {words}]\n"
-        "import time, runpy\n"
+        "import runpy\n"
         "try: runpy.run_path('tools/plan.py', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "print(time.process_time(), [name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])\n"
+        "slow = ('torch', 'deepspeed', 'numpy', 'yaml', 'rich', 'jinja2', 'tokenizers')\n"
+        "print([name for name in slow[: 99 if '--help' in sys.argv else 3] if name in sys.modules])\n"
     )
     for words in ("'--help'", ", ".join(map(repr, CASES["gpt2"].split()))):
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        seconds, imported = done.stdout.splitlines()[-1].split(maxsplit=1)
-        assert imported == "[]"
-        assert "help" not in words or float(seconds) < 0.5
+        assert done.stdout.splitlines()[-1] == "[]"

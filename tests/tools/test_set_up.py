@@ -114,6 +114,36 @@ def test_a_changed_pyproject_or_another_extra_installs_again_without_a_new_envir
     assert tool.asked[1][-1].endswith("[test]")
 
 
+def test_what_slow_tests_alone_use_is_added_where_it_can_be_had(tool, monkeypatch, capsys):
+    tool.PROJECT.write_text(tool.PROJECT.read_text() + 'eval = ["no-such-harness>=0.4"]\n')
+    python = str(stand_in(tool.VENV, lacking=[]))
+    tool.add(python, "eval")
+    assert tool.asked == [] and capsys.readouterr().err == ""
+    stand_in(tool.VENV, lacking=["no-such-harness>=0.4"])
+    tool.add(python, "eval")
+    assert tool.asked == [["-m", "pip", "install", "no-such-harness>=0.4"]]
+
+    def fail(what, command, without=None):
+        raise tool.SetUpError(f"{what} failed.")
+
+    monkeypatch.setattr(tool, "run", fail)
+    tool.add(python, "eval")
+    assert (
+        "installing no-such-harness>=0.4 failed. Until then tests that need it are skipped" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_a_python_of_somebody_else_is_not_added_to(tool, capsys, is_active):
+    tool.PROJECT.write_text(tool.PROJECT.read_text() + 'eval = ["no-such-harness>=0.4"]\n')
+    place = tool.ROOT / "another" if is_active else tool.VENV
+    beside = checkout_beside(tool)
+    python = str(stand_in(place, lacking=["no-such-harness>=0.4"], checkout="" if is_active else str(beside)))
+    tool.add(python, "eval")
+    said = f"{python} lacks no-such-harness>=0.4: tests that need it are skipped. {python} -m pip install -e '.[eval]'"
+    assert tool.asked == [] and said in capsys.readouterr().err
+
+
 def test_an_interrupted_set_up_begins_anew(tool, monkeypatch):
     def interrupted(what, command, without=None):
         _pretend(tool, command)

@@ -126,7 +126,17 @@ def test_names_in_the_table_of_the_page_are_those_that_runs_write(runs: dict[str
         for kind in kinds.split(","):
             documented.setdefault(kind.strip(), set()).update(re.findall(r"`(\w[\w ]*)`", names))
     elsewhere = {
-        "train": {"epochs", "seq_length", "mlm loss", "nsp loss", "compile_s", "graphs_compiled", "graphs_cached"},
+        "train": {
+            "epochs",
+            "seq_length",
+            "lr",
+            "z_loss",
+            "mlm loss",
+            "nsp loss",
+            "compile_s",
+            "graphs_compiled",
+            "graphs_cached",
+        },
         "valid": {"losses"},
         "test": {"losses"},
         "save": {"failed"},

@@ -37,6 +37,14 @@ CASES += [
 ]
 
 
+BF16_STATES = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+CASES += [
+    f"--bf16 --zero-stage 1 {BF16_STATES}", f"--fp32 {BF16_STATES}", f"--bf16 {BF16_STATES} --offload-optimizer",
+    "--bf16 --zero-stage 2 --exp-avg-dtype bf16", f"--optimizer muon --bf16 {BF16_STATES}",
+    "--optimizer muon --fp32 --zero-stage 3 --exp-avg-sq-dtype bf16",
+]  # fmt: skip
+
+
 def bytes_of(tensors: Any, seen: set[int]) -> int:
     """Return the bytes of memory behind ``tensors`` that is not ``seen`` yet."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -80,6 +88,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     }
     settings: dict[str, Any] = {"micro_batch_size": 1, "dtype": config.precision.dtype, "zero": zero_of(config, 2)}
     settings["optimizer"] = config.optimizer.optimizer
+    settings["num_bf16_states"] = len(config.optimizer.bf16_states)
     (memory,) = registry.costs_of(config).memory_per_stage([0, 6], **settings)
     return found, {name: getattr(memory, name) for name in found}
 

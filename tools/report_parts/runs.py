@@ -40,7 +40,7 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of one kind: train, valid, test or save."""
+        """Return the records of one kind: train, valid, test, tasks or save."""
         return [record for record in self.records if record["kind"] == kind]
 
     def setting(self, section: str, name: str) -> Any:
@@ -222,6 +222,7 @@ class Chart:
     """One chart: the columns ``keys``, or with ``is_family`` all "key/..." of them.
 
     ``x``: what it is drawn over; "" leaves it to the reader. ``unit``: how numbers are written.
+    ``is_by_ending``: of a family, keys that end alike have a chart of their own: their numbers are of one kind.
     ``points``: kind of records that are drawn as points, by their ``loss``. ``source``: which records are the lines.
     """
 
@@ -232,6 +233,7 @@ class Chart:
     x: str = ""
     log: bool = False
     is_family: bool = False
+    is_by_ending: bool = False
     points: str = ""
     about: str = ""
     source: str = "columns"
@@ -243,6 +245,15 @@ CHARTS = (
     Chart("valid-loss", "Validation loss", ("loss",), about="nats per token", source="valid"),
     Chart(
         "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="e to the loss", source="valid"
+    ),
+    Chart(
+        "tasks",
+        "Tasks",
+        ("tasks",),
+        is_family=True,
+        is_by_ending=True,
+        source="tasks",
+        about="of lm_eval, by --eval-tasks",
     ),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
@@ -276,6 +287,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
         "name": run.name,
         "columns": found,
         "valid": _evaluated(run, found),
+        "tasks": _of_tasks(run, found),
         "points": {kind: _points(run, kind, found) for kind in ("valid", "test")},
         "marks": [{**mark, **_places(found, mark["step"])} for mark in marks(run)],
     }
@@ -284,8 +296,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts that have something to draw, with the keys that any run has."""
     shown = []
-    for chart in CHARTS:
-        keys = _keys(chart, runs)
+    for chart, keys in ((one, keys) for one in CHARTS for keys in _keys_of_charts(one, runs)):
         values = [v for run in runs for key in keys for v in run[chart.source].get(key, []) if v is not None]
         has_axis = not chart.x or any(chart.x in run[chart.source] for run in runs)
         if not values or not has_axis or (chart.id in ONLY_IF_IT_MOVES and len(set(values)) == 1):
@@ -294,6 +305,14 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         shown.append({**asdict(chart), "keys": keys})
     return shown
+
+
+def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the keys of each chart that is drawn of ``chart``."""
+    found: dict[str, list[str]] = {}
+    for key in _keys(chart, runs):
+        found.setdefault(key.rpartition("/")[2] if chart.is_by_ending else "", []).append(key)
+    return list(found.values())
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
@@ -323,7 +342,7 @@ def _tokens_per_sample(run: RunFolder) -> float:
 def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not chart.is_family:
         return [key for key in chart.keys if any(key in run[chart.source] for run in runs)]
-    every = dict.fromkeys(key for run in runs for key in run["columns"] if key.startswith(f"{chart.keys[0]}/"))
+    every = dict.fromkeys(key for run in runs for key in run[chart.source] if key.startswith(f"{chart.keys[0]}/"))
     keys = list(every)
     return keys if len(keys) <= MOST_LINES else [keys[i * len(keys) // MOST_LINES] for i in range(MOST_LINES)]
 
@@ -340,6 +359,21 @@ def _evaluated(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]
     records = [{**record, **_places(found, record["step"])} for record in run.of_kind("valid")]
     named = columns(records)
     return {name: named[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in named}
+
+
+def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without what says how sure they are."""
+    records = []
+    for record in run.of_kind("tasks"):
+        values = {
+            f"tasks/{task}/{metric}": value
+            for task, metrics in record.items()
+            if isinstance(metrics, dict)
+            for metric, value in metrics.items()
+            if "_stderr" not in metric
+        }
+        records.append({"step": record["step"], **_places(found, record["step"]), **values})
+    return columns(records)
 
 
 def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:

@@ -91,6 +91,8 @@ ZH = {
     "Loss over tokens": "损失（按词元数）",
     "Validation loss": "验证损失",
     "Validation perplexity": "验证困惑度",
+    "Tasks": "任务",
+    "of lm_eval, by --eval-tasks": "lm_eval 的任务，由 --eval-tasks 给出",
     "Learning rate": "学习率",
     "Gradient norm": "梯度范数",
     "Throughput": "吞吐量",

@@ -235,8 +235,13 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
     return None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether there are files in ``folder`` that ``fields_of`` names."""
+    return any((folder / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB))
+
+
 def _tokenizer_in(source: Path) -> Tokenizer:
-    if not any((source / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB)):
+    if not has_tokenizer(source):
         raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
     named = fields_of(source, source)
     return build(named.pop("tokenizer_type"), **named)

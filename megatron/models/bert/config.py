@@ -23,11 +23,14 @@ class BertConfig(FamilyConfig):
     KIND: ClassVar = "encoder"
     DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}
     ADVICE: ClassVar = {
+        "eval_tasks": "tasks score how a text goes on, for which BERT is not made; leave it out",
+        "eval_tasks_interval": "tasks score how a text goes on, for which BERT is not made; leave it out",
         "hidden_bias": "BERT's linear layers have biases anyway; leave it out",
         "untie_embeddings": "BERT's head is the word embedding, with a bias for each word; leave it out",
         "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "
         "it out",
         "sample_prompts": "BERT fills single tokens and writes no text; leave it out",
+        "z_loss": "BERT's loss is over few masked words, and over two heads; leave it out",
         "packing": "BERT's samples are pairs of texts; leave it out",
         "fim_rate": "BERT fills gaps anyway; leave it out",
         "fim_spm_rate": "BERT fills gaps anyway; leave it out",

@@ -243,6 +243,7 @@ class Costs(ABC):
         tensor: int = 1,
         dtype: str = "fp32",
         optimizer: str = "adamw",
+        num_bf16_states: int = 0,
         zero: Zero = PLAIN,
         checkpoint_activations: bool = False,
         is_selective: bool = False,
@@ -257,6 +258,7 @@ class Costs(ABC):
         A stage's chunks count as alike. Allocator, kernels' work space and Python are not counted.
 
         Args:
+            num_bf16_states: of AdamW's two.
             zero: how replicas share what they hold.
             is_selective: the core of each attention is recomputed.
             sequence: as of ``unit_kept``.
@@ -264,7 +266,7 @@ class Costs(ABC):
             is_compiled: each layer; as under a schedule that splits the backward, products keep their inputs joined.
         """
         stages = (len(bounds) - 1) // chunks
-        state = State.of(dtype, optimizer)
+        state = State.of(dtype, optimizer, num_bf16_states)
         sizes = (micro_batch_size, tensor, state.width)
         names = candidates(schedule, chunks)
         is_joined = is_compiled or SPLIT in names

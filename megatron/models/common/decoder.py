@@ -94,7 +94,8 @@ def model_args(config: Config, **switches: Any) -> ModelArgs:
 
 def weight_init(config: Config) -> Rule:
     """Return how the initial weights scale."""
-    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
+    model = config.model
+    return gpt2_rule(model.init_method_std, model.num_layers, model.width_multiplier)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:

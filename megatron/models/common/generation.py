@@ -205,16 +205,38 @@ class CachedModel(ABC):
             last   [b] indices into ``tokens``
             output [b, v/t]
         """
-        device, h = self.part.device, self.part.sizes.hidden_size
-        b, s = tokens.shape
-        self.tokens, self.positions = tokens.to(device), positions.to(device)
-        self.slots.advance(self.positions)
-        x = forward_through_stages(self.part, self.body, self._apply, (s, b, h))  # [s, b, h]
+        x = self.hidden(tokens, positions)
         if x is not None:
-            x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)  # [1, b, h]
-        tail, stage = range(self.body.stop, self.body.stop + 2), self.part.stages[self.body[-1]]
-        logits = forward_through_stages(self.part, tail, self._apply, (1, b, h), x, held_by=stage)  # [1, b, v/t]
-        return None if logits is None else logits[0]
+            x = x[last.to(x.device), torch.arange(len(last), device=x.device)]  # [b, h]
+        return self.logits(x, len(last))
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what the last layer makes of ``tokens`` on its stage, None elsewhere. Collective.
+
+        Shapes:
+            tokens, positions [b, s]
+            output [s, b, h], or with ``sequence_parallel`` this rank's part, [s/t, b, h]
+        """
+        part, (b, s) = self.part, tokens.shape
+        self.tokens, self.positions = tokens.to(part.device), positions.to(part.device)
+        self.slots.advance(self.positions)
+        parts = part.place.group.size if part.place.sequence_parallel else 1
+        return forward_through_stages(part, self.body, self._apply, (s // parts, b, part.sizes.hidden_size))
+
+    def logits(self, x: torch.Tensor | None, number: int) -> torch.Tensor | None:
+        """Return the logits of hidden states on the last stage, None elsewhere. Collective.
+
+        Shapes:
+            x      [number, h] on the stage of the last layer, None elsewhere; with ``sequence_parallel`` this rank's
+                   part, [number/t, h]
+            output [number, v/t]
+        """
+        part, tail = self.part, range(self.body.stop, self.body.stop + 2)
+        parts = part.place.group.size if part.place.sequence_parallel else 1
+        shape = (number // parts, 1, part.sizes.hidden_size)
+        x = None if x is None else x.unsqueeze(1)
+        logits = forward_through_stages(part, tail, self._apply, shape, x, held_by=part.stages[self.body[-1]])
+        return None if logits is None else logits[:, 0]
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows only."""

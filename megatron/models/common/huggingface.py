@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
+from megatron.config.decoder import BASE_WIDTHS
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
@@ -239,6 +240,10 @@ _PLAIN: dict[str, Any] = {
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
     "scale_embeddings": False,
+    "embedding_multiplier": 1.0,
+    "residual_scale": 0.0,
+    "dim_model_base": 0,
+    "mup_base_hidden_size": 0,
     "clip_qkv": 0.0,
     "apply_residual_connection_post_layernorm": False,
     "num_experts": 0,
@@ -268,6 +273,8 @@ def _acts(model: ModelConfig, name: str) -> bool:
         return model.normalization == "LayerNorm"
     if name == "rotary_local_base":
         return model.position_embedding_type == "rope" and model.window_size > 0
+    if name in BASE_WIDTHS:
+        return bool(model.logit_multiplier != 1.0)
     return not name.startswith("rotary_") or model.position_embedding_type == "rope"
 
 

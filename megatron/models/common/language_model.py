@@ -52,13 +52,14 @@ Logits = torch.Tensor | LazyLogits
 def head_output(
     x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
-    """Return ``x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
+    """Return ``logit_multiplier x weight^T + bias``, if that is much as ``LazyLogits``: see ``megatron.config.model``.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         weight [v/t, h], padded rows last
         bias   [v/t]
     """
+    x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier  # cheaper than logits
     x = enter_tensor_region(x, **place.cut)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
@@ -75,7 +76,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: Pa
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    entered = enter_tensor_region(x, **place.cut)
+    entered = enter_tensor_region(x * sizes.logit_multiplier, **place.cut)
     return materialize_logits(LazyLogits(entered, weight, None, WHOLE, sizes.final_logit_softcapping))
 
 
@@ -140,6 +141,7 @@ class Embedding(nn.Module):
             self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
         self.norm = make_norm(sizes, place) if sizes.embed_layernorm else None
         self.scale = math.sqrt(sizes.hidden_size) if sizes.scale_embeddings else None
+        self.multiplier = sizes.embedding_multiplier
         self.is_changed = self.norm is not None or self.scale is not None
         self.hidden_dropout = sizes.hidden_dropout
         self.place = place
@@ -152,6 +154,7 @@ class Embedding(nn.Module):
         if self.position is not None:
             ids = position_ids if position_ids is not None else self._counted(tokens)
             x = x + self.position(self.place.part(ids.t()) if is_part else ids)
+        x = x if self.multiplier == 1.0 else x * self.multiplier
         x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
@@ -177,31 +180,43 @@ class _Words(TypedDict):
     group: Group
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A sum over tokens, and their number."""
+
+
 def model_loss(
     logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
 
     Shapes:
         logits    [s, b, v/t], or what they are made of
         labels    [b, s] token ids
         loss_mask [b, s], 0 where a token does not count
-        output    two scalars in fp32 (fp64 for fp64 logits)
+        output    two scalars in fp32 (fp64 for fp64 logits); with a z-loss such pairs by name, where gradients are made
 
     Raises:
         ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
+    z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0
     words = _Words(vocab_size=sizes.vocab_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group)
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
         given = logits.x, logits.weight, targets, weights
-        how: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap}
-        return linear_cross_entropy(*given, **how, **words), weights.sum()
+        how: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap, "z_loss": z_loss}
+        found, count = linear_cross_entropy(*given, **how, **words), weights.sum()
+        return _named(found[0], found[1], count) if z_loss else (found, count)
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights = known_or_nan(weights.to(wide), targets, sizes.vocab_size)
-    losses = vocab_parallel_cross_entropy(logits, targets, **words)  # [s, b]
-    return (losses * weights).sum(), loss_mask.to(wide).sum()
+    losses, count = vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **words), loss_mask.to(wide).sum()
+    if z_loss:
+        return _named((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
+    return (losses * weights).sum(), count  # of [s, b]
+
+
+def _named(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> dict[str, Pair]:
+    return {"loss": (total, count), "z_loss": (squares, count)}
 
 
 # A table whose rows are looked up and that is a factor of a product as well, with one gradient for all.

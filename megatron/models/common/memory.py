@@ -10,7 +10,8 @@ from typing import Any
 #
 # 16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
 # SGD has no moments; Muon has a momentum for matrices of layers where AdamW has two moments (14 bytes, not 18), and for
-# all else AdamW's; Adafactor's means of rows and columns are small and not counted. With ZeRO over d replicas, AdamW:
+# all else AdamW's; Adafactor's means of rows and columns are small and not counted. A state of AdamW's in bf16 has 2
+# bytes, not 4. With ZeRO over d replicas, AdamW:
 #
 # | bytes of a parameter | 16 bits | fp32 |
 # |---|---|---|
@@ -96,13 +97,18 @@ class State:
     saved: int = 0
 
     @classmethod
-    def of(cls, dtype: str, optimizer: str) -> State:
-        """Return the bytes for weights of ``dtype`` under the optimizer of that name."""
+    def of(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
+        """Return the bytes for weights of ``dtype`` under the optimizer of that name.
+
+        Args:
+            num_bf16_states: of AdamW's two.
+        """
         width = BYTES[dtype]
         wide = max(width, 4)
         master = wide if width < 4 else 0
-        states = 2 * wide if optimizer in ("adamw", "muon") else 0
-        return cls(width, wide, master + states, wide if optimizer == "muon" else 0)
+        moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]
+        states = moments if optimizer in ("adamw", "muon") else 0
+        return cls(width, wide, master + states, states - wide if optimizer == "muon" else 0)
 
     def memory(
         self, parameters: int, activations: int, logits: int, zero: Zero = PLAIN, gathered: int = 0, matrices: int = 0

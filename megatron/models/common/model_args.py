@@ -46,6 +46,7 @@ class ModelArgs(DecoderFeatures):
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
     forwards_in_flight: tuple[int, ...] = (1,)  # of each stage, at most
+    z_loss: float = 0.0
     loss_chunk_tokens: int | None = 0  # logits of all together; None: as ``megatron.config.model`` decides
 
     @property

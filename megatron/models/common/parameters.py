@@ -38,14 +38,19 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
         parameter.is_uninitialized = False  # type: ignore[attr-defined]
 
 
-def gpt2_rule(std: float, num_layers: int) -> Rule:
+def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rule:
     """Return ``std`` for all but the weights that end in the residual stream, which have ``std / sqrt(2 L)``.
 
-    Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.
+    Args:
+        width_multiplier: muP's m: matrices of layers have ``1 / sqrt(m)`` of it, embeddings and head do not.
+
+    Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4; Yang et al. 2022, "Tensor Programs V",
+    table 8.
     """
 
     def rule(name: str, shape: tuple[int, ...]) -> float:
-        return std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+        own = std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+        return own / math.sqrt(width_multiplier) if name.startswith("layers.") and len(shape) == 2 else own
 
     return rule
 

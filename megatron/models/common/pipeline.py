@@ -12,7 +12,15 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.decoder import ROPE
-from megatron.models.common.language_model import Embedding, Head, Logits, head_output, materialize_logits, model_loss
+from megatron.models.common.language_model import (
+    Embedding,
+    Head,
+    Logits,
+    Pair,
+    head_output,
+    materialize_logits,
+    model_loss,
+)
 from megatron.models.common.masks import Masks, SharedMask
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import norm_class, norm_settings
@@ -254,6 +262,11 @@ def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = 
     return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
 
 
+def weighted(losses: dict[str, Pair]) -> dict[str, Weighted]:
+    """Return losses by name in the form that tds takes."""
+    return {name: Weighted(*pair) for name, pair in losses.items()}
+
+
 class DecoderPipe(ModelPipe):
     """A decoder over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
 
@@ -294,8 +307,9 @@ class DecoderPipe(ModelPipe):
         has = {"segment_ids": self.has_segments, "position_ids": self.sizes.has_learned_positions or self.has_positions}
         return [name for name in self.sizes.entering if has[name]]
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
-        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
+        return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""

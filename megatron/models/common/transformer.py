@@ -163,6 +163,8 @@ class TransformerLayer(nn.Module):
     | after | ``x + dropout(norm(part(x)))``, as in OLMo 2 |
     | both | ``x + dropout(norm(part(norm(x))))``, as in Gemma 2 |
 
+    With ``residual_scale`` c what is added is ``c / sqrt(L)`` times that.
+
     Shapes:
         x           [s, b, h], or this rank's part of it, by ``place``
         mask        of ``Masks``, or None for causal; ``window_mask`` is that of a layer with a window
@@ -178,6 +180,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
+        self.multiplier = sizes.residual_multiplier
         self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
         self.has_window = has_window(sizes, layer)
         self.place = place
@@ -206,6 +209,7 @@ class TransformerLayer(nn.Module):
         return normed if self.is_residual_normed else x
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        x = x if self.multiplier == 1.0 else x * self.multiplier
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 

@@ -35,6 +35,8 @@ class T5Config(FamilyConfig):
 
     KIND: ClassVar = "encoder-decoder"
     ADVICE: ClassVar = {
+        "eval_tasks": "tasks score how a text goes on, for which T5 is not made; leave it out",
+        "eval_tasks_interval": "tasks score how a text goes on, for which T5 is not made; leave it out",
         "seq_length": "T5 has two lengths; use --enc-seq-length and --dec-seq-length",
         "apply_residual_connection_post_layernorm": "T5 adds to the input of a layer's parts; leave it out",
         "packing": "T5 cuts its texts out of documents end to end; leave it out",

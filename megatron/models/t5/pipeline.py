@@ -25,7 +25,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.models.common.language_model import Head, Logits, PositionEmbedding, materialize_logits, model_loss
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.common.pipeline import ModelPipe
+from megatron.models.common.pipeline import ModelPipe, weighted
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import (
@@ -236,8 +236,9 @@ class T5ModelPipe(ModelPipe):
                 layer.is_last_here = unit + 1 in self.parts
                 layer.shares, layer.output_shares = layer.sums_of_memory()
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
-        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
+        return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""

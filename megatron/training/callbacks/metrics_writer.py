@@ -108,7 +108,7 @@ class MetricsWriter:
         self._purge_step = None if last_step is None else last_step + 1
 
     def write(self, kind: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None) -> None:
-        """Record ``values`` of ``step``; ``kind`` is train, valid, test or save.
+        """Record ``values`` of ``step``; ``kind`` is train, valid, test, tasks or save.
 
         A value may be a dictionary of numbers.
 

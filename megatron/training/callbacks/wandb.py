@@ -24,7 +24,7 @@ from megatron.training.trainer import Callback
 # order in which records came. What fails after the start is told once, and no run ends for it.
 
 NAME = "wandb.json"
-KINDS = ("train", "valid", "test", "save")
+KINDS = ("train", "valid", "test", "tasks", "save")
 PATIENCE_S = 20.0
 """For what is on its way when a run ends: less than --exit-grace, within which all ranks must have left."""
 

@@ -224,7 +224,7 @@ def test_no_setting_of_a_decoder_is_passed_over_by_a_format() -> None:
     with_others = {
         "num_query_groups", "rotary_base", "rotary_scaling_factor", "rotary_low_frequency_factor",
         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
-        "rotary_attention_factor", "alibi_bias_max", "window_attn_skip_freq",
+        "rotary_attention_factor", "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim",
     }  # fmt: skip
     with_others |= {*huggingface_experts._PLAIN, *huggingface_experts._SIZES}
     assert set(IDENTITY) == with_others | (set(huggingface._PLAIN) - {"apply_residual_connection_post_layernorm"})

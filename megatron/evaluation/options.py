@@ -1,0 +1,77 @@
+"""The options of tools/evaluate.py. Imports no torch: a mistake is told at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.generate.options import device_problems, layout_problems, model_parser, parsed
+
+
+def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options.
+
+    Raises:
+        ConfigError: naming everything that cannot be.
+    """
+    parser = model_parser(description)
+    add = parser.add_argument
+    add("--tasks", metavar="A,B", help="tasks, groups or tags of lm_eval, with commas; * stands for any letters")
+    add("--texts", nargs="+", metavar="[NAME=]PATH", help="perplexity of texts: FILE.txt, FILE.jsonl, or token files")
+    add("--output", type=Path, metavar="FILE.json", help="write results there, too")
+    add("--limit", type=int, metavar="N", help="of each task or text the first N examples or documents")
+    add("--field", default="text", metavar="NAME", help='with --texts FILE.jsonl: of each object ("text")')
+    add("--include-path", type=Path, metavar="FOLDER", help="with --tasks: a folder of task files (YAML) of your own")
+    add(
+        "--num-fewshot", type=int, metavar="N", help="with --tasks: solved examples ahead of each question (the task's)"
+    )
+    add("--apply-chat-template", action="store_true", help="with --tasks: questions are a user's turns")
+    add("--chat-template", type=Path, metavar="FILE", help="with it: in place of the one of the run or its tokenizer")
+    add("--system-instruction", metavar="TEXT", help="with --apply-chat-template: the system message")
+    add("--fewshot-as-multiturn", choices=("true", "false"), default="true",
+        help="with --apply-chat-template: solved examples are turns (true)")  # fmt: skip
+    add("--log-samples", action="store_true", help="with --tasks and --output: each question with its answers, too")
+    add("--add-bos-token", action="store_true", help="begin each context with the vocabulary's bos_token")
+    add("--max-length", type=int, metavar="N", help="tokens that the model reads at once (--max-position-embeddings)")
+    add("--max-tokens", type=int, default=16384, metavar="N",
+        help="tokens of a batch, with what fills it up (16384)")  # fmt: skip
+    args = parsed(parser, argv)
+    problems = [*device_problems(args), *_problems(args)]
+    if not starts_ranks(args):
+        problems += layout_problems(args, "tools/evaluate.py")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return args
+
+
+def starts_ranks(args: argparse.Namespace) -> bool:
+    """Whether the tool, which nobody has started on several ranks, is to start those of its layout itself."""
+    t, p = args.model_parallel_size, args.pipe_parallel_size
+    return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if not args.tasks and not args.texts:
+        yield "--tasks or --texts must say what is evaluated, got neither"
+    of_tasks = {
+        "--include-path": args.include_path, "--num-fewshot": args.num_fewshot,
+        "--apply-chat-template": args.apply_chat_template, "--log-samples": args.log_samples,
+    }  # fmt: skip
+    for flag in (flag for flag, value in of_tasks.items() if value not in (None, False) and not args.tasks):
+        yield f"{flag} is for --tasks, got none. Add --tasks, or leave it out"
+    of_chat = {"--chat-template": args.chat_template, "--system-instruction": args.system_instruction}
+    for flag in (flag for flag, value in of_chat.items() if value is not None and not args.apply_chat_template):
+        yield f"{flag} acts with --apply-chat-template only. Add it, or leave {flag} out"
+    for flag, value, least in (
+        ("--limit", args.limit, 1), ("--num-fewshot", args.num_fewshot, 0), ("--max-length", args.max_length, 1),
+        ("--max-tokens", args.max_tokens, 1),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            yield f"{flag} must be at least {least}, got {value}"
+    if args.log_samples and args.output is None:
+        yield "--log-samples writes into --output, got none. Name it"
+    if args.output is not None and not args.output.parent.is_dir():
+        yield f"the folder of --output {args.output} must exist"

@@ -1,0 +1,128 @@
+"""Task evaluator: tasks of lm_eval on the model that is trained, in its layout (--eval-tasks)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
+from megatron.config import Config
+from megatron.errors import ConfigError, DataError, StopRequest
+from megatron.evaluation.all_ranks import ModelOfAllRanks
+from megatron.evaluation.tasks import LoadedTasks, Results, read_suite
+from megatron.generate.text import Prompts
+from megatron.models.common.generation import stage_of
+from megatron.tokenizer.chat import ChatTemplate, find_template
+from megatron.training.exit_signals import how_to_go_on
+from megatron.training.initialize import run_on_rank_0
+from megatron.training.timeouts import EVALUATING
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import Callback
+
+KIND = "tasks"
+"""Of the records in metrics.jsonl."""
+
+
+class TaskEvaluator(Callback):
+    """Evaluates the tasks of a file at every so many-th step, and at the end. Collective.
+
+    Rank 0 reads the tasks, and the others hold their parts of the model for it. Training goes on as without: no random
+    number of it is drawn, and no batch is read.
+
+    Args:
+        file: as ``read_suite`` takes it.
+        every: steps; 0: at the end alone.
+    """
+
+    def __init__(self, file: str, every: int) -> None:
+        self._file, self.every = Path(file), every
+        self._tasks: LoadedTasks | None = None
+        self._evaluated: int | None = None
+        self._chat: ChatTemplate | None = None
+
+    def on_train_start(self) -> None:
+        """Open the tasks: what cannot be read is an error ahead of the training. Collective.
+
+        Raises:
+            ConfigError: naming file and line; the same on every rank.
+        """
+        config = self.trainer.config
+        vocabulary = vocabulary_of(config, None)
+        if vocabulary is None:
+            raise ConfigError(
+                "--eval-tasks needs a tokenizer, got none. Name it with --tokenizer-path, or leave the tasks out"
+            )
+        self._prompts = Prompts(vocabulary.tokenizer, None)
+        run_on_rank_0(self.trainer.world, lambda: self._open(config))
+
+    def _open(self, config: Config) -> None:
+        try:
+            suite = read_suite(self._file)
+            self._tasks = LoadedTasks(suite, self.trainer.world.kind)
+            if suite.apply_chat_template:
+                self._chat = find_template(self._prompts.tokenizer, config.data.chat_template)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        if config.parallel.sequence_parallel and (names := self._tasks.that_write):
+            raise ConfigError(
+                "tasks that let the model write read one new token at a time, which --sequence-parallel cannot cut "
+                f"over the ranks, got {', '.join(names)}. Leave them out, and use tools/evaluate.py on the run's "
+                "checkpoint"
+            )
+
+    def on_step_end(self, result: StepResult) -> None:
+        self._evaluate()
+
+    def on_train_end(self) -> None:
+        trainer = self.trainer
+        if trainer.stop_text or self._evaluated == trainer.progress.step or self._evaluate():
+            return
+        trainer.stop_text = (
+            f"stopped while tasks are evaluated; the run is saved in {trainer.folder}. {how_to_go_on(trainer.folder)}"
+        )
+
+    def _evaluate(self) -> bool:
+        """Evaluate the tasks and say what came out; return False where a signal has broken it off. Collective.
+
+        A task that fails is told and does not end the run.
+        """
+        trainer, step = self.trainer, self.trainer.progress.step
+        config, world = trainer.config, trainer.world
+        with trainer.phases.over(EVALUATING), trainer.engine.optimizer.weights_gathered():
+            model = ModelOfAllRanks(
+                stage_of(trainer.engine),
+                self._prompts,
+                data=world.grid.data,
+                world=world.grid.host,
+                max_length=config.batch.seq_length,
+                max_tokens=config.batch.micro_batch_size * config.batch.seq_length,
+                wants_stop=lambda: trainer.stop.signal_name is not None,
+            )
+            metrics: dict[str, dict[str, float]] | None = None
+            try:
+                found = model.lead(lambda: self._results(model))
+                metrics = world.grid.host.broadcast_object(None if found is None else found.metrics)
+            except StopRequest:
+                return False
+            except DataError as error:
+                if world.rank == 0:
+                    log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run goes on")
+        self._evaluated = step
+        if metrics is not None:
+            each = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
+            trainer.print_line(f"step {step} | tasks | {each}")
+            trainer.call("on_evaluate_end", KIND, metrics)
+        return True
+
+    def _results(self, model: ModelOfAllRanks) -> Results:
+        from megatron.evaluation.lm import DecoderLM
+
+        assert self._tasks is not None
+        return self._tasks.evaluate(DecoderLM(model, chat=self._chat))
+
+
+def headline(metrics: dict[str, float]) -> str:
+    """Return the metric of a task that its line shows: of several the one that is usually reported."""
+    names = [name for name in metrics if "_stderr" not in name]
+    best = next((name for name in ("acc_norm", "acc", "exact_match") if name in names), names[0] if names else "")
+    return f"{best} {metrics[best]:.4f}" if best else "no metric"

@@ -1,0 +1,74 @@
+"""What tests of evaluation share: lm_eval's base class or a stand-in for it, and a model without ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from megatron.evaluation.all_ranks import Writing
+from megatron.evaluation.scoring import Row, Score
+from megatron.generate.text import Prompts
+from megatron.tokenizer import Tokenizer
+
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
+
+
+class _Hook:
+    def add_partial(self, attr: str, req: Any, res: Any) -> None: ...
+
+
+class _LM:
+    """As much of lm_eval's base class as ours relies on."""
+
+    def __init__(self) -> None:
+        self.cache_hook: Any = _Hook()
+
+
+def decoder_lm() -> Any:
+    """Return our class, made on lm_eval's own base where it is installed."""
+    if not HAS_LM_EVAL and "lm_eval" not in sys.modules:
+        names = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
+        for name in names:
+            sys.modules[name] = ModuleType(name)
+        sys.modules[names[-1]].LM = _LM  # type: ignore[attr-defined]
+        from megatron.evaluation import lm
+
+        for name in names:
+            del sys.modules[name]
+        return lm
+    from megatron.evaluation import lm
+
+    return lm
+
+
+@dataclass
+class Request:
+    """Of lm_eval's instances what a model looks at."""
+
+    args: tuple[Any, ...]
+
+
+@dataclass
+class Model:
+    """Keeps what it is asked; says of a row the sum of its scored tokens, and writes how many tokens it was given."""
+
+    tokenizer: Tokenizer
+    max_length: int = 16
+    rows: list[Row] = field(default_factory=list)
+    written: list[tuple[list[int], Writing]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> Prompts:
+        return Prompts(self.tokenizer, None)
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        self.rows += rows
+        return [Score(-float(sum(row.tokens[-row.num_scored :])), row.num_scored == 1) for row in rows]
+
+    def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
+        self.written += [(list(prompt), how) for prompt in prompts]
+        return [f"{len(prompt)} tokens" for prompt in prompts]

@@ -1,0 +1,191 @@
+"""Train narrow and wide models a few steps and draw how large their activations get: the coordinate check of muP.
+
+    python tools/coord_check.py --out coord.png
+    python tools/coord_check.py --widths 64 128 256 --steps 5 --lr 0.02 --out coord.png --activation gated-silu
+
+Models of every width are trained twice from the same texts of random tokens: as they are, and by muP with the first
+width as --mup-base-hidden-size. For each step the mean size of what attention and feed-forward parts add, of the
+residual stream behind layers and of the logits is drawn over the width. By muP curves stay level; without it they rise
+with the width, so that a learning rate that suits one width is too high for the next.
+
+Flags that this tool does not know are the model's and the optimizer's: see pretrain_gpt2.py --help-all. Heads have 16
+numbers, and there are more of them in wide models; with --heads 4 there are 4, which grow, and muP has
+--mup-base-head-dim.
+
+Source: Yang et al. 2022, "Tensor Programs V: tuning large neural networks via zero-shot hyperparameter transfer",
+section D.1 and figure 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from megatron.config import Config, parse  # noqa: E402
+from megatron.errors import ConfigError  # noqa: E402
+from megatron.models.common.decoder import DecoderModel, model_args  # noqa: E402
+from megatron.mpu.groups import single_grid  # noqa: E402
+from megatron.optim.lr_scheduler import set_learning_rates  # noqa: E402
+from megatron.training import setup  # noqa: E402
+from megatron.training.initialize import World  # noqa: E402
+
+WIDTHS = (64, 128, 192, 256)
+HEAD_SIZE, VOCAB, LENGTH, BATCH = 16, 64, 16, 4
+MODEL = (
+    f"--num-layers 2 --seq-length {LENGTH} --vocab-size {VOCAB} --init-method-std 0.05 --attention-dropout 0 "
+    "--hidden-dropout 0 --data-path none --device cpu --fp32 --lr-decay-style constant --warmup 0 --weight-decay 0 "
+    "--clip-grad 0 --adam-beta2 0.99 --train-iters 100"
+)
+PARTS = {"attention": r"layers\.\d+\.attention", "feed-forward": r"layers\.\d+\.mlp", "residual stream": r"layers\.\d+"}
+PARTS["logits"] = "logits"
+"""What is drawn -> names of modules that put it out."""
+Sizes = dict[str, list[float]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw what the command line asks for, and say by how much curves rise; return the exit code."""
+    parser = make_parser()
+    flags, rest = parser.parse_known_args(argv)
+    try:
+        found = {has_mup: check(flags, rest, has_mup=has_mup) for has_mup in (False, True)}
+    except ConfigError as error:
+        parser.error(str(error))
+    for has_mup, by_width in found.items():
+        rises = ", ".join(f"{part} {rise(by_width, part):.2f}" for part in PARTS)
+        print(f"{'muP' if has_mup else 'as it is'}: from width {flags.widths[0]} to {flags.widths[-1]} times {rises}")
+    draw(found, flags.out)
+    print(f"drawn into {flags.out}")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the tool's parser; flags that it does not know are the model's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=list(WIDTHS), help="hidden sizes, the first is the base"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="updates (default: 4)")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the first width (default: 0.02)")
+    parser.add_argument("--heads", type=int, default=0, help="attention heads of all widths; 0: heads of 16 numbers")
+    parser.add_argument("--out", type=Path, default=Path("coord_check.png"), help="the picture, PNG or SVG")
+    return parser
+
+
+def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> dict[int, Sizes]:
+    """Return for each width the sizes of ``PARTS`` in each step, the one ahead of all updates first."""
+    base = flags.widths[0]
+    found = {}
+    for width in flags.widths:
+        heads = flags.heads or width // HEAD_SIZE
+        words = [
+            *MODEL.split(),
+            "--hidden-size",
+            str(width),
+            "--num-attention-heads",
+            str(heads),
+            "--lr",
+            str(flags.lr),
+        ]
+        if has_mup:
+            words += ["--mup-base-hidden-size", str(base)]
+            words += ["--mup-base-head-dim", str(base // flags.heads)] if flags.heads else []
+        config = parse([*words, *rest], world_size=1, env={}).with_vocab(VOCAB)
+        found[width] = sizes_of(config, flags.steps)
+    return found
+
+
+def sizes_of(config: Config, steps: int) -> Sizes:
+    """Train a model of ``config`` so many steps; return the mean size of each of ``PARTS`` in each forward."""
+    world = World("cpu", torch.device("cpu"), single_grid(), 0)
+    model = DecoderModel(model_args(config))
+    setup.put_in_place(config, model, world)
+    optimizer, course = setup.make_optimizer(config, model, world), setup.make_learning_rate(config)
+    found: Sizes = {part: [] for part in PARTS}
+    generator = torch.Generator().manual_seed(config.run.seed)
+    text = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    tokens, labels, mask = text[:, :-1], text[:, 1:], torch.ones(BATCH, LENGTH)
+    for step in range(steps + 1):
+        with watched(model, found), torch.no_grad():
+            found["logits"].append(size(model(tokens)))
+        set_learning_rates(optimizer, course, step)
+        total, count = model(tokens, labels=labels, loss_mask=mask)
+        (total / count).backward()
+        optimizer.step()
+    return found
+
+
+@contextmanager
+def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
+    """Append to ``found`` what the modules put out, on average over layers."""
+    outputs: dict[str, list[float]] = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, output, part=part: outputs.setdefault(part, []).append(size(output)))
+        for name, module in model.named_modules()
+        for part, names in PARTS.items()
+        if re.fullmatch(names, name)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for part, each in outputs.items():
+        found[part].append(sum(each) / len(each))
+
+
+def size(tensor: torch.Tensor) -> float:
+    """Return the mean of the absolute numbers."""
+    return tensor.detach().abs().mean().item()
+
+
+def rise(by_width: dict[int, Sizes], part: str) -> float:
+    """Return how many times larger ``part`` is in the widest model than in the narrowest, after the last update."""
+    first, *_, last = (sizes[part][-1] for sizes in by_width.values())
+    return last / first
+
+
+def draw(found: dict[bool, dict[int, Sizes]], path: Path) -> None:
+    """Draw a row of panels for models as they are and one for muP, a curve for each step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.4))
+    panels = figure.subplots(2, len(PARTS), sharex=True, sharey="col")
+    for row, (has_mup, by_width) in zip(panels, found.items(), strict=True):
+        for axes, part in zip(row, PARTS, strict=True):
+            draw_part(axes, by_width, part)
+            axes.set_title(f"{'muP' if has_mup else 'as it is'}: {part}", fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("hidden size")
+    panels[0][0].set_ylabel("mean |activation|")
+    panels[1][0].set_ylabel("mean |activation|")
+    panels[0][-1].legend(title="updates", fontsize=7, title_fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def draw_part(axes: Any, by_width: dict[int, Sizes], part: str) -> None:
+    """Draw one panel."""
+    steps = len(next(iter(by_width.values()))[part])
+    for step in range(steps):
+        shade = str(0.75 - 0.75 * step / max(steps - 1, 1))
+        axes.plot(
+            list(by_width), [sizes[part][step] for sizes in by_width.values()], ".-", color=shade, label=str(step)
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.tick_params(which="both", labelsize=7)
+    axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Evaluate a checkpoint: tasks of lm_eval, and the perplexity of texts in bits per byte.
+
+    python tools/evaluate.py --load runs/my-run --texts data/story.txt news=news.jsonl wiki=data/wiki
+    python tools/evaluate.py --load runs/my-run --tasks hellaswag,ceval-valid,cmmlu --num-fewshot 5
+    python tools/evaluate.py --load runs/my-run --tasks my_task --include-path my_tasks --output results.json
+    python tools/evaluate.py --load runs/my-run --tasks hellaswag --model-parallel-size 2    starts 2 ranks
+    python -m megatron.launch --nproc-per-node 4 tools/evaluate.py --model-parallel-size 2 --load runs/my-run \\
+        --tasks hellaswag                                                                    2 replicas
+
+--tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may be of any layout, or be a Hugging
+Face folder, and the results are the same in every layout; ranks beyond tensor x pipe are replicas, which share the
+work. Ends with code 0, 2 (an option, task or text), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no
+numbers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log
+from megatron.errors import ConfigError, DataError, marked
+from megatron.evaluation.options import parse_args, starts_ranks
+from megatron.generate.options import world_size
+from megatron.training.failure import guard
+from tools.generate import start
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.evaluation.all_ranks import ModelOfAllRanks
+    from megatron.evaluation.tasks import Results
+    from megatron.evaluation.texts import TextScore
+    from megatron.mpu.groups import Grid
+    from megatron.tokenizer.chat import ChatTemplate
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_model(
+    args: argparse.Namespace, grid: Grid, place: torch.device
+) -> tuple[ModelOfAllRanks, ChatTemplate | None]:
+    """Return the model of --load, and what renders messages where that is asked for. Collective."""
+    from megatron import device
+    from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
+    from megatron.evaluation.all_ranks import ModelOfAllRanks
+    from megatron.generate import load, open_model
+    from megatron.generate.text import Prompts
+    from megatron.models import registry
+    from megatron.tokenizer.chat import find_template
+
+    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks alike
+        checkpoint, config = open_model(args.load, stack, grid.host)
+        family = registry.family_of(config.family)
+        if family.kind != "decoder":
+            raise ConfigError(
+                f"--tasks and --texts score how a text goes on, for which a {family.title} is not made, got "
+                f"{checkpoint.path}. Load one of {registry.titles('decoder')}"
+            )
+        vocabulary = vocabulary_of(config, args.tokenizer_path)
+        if vocabulary is None:
+            raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")
+        tokenizer = vocabulary.tokenizer
+        chat = None
+        if args.apply_chat_template:
+            chat = find_template(tokenizer, args.chat_template or config.data.chat_template)
+        part = load(
+            checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=device.DTYPES[args.dtype], device=place
+        )
+    model = ModelOfAllRanks(
+        part,
+        Prompts(tokenizer, None),
+        data=grid.data,
+        world=grid.host,
+        max_length=args.max_length or config.model.max_position_embeddings,
+        max_tokens=args.max_tokens,
+    )
+    return model, chat
+
+
+def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatTemplate | None) -> Results:
+    """Return the results of --tasks; on rank 0, within ``model.lead``."""
+    from megatron.evaluation.tasks import LoadedTasks, Suite, require_lm_eval
+
+    require_lm_eval("--tasks")
+    from megatron.evaluation.lm import DecoderLM
+
+    names = tuple(name.strip() for name in args.tasks.split(",") if name.strip())
+    suite = Suite(
+        names,
+        args.include_path,
+        args.num_fewshot,
+        args.limit,
+        args.apply_chat_template,
+        args.system_instruction,
+        args.fewshot_as_multiturn == "true",
+    )
+    lm = DecoderLM(model, chat=chat, add_bos_token=args.add_bos_token)
+    return LoadedTasks(suite).evaluate(lm, keeps_samples=args.log_samples)
+
+
+def evaluate_texts(args: argparse.Namespace, model: ModelOfAllRanks) -> list[TextScore]:
+    """Return the scores of --texts and, of several, that of all; on rank 0, within ``model.lead``."""
+    from megatron.evaluation.texts import Domain, score_domains, together
+
+    domains = [Domain.of(word) for word in args.texts]
+    names = [domain.name for domain in domains]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--texts must have different names, got {twice[0]} twice. Write NAME=PATH")
+    scores = score_domains(model, domains, field=args.field, limit=args.limit)
+    return [*scores, together(scores)] if len(scores) > 1 else scores
+
+
+def show_tasks(results: Results) -> None:
+    """Print a table of tasks and their metrics."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "examples", "few-shot", "metric", "value", "±")
+    for name, metrics in results.metrics.items():
+        note = results.notes[name]
+        first = [note["alias"], note["num_samples"], note["num_fewshot"]]
+        for metric, value in metrics.items():
+            if "_stderr" in metric:
+                continue
+            error = metrics.get(_error_of(metric))
+            said = ["" if each is None else str(each) for each in first]
+            table.add_row(*said, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+            first = [None, None, None]
+    Console().print(table)
+
+
+def _error_of(metric: str) -> str:
+    name, comma, how = metric.partition(",")
+    return f"{name}_stderr{comma}{how}"
+
+
+def show_texts(scores: list[TextScore]) -> None:
+    """Print a table of domains."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("text", "documents", "tokens", "bytes", "bytes/token", "perplexity", "bits per byte")
+    for one in scores:
+        table.add_row(
+            one.name, f"{one.documents:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.bytes_per_token:.3f}",
+            f"{one.perplexity:.4g}", f"{one.bits_per_byte:.4f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def text_values(one: TextScore) -> dict[str, Any]:
+    """Return what is written of a domain."""
+    return dataclasses.asdict(one) | {"perplexity": one.perplexity, "bits_per_byte": one.bits_per_byte}
+
+
+def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
+    """Return what shows on a terminal how many rows rank 0 has scored of those that it was given."""
+    done = 0
+
+    def on_rows(number: int) -> None:
+        nonlocal done
+        done += number
+        sys.stderr.write(f"\r{done:,} rows")
+        sys.stderr.flush()
+
+    return on_rows
+
+
+def run(args: argparse.Namespace, names: dict[str, str]) -> None:
+    """Evaluate, and show what was found. Collective.
+
+    Args:
+        names: its "who" becomes this rank's name, for messages.
+    """
+    from megatron import files
+
+    grid, place, names["who"] = start(args)
+    model, chat = make_model(args, grid, place)
+    is_shown = grid.rank == 0 and sys.stderr.isatty()
+    if is_shown:
+        model.on_rows = progress_of(model)
+
+    def work() -> dict[str, Any]:
+        found: dict[str, Any] = {"load": str(args.load), "dtype": args.dtype, "max_length": model.max_length}
+        if args.texts:
+            scores = evaluate_texts(args, model)
+            found["texts"] = {one.name: text_values(one) for one in scores}
+            if is_shown:
+                sys.stderr.write("\r")
+            show_texts(scores)
+        if args.tasks:
+            results = evaluate_tasks(args, model, chat)
+            found |= {"tasks": results.metrics, "notes": results.notes}
+            if args.log_samples:
+                found["samples"] = results.samples
+            if is_shown:
+                sys.stderr.write("\r")
+            show_tasks(results)
+        return found
+
+    found = model.lead(work)
+    if found is not None and args.output is not None:
+        text = json.dumps(found, ensure_ascii=False, indent=1, default=str)
+        try:
+            files.replace_bytes(args.output, text.encode() + b"\n")
+        except OSError as error:
+            raise DataError(f"--output {args.output} cannot be written: {error}") from None
+        log.info(f"written: {args.output}")
+
+
+def start_ranks(args: argparse.Namespace) -> None:
+    """Become the launcher of the ranks that ``args`` ask for."""
+    number = args.model_parallel_size * args.pipe_parallel_size
+    words = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(number), __file__, *sys.argv[1:]]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.stdout.flush()
+    os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
+
+
+def main() -> None:
+    """Run the tool; an error ends the process with its code."""
+    names = {"who": f"rank {os.environ.get('RANK', '0')}"}
+
+    def together() -> None:
+        args = parse_args(__doc__ or "")
+        if starts_ranks(args):
+            start_ranks(args)
+        run(args, names)
+        if world_size() > 1:
+            from megatron.training import initialize
+
+            initialize.stop()
+
+    with suppress(BrokenPipeError):
+        try:
+            guard(together, lambda: names["who"])
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
