@@ -334,8 +334,14 @@ class DecoderCosts(Costs):
         inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
         if has_experts(self.sizes, layer):
-            how = {"ranks": self.expert, "cuts_experts": self.cuts_experts}
-            half = expert_parameters(self.sizes, _matrices(self.sizes), tensor, is_active=is_active, **how)
+            half = expert_parameters(
+                self.sizes,
+                _matrices(self.sizes),
+                tensor,
+                is_active=is_active,
+                ranks=self.expert,
+                cuts_experts=self.cuts_experts,
+            )
             return inner + half + norms
         return inner + feed_forward_parameters(self.sizes, tensor) + norms
 
