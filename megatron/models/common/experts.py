@@ -14,6 +14,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.router import Router, within_capacity
 from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from megatron.ops.grouped import Slots, grouped_linear, return_rows, send_rows
 
@@ -121,6 +122,7 @@ class Gate(nn.Module):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = empty_weight((1, hidden_size), Shard((1, hidden_size)))
+        set_matrices(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight).sigmoid()

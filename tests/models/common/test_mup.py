@@ -37,22 +37,32 @@ def built(extra: str, family: str = "gpt2") -> tuple[DecoderModel, Any, Any]:
     return model, setup.make_optimizer(config, model, WORLD), config
 
 
+MATRICES = ("query_key_value.weight", "dense.weight", "up.weight", "down.weight", "router.weight", "gate.weight")
+
+
 def is_hidden(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith(
-        ("query_key_value.weight", "dense.weight", "up.weight", "down.weight")
-    )
+    return name.startswith("layers.") and name.endswith(MATRICES)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
-def test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does(family: str) -> None:
+EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 8 "
+EXPERTS += "--moe-shared-expert-gate --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "matrices"),
+    [("gpt2", "", 4), ("llama", "--norm-epsilon 1e-5", 4), ("mpt", "", 4), ("llama", EXPERTS, 10)],
+    ids=["gpt2", "llama", "mpt", "experts"],
+)
+def test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does(
+    family: str, words: str, matrices: int
+) -> None:
     """By m = 4: sqrt(1/4) of the initial values, a quarter of rate and epsilon."""
-    words = "" if family == "gpt2" else "--norm-epsilon 1e-5"
     plain, _, _ = built(words, family)
     model, optimizer, config = built(f"{words} --mup-base-hidden-size 8", family)
     assert config.model.width_multiplier == 4
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     before, names = dict(plain.named_parameters()), dict(model.named_parameters())
-    assert sum(map(is_hidden, names)) == 2 * 4
+    assert sum(map(is_hidden, names)) == 2 * matrices
     for name, parameter in names.items():
         wanted = before[name] * 0.5 if is_hidden(name) else before[name]
         torch.testing.assert_close(parameter, wanted, rtol=1e-6, atol=0)
