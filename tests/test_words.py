@@ -109,7 +109,7 @@ FORMER = (
     ("SpanFileSamples", "SpanFilesDataset", "megatron/models/t5/"),
     ("apportion", "split_noise", "megatron/models/t5/"),
     ("Sizes", "ModelArgs", "megatron/models/common/model_args"),
-    ("Sizes", "ModelDimensions", "megatron/models/common/decoder_cost"),
+    ("Sizes", "ModelDimensions", "megatron/models/common/dimensions"),
     ("T5Sizes", "T5ModelArgs", "megatron/models/t5/"),
     ("BertSizes", "BertModelArgs", "megatron/models/bert/"),
     ("Place", "ParallelContext", "megatron/models/common/model_args"),

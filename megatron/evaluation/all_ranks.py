@@ -57,17 +57,17 @@ class ModelOfAllRanks:
         world: all ranks, over the CPU.
         max_length: tokens that a pass may read.
         max_tokens: of a batch.
-        wants_stop: whether this rank was asked to stop.
+        is_stopping: whether this rank was asked to stop.
     """
 
     def __init__(
         self, part: ModelStage, prompts: Prompts, *, data: Group = SINGLE, world: Group = SINGLE, max_length: int,
-        max_tokens: int = MAX_TOKENS, wants_stop: Callable[[], bool] = lambda: False,
+        max_tokens: int = MAX_TOKENS, is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.part, self.prompts, self.data, self.world = part, prompts, data, world
         self.max_length = longest_row(part, max_length)
         self.max_tokens = max_tokens
-        self._wants_stop = wants_stop
+        self._is_stopping = is_stopping
         self.on_rows: Callable[[int], None] | None = None
         self._has_failed_together = False
 
@@ -85,10 +85,10 @@ class ModelOfAllRanks:
             result = do()
         except Exception as error:
             if not self._has_failed_together:  # else the others have it already
-                told: Exception = RuntimeError(f"rank 0: {type(error).__name__}: {error}")  # others may not travel
+                sent: Exception = RuntimeError(f"rank 0: {type(error).__name__}: {error}")  # others may not travel
                 if isinstance(error, JobError):
-                    error.is_of_this_rank, told = False, error
-                self.world.broadcast_object(("raise", (told,)))
+                    error.is_of_this_rank, sent = False, error
+                self.world.broadcast_object(("raise", (sent,)))
             raise
         self.world.broadcast_object(("end", ()))
         return result
@@ -125,11 +125,11 @@ class ModelOfAllRanks:
             own = [requests[place] for place in places]
             self.world.broadcast_object((name, (own, *more)))
             try:
-                results, wants_stop = self._do(name, own, *more)
+                results, is_stopping = self._do(name, own, *more)
             except Exception:
                 self._has_failed_together = True
                 raise
-            if wants_stop:
+            if is_stopping:
                 raise StopRequest("asked to stop while it evaluates")
             found.update(zip(places, results, strict=True))
         return [found[place] for place in range(len(requests))]
@@ -137,7 +137,7 @@ class ModelOfAllRanks:
     def _do(self, name: str, *args: Any) -> tuple[list[Any], bool]:
         """Return what a method gives, and whether any rank was asked to stop. Collective."""
         results = getattr(self, name)(*args)
-        return results, any(self.world.gather_objects(self._wants_stop()))
+        return results, any(self.world.gather_objects(self._is_stopping()))
 
     def _score(self, rows: Sequence[Row]) -> list[Score]:
         return score_rows(self.part, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)

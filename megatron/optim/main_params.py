@@ -475,7 +475,7 @@ class OverlappedMainGradients(BufferedGradients):
 
 
 class SequenceParallelGradients:
-    """The parameters of one rank whose gradients are summands, and whether they have been summed.
+    """The parameters of one rank whose gradients are summands.
 
     Args:
         group: the tensor ranks.
@@ -484,7 +484,6 @@ class SequenceParallelGradients:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._parameters: list[torch.nn.Parameter] = []
-        self._are_summed = False
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         """Sum the gradient of ``parameter`` from now on, if it is a summand."""
@@ -493,10 +492,7 @@ class SequenceParallelGradients:
 
     @torch.no_grad()
     def sum(self, gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
-        """Replace the gradients by their sums, once for each step. Collective over the tensor ranks."""
-        if self._are_summed:
-            return
-        self._are_summed = True
+        """Replace the gradients by their sums. Collective over the tensor ranks."""
         gradients = [gradient_of(parameter) for parameter in self._parameters]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             same = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -504,46 +500,35 @@ class SequenceParallelGradients:
             for gradient, summed in zip(same, flat.split([each.numel() for each in same]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
-    def clear(self) -> None:
-        """Take note that gradients begin anew."""
-        self._are_summed = False
-
 
 # Gradients of weights of experts, which ranks of the data group do not all have: the sum over those that do.
 
 
 class ExpertGradients:
-    """The parameters of this rank's experts, and whether their gradients have been summed.
+    """The parameters of this rank's experts, where ranks of the data group have others.
 
-    They are summed once a step, behind the sums over micro-batches, where they lie.
+    Their gradients are summed once a step, behind the sums over micro-batches, where they lie.
 
     Args:
         group: the ranks that have the same experts.
+
+    Attributes:
+        are_there: whether there are any.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._parameters: list[torch.nn.Parameter] = []
-        self._are_summed = False
-
-    @property
-    def are_there(self) -> bool:
-        """Whether ranks of the data group have experts of their own."""
-        return bool(self._parameters)
+        self.are_there = False
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         """Sum the gradient of ``parameter`` from now on, if it is of an expert that not all replicas have."""
         if is_reduced_apart(parameter):
             self._parameters.append(parameter)
+            self.are_there = True
 
     @torch.no_grad()
     def sum(self, gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
-        """Replace the gradients by their sums, once for each step. Collective over those with the same experts."""
-        if self._are_summed or not self._parameters:
-            return
-        self._are_summed = True
-        reduce_gradients([gradient_of(parameter) for parameter in self._parameters], self._group.handle)
-
-    def clear(self) -> None:
-        """Take note that gradients begin anew."""
-        self._are_summed = False
+        """Replace the gradients by their sums. Collective over those with the same experts."""
+        if self.are_there:
+            reduce_gradients([gradient_of(parameter) for parameter in self._parameters], self._group.handle)

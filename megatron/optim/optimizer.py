@@ -132,6 +132,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
+        last_factor: what the last step multiplied them by, ahead of clipping: that, divided by the loss scale.
         raw_norm: ``norm_of_sums`` of the gradients that lie there, where somebody has asked for it already.
         overflow: the last step was skipped because fp16 gradients overflowed.
         judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
@@ -165,7 +166,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
         self.model_group, self.tensor_group = model, tensor
-        self.gradient_factor = 1.0
+        self.gradient_factor = self.last_factor = 1.0
         self.raw_norm: float | None = None
         self.overflow = False
         self.judge: Callable[[float], bool] | None = None
@@ -183,6 +184,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._of_experts = ExpertGradients(expert_data)
+        self._are_summed = False
         self._units: ParamUnits | None = None
         self._prefetches = prefetches
         self._gathers: ParamGather | None = None
@@ -294,10 +296,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def sum_partial_gradients(self) -> None:
         """Add up, over the tensor ranks, what each has of its part of the sequence; of experts, over their replicas.
 
-        Collective.
+        Once for each step. Collective.
 
         ``norm_of_sums`` does it first; who reads gradients ahead of it calls this.
         """
+        if self._are_summed:
+            return
+        self._are_summed = True
         self._partial.sum(self._gradients.of)
         self._of_experts.sum(self._gradients.of)
 
@@ -312,13 +317,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._units is not None:
             self._units.check()
         self.finish_gathers()
-        factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
-        norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor
+        self.last_factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
+        norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * self.last_factor
         self._global_grad_norm = norm
         self.overflow = not math.isfinite(norm) and self.scaler.is_to_blame
         self.was_refused = not self.overflow and self._is_refused(norm)
         if not self.overflow and not self.was_refused:
-            self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
+            self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * self.last_factor)
             self.update_masters()
             if self._masters.are_apart:
                 self._send_weights()
@@ -338,8 +343,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Forget all gradients, of masters and parameters."""
         self.raw_norm = None
         self._gradients.clear()
-        self._partial.clear()
-        self._of_experts.clear()
+        self._are_summed = False
         for parameter, master in self._masters.of.items():
             parameter.grad = None
             master.grad = None
@@ -392,7 +396,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._of_experts.register(parameter)
         return master
 
-    @property
+    @functools.cached_property
     def gradient_holders(self) -> Group:
         """The replicas over which ``counted_gradients`` are summed; one alone where each has the whole of them."""
         return self._masters.data_group if self._of_experts.are_there else self._gradients.holders

@@ -256,8 +256,6 @@ class SingleStageEngine:
         meter = LossMeter(number, nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
-        if self.routers is not None:
-            self.routers.begin_step(self.optimizer.loss_scale / nominal)
         sums_gradients = self.optimizer.sums_gradients
         works_in_backward = sums_gradients or self.optimizer.gathers_weights
         began = self._clock.mark()
@@ -269,9 +267,8 @@ class SingleStageEngine:
             share = meter.add(as_weighted(loss), micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = share.detach()
-            if self.routers is not None and not self.has_weighted_loss:  # each micro-batch's is a mean over its tokens
-                tokens = self.micro_batch_tokens / self.grid.data_context.size
-                self.routers.set_scale(self.optimizer.loss_scale / (number * tokens))
+            if self.routers is not None:
+                self._scale_routers(self.routers, number)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
@@ -310,18 +307,25 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
+    def _scale_routers(self, routers: Routers, number: int) -> None:
+        """Let the losses of routers have the weight that the last of ``number`` micro-batches gives a token."""
+        weight = nominal_weight(self.micro_batch_tokens * number)
+        if not self.has_weighted_loss:  # each micro-batch's is a mean over its tokens
+            weight = number * self.micro_batch_tokens / self.grid.data_context.size
+        routers.set_scale(self.optimizer.loss_scale / weight)
+
     def _agree(self, meter: LossMeter) -> LossReduction:
         """Return what the losses of all replicas, and of their pieces of sequences, came to. Collective."""
         data = self.grid.data_context
         return all_reduce_loss(meter, self.device, data_group=data.handle, data_size=data.size)
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
-        scale, factor = self.optimizer.loss_scale, self.optimizer.gradient_factor
+        scale = self.optimizer.loss_scale
         self.on_loss(loss)
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         result = result_of(loss, scale, self.optimizer, losses)
-        return _with_routers(result, self.routers, factor, self.device)
+        return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
 
 class PipelineStepEngine:
@@ -337,7 +341,7 @@ class PipelineStepEngine:
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.streams = streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
-        self.routers, self._factor = routers, 1.0
+        self.routers, self.device = routers, torch.device(engine.device)
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -348,7 +352,7 @@ class PipelineStepEngine:
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
-        engine.on_loss = self._take_loss
+        engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
@@ -359,12 +363,12 @@ class PipelineStepEngine:
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            self.routers.begin_step(scale / self.engine.nominal_weight)
+            self.routers.set_scale(scale / self.engine.nominal_weight)
         with _raising_data_error():
             self.engine.train_batch(data)
         loss, losses = _loss_values(self.engine.means)
         result = result_of(loss, scale, self.optimizer, losses)
-        return _with_routers(result, self.routers, self._factor, torch.device(self.engine.device))
+        return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -385,10 +389,6 @@ class PipelineStepEngine:
         """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
         return _own_work(self.engine.rows_of_steps("busy"))
 
-    def _take_loss(self, _: torch.Tensor) -> None:
-        self._factor = self.optimizer.gradient_factor
-        self.on_loss(_loss_values(self.engine.means)[0])
-
     def _start_micro_batch(self, micro_batch: int) -> None:
         self._micro_batch = micro_batch
         self.streams.position = DropoutKey(self._step, micro_batch, self._number)
@@ -408,14 +408,11 @@ class PipelineStepEngine:
         return noted
 
 
-def _with_routers(result: StepResult, routers: Routers | None, factor: float, device: torch.device) -> StepResult:
-    """Let the routers take what a step has counted, and ``result`` have their losses. Collective.
-
-    Args:
-        factor: what the step has multiplied gradients by, the loss scale aside.
-    """
-    if routers is not None:
-        result.losses |= routers.end_step(factor / result.loss_scale, device, is_taken=not result.is_skipped)
+def with_router_losses(
+    result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
+) -> StepResult:
+    """Let the routers take what a step has counted, and return ``result`` with their losses. Collective."""
+    result.losses |= routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
     return result
 
 

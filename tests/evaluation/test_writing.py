@@ -81,7 +81,8 @@ def test_some_batches_are_asked_for_at_a_time_and_results_come_in_order(
 
     monkeypatch.setattr(all_ranks, "score_rows", score)
     stops = iter([False, False, True])
-    model = ModelOfAllRanks(part, Prompts(tokenizer, None), max_length=99, max_tokens=6, wants_stop=lambda: next(stops))
+    prompts = Prompts(tokenizer, None)
+    model = ModelOfAllRanks(part, prompts, max_length=99, max_tokens=6, is_stopping=lambda: next(stops))
     rows = [Row((number, *[1] * length), 1) for number, length in enumerate((3, 1, 3, 6, 3, 1))]
     assert [one.logprob for one in model.score(rows)] == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
     assert [len(portion) for portion in portions] == [3, 3], "of two batches each"

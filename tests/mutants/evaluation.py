@@ -199,7 +199,7 @@ EVALUATION = (
     Mutant(
         "an error of rank 0 stays there",
         ALL_RANKS,
-        '                self.world.broadcast_object(("raise", (told,)))',
+        '                self.world.broadcast_object(("raise", (sent,)))',
         '                self.world.broadcast_object(("end", ()))',
         (f"{TOOL}::test_an_error_of_rank_0_is_one_of_all",),
     ),
@@ -255,8 +255,8 @@ EVALUATION = (
     Mutant(
         "only rank 0 is asked whether to stop",
         ALL_RANKS,
-        "any(self.world.gather_objects(self._wants_stop()))",
-        "self._wants_stop()",
+        "any(self.world.gather_objects(self._is_stopping()))",
+        "self._is_stopping()",
         (f"{IN_RUNS}::test_a_signal_breaks_it_off",),
     ),
     Mutant(

@@ -184,8 +184,8 @@ IN_EXPERTS = (
     Mutant(
         "whole experts on tensor ranks count on each of them in the norm",
         EXPERTS,
-        "set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each tensor rank",
-        "pass",
+        "                set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each, and counted once\n",
+        "                pass\n",
         (f"{LAYOUT}[deepseek-2-1-1-cut-expert-tensor-parallel-size-1-1]",),
     ),
     Mutant(

@@ -120,8 +120,8 @@ GUARDED = (
     Mutant(
         "replicas are not compared",
         "megatron/training/callbacks/replica_check.py",
-        "    if grid.data_context.size > 1 and",
-        "    if grid.data_context.size > 2 and",
+        "        if group.size > 1 and whole:",
+        "        if group.size > 2 and whole:",
         (f"{FLIPPED}[replicas]",),
     ),
     Mutant(

@@ -75,8 +75,8 @@ NORMS = (
     Mutant(
         "the norm is taken per stage",
         "megatron/optim/optimizer.py",
-        "[self._gradients.holders.handle, self.model_group.handle]",
-        "[self._gradients.holders.handle, self.tensor_group.handle]",
+        "[self.gradient_holders.handle, self.model_group.handle]",
+        "[self.gradient_holders.handle, self.tensor_group.handle]",
         (f"{STEP}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process",),
     ),
     Mutant(
@@ -113,14 +113,14 @@ NORMS = (
     Mutant(
         "the norm includes the loss scale",
         "megatron/optim/optimizer.py",
-        "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor\n",
+        "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * self.last_factor\n",
         "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm)\n",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),
     Mutant(
         "the update includes the loss scale",
         "megatron/optim/optimizer.py",
-        "clip_coefficient(norm, self.clip_grad) * factor)",
+        "clip_coefficient(norm, self.clip_grad) * self.last_factor)",
         "clip_coefficient(norm, self.clip_grad))",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),

@@ -29,7 +29,7 @@ SEQUENCE_PARALLEL = (
     ),
     Mutant(
         "shares of gradients are summed again by whoever reads them next",
-        "megatron/optim/main_params.py",
+        "megatron/optim/optimizer.py",
         "        self._are_summed = True\n",
         "        self._are_summed = False\n",
         (f"{PIPE}::test_parts_of_gradients_are_summed_over_replicas_and_over_tensor_ranks",),

@@ -86,8 +86,8 @@ ZERO_1 = (
     Mutant(
         "the first replica alone writes",
         "megatron/optim/optimizer.py",
-        "self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)",
-        "self._masters.data_group.rank == 0",
+        "self._masters.group_of(parameter).rank == 0 or self._masters.is_cut(parameter)",
+        "self._masters.group_of(parameter).rank == 0",
         (SAVED,),
         refuses=True,
     ),

@@ -65,7 +65,7 @@ ZERO_PARTS = (
     Mutant(
         "the norm is that of one replica's parts",
         "megatron/optim/optimizer.py",
-        "[self._gradients.holders.handle, self.model_group.handle]",
+        "[self.gradient_holders.handle, self.model_group.handle]",
         "[self.model_group.handle]",
         (STEPS,),
         refuses=True,  # ranks that do not agree on an overflow wait for each other in vain

@@ -50,7 +50,7 @@ class MoE(nn.Module):
             if place.expert.size > 1:
                 set_expert(parameter)
             if not place.cuts_experts:
-                set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each tensor rank, and counted once
+                set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each, and counted once
             if place.sequence_parallel and not place.cuts_experts:
                 set_partial(parameter)
         self.shared_expert, self.shared_expert_gate = None, None

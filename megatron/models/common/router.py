@@ -225,14 +225,8 @@ class Routers:
         self._groups = [grid.data_context, *([grid.tensor] if sequence_parallel else [])]
         self._scale = 1.0
 
-    def begin_step(self, scale: float) -> None:
-        """Begin to count; ``scale`` is what the loss of a token is multiplied by ahead of each backward."""
-        self.set_scale(scale)
-        for router in self._routers:
-            router.clear()
-
     def set_scale(self, scale: float) -> None:
-        """Let backward multiply the losses of tokens by ``scale`` from now on."""
+        """Let backward multiply the losses of tokens by ``scale``, as the loss of a token is, from now on."""
         self._scale = scale
         for router in self._routers:
             router.gradient_scale = scale

@@ -96,7 +96,7 @@ class TaskEvaluator(Callback):
                 world=world.grid.host,
                 max_length=config.batch.seq_length,
                 max_tokens=config.batch.micro_batch_size * config.batch.seq_length,
-                wants_stop=lambda: trainer.stop.signal_name is not None,
+                is_stopping=lambda: trainer.stop.signal_name is not None,
             )
             metrics: dict[str, dict[str, float]] | None = None
             try:
