@@ -57,13 +57,13 @@ EVEN, UNEVEN = [4] * E, [16, 15, 1, *[0] * 5]
 def test_a_router_that_collapses_is_told_once_and_again_only_when_it_has_been_even_since() -> None:
     """Of two layers one collapses: the mean of the last four steps decides."""
     found = monitor()
-    told = []
+    reported = []
     for step, row in enumerate([EVEN] * 4 + [UNEVEN] * 20 + [EVEN] * 9 + [UNEVEN] * 9, start=1):
-        told += [(step, *found.collapsing(load(EVEN, row)))]
+        reported += [(step, *found.collapsing(load(EVEN, row)))]
         if step == 7:  # a run that goes on judges alike
             found, before = monitor(), found
             found.load_state_dict(before.state_dict())
-    assert [each for each in told if each[1:]] == [(7, "layers.1"), (36, "layers.1")]
+    assert [each for each in reported if each[1:]] == [(7, "layers.1"), (36, "layers.1")]
 
 
 def test_a_router_that_is_collapsed_from_the_start_is_told_after_half_a_window() -> None:
