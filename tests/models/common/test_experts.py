@@ -13,8 +13,9 @@ from megatron.errors import ConfigError
 from megatron.models.common.experts import MoE
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
-from megatron.models.common.router import Router
+from megatron.models.common.router import Router, Routers
 from megatron.models.common.transformer import MLP
+from megatron.mpu.groups import single_grid
 from megatron.mpu.random import checkpoint
 from megatron.ops import grouped
 from megatron.ops.grouped import GROUPED, LOOP, grouped_linear
@@ -185,6 +186,17 @@ def test_recompute_and_evaluation_count_no_token() -> None:
     moe.eval()
     moe(x)
     assert moe.router.counts.sum() == S * B * 2 and moe.router.dropped == dropped
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    """Of the whole model, whatever is before the number; a router that is alone in no layer keeps its name."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict() for _ in range(12)])})
+    for number in (2, 10, 11):
+        model["layers"][number]["mlp"] = layer()  # type: ignore[index]
+    routers = Routers(model, single_grid())
+    assert routers.layers == ("layers.2", "layers.10", "layers.11")
+    model["layers"][10]["other"] = layer()  # type: ignore[index]
+    assert Routers(model, single_grid()).layers[1:3] == ("layers.10.mlp.router", "layers.10.other.router")
 
 
 def test_capacity_is_that_of_a_sample_whatever_the_micro_batch() -> None:
