@@ -109,6 +109,13 @@ OF_EXPERT_METRICS = (
         (ONCE, HALF),
     ),
     Mutant(
+        "a router that recovers is reported for what it was",
+        SAYS,
+        " and entropy < self.limit",
+        "",
+        (HALF,),
+    ),
+    Mutant(
         "a run that goes on forgets which routers have collapsed",
         SAYS,
         '        self._collapsed = set(state.get("collapsed", ()))\n',

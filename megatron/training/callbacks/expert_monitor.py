@@ -21,9 +21,9 @@ class ExpertMonitor(Callback):
     """Logs by layer what routers have chosen in the global batch of a step, and tells when one of them collapses.
 
     A router has collapsed where the mean entropy of its experts' shares over the last ``--stability-window`` steps
-    lies nearer to ln k, all tokens going to the same k of E experts, than to ln E, all experts getting as many. Half of
-    the steps must be there, as for the guard; those that were left out or overflowed do not count. It is told once, and
-    again only after the mean has been on the other side.
+    lies nearer to ln k, all tokens going to the same k of E experts, than to ln E, all experts getting as many, and
+    so does that of the step itself. Half of the steps must be there, as for the guard; those that were left out or
+    overflowed do not count. It is told once, and again only after the mean has been on the other side.
 
     Args:
         model: settings of the model.
@@ -57,7 +57,7 @@ class ExpertMonitor(Callback):
             seen = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
             seen.add(entropy)
             mean = seen.mean()
-            if mean < self.limit and layer not in self._collapsed:
+            if mean < self.limit and entropy < self.limit and layer not in self._collapsed:
                 self._collapsed.add(layer)
                 found[layer] = mean
             elif mean >= self.limit and layer in self._collapsed:

@@ -69,6 +69,8 @@ def test_a_router_that_collapses_is_told_once_and_again_only_when_it_has_been_ev
 def test_a_router_that_is_collapsed_from_the_start_is_told_after_half_a_window() -> None:
     found = monitor(window=6)
     assert [len(found.collapsing(load(UNEVEN))) for _ in range(6)] == [0, 0, 1, 0, 0, 0]
+    recovering = monitor(window=6)
+    assert not any(recovering.collapsing(load(row)) for row in [UNEVEN] * 2 + [EVEN] * 6), "its mean alone is low"
     of_all = monitor(f"--moe-router-topk {E}")
     assert not any(of_all.collapsing(load([3] * E)) for _ in range(4)), "all experts are chosen at any time"
 
