@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.log import human_bytes, human_count, human_time  # noqa: E402
+from tools.report_parts.experts import expert_map  # noqa: E402
 from tools.report_parts.runs import (  # noqa: E402
     RunFolder,
     chart_data,
@@ -166,6 +167,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
         section(bilingual("Settings"), differences(runs), id_="settings"),
         *_of_each(runs, "Stages", "stages", stage_table),
         *_of_each(runs, "Memory, estimated and measured", "memory", memory_table),
+        *_of_each(runs, "Tokens by expert", "experts", expert_map),
         *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
         *_of_each(runs, "Pipeline", "pipeline", timeline),
         *_of_each(runs, "Operators that take longest", "operators", operator_table),

@@ -58,10 +58,12 @@ class Trace:
     """What one rank saw. ``gradients`` are of the first step, reduced, before clipping; parts of global tensors.
 
     ``others`` are the losses of each step beside the first, one behind the other: of experts' balance, for one.
+    ``choices`` are the counts of each step by layer and expert, and of what capacities dropped, int64.
     """
 
     losses: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    choices: list[torch.Tensor] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
     weights: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
@@ -70,7 +72,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences over all steps, tensors and ranks; ``worst`` names the gradient that differs most."""
+    """The largest differences over all steps, tensors and ranks; ``worst`` names the gradient that differs most.
+
+    ``choices`` is the number of counts that differ: of what experts were chosen for, and of what was dropped.
+    """
 
     first_loss: float
     loss: float
@@ -79,6 +84,7 @@ class Difference:
     gradient: float
     weight: float
     worst: str
+    choices: int = 0
 
 
 def trace_steps(
@@ -111,6 +117,8 @@ def trace_steps(
             result = trainer.train_step()
             trace.losses.append(result.loss)
             trace.others += result.losses.values()
+            if (load := result.expert_load) is not None:
+                trace.choices.append(torch.cat([load.tokens, load.dropped.unsqueeze(1)], dim=1))
             trace.grad_norms.append(result.grad_norm)
             if eval_every and (step + 1) % eval_every == 0:
                 valid = data.batches("valid", config, here, length=trainer.next_seq_length)
@@ -149,6 +157,7 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
         gradient=gradient,
         weight=weight,
         worst=worst,
+        choices=sum(_unequal(reference.choices, t.choices) for t in ranks),
     )
 
 
@@ -187,6 +196,10 @@ def _differences(
 
 def _largest(a: Sequence[float], b: Sequence[float]) -> float:
     return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _unequal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
+    return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
 
 
 def _relative(a: Sequence[float], b: Sequence[float]) -> float:

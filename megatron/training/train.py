@@ -20,6 +20,7 @@ from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.compile_meter import CompileMeter
 from megatron.training.callbacks.console import Console
 from megatron.training.callbacks.evaluator import Evaluator
+from megatron.training.callbacks.expert_monitor import ExpertMonitor
 from megatron.training.callbacks.heartbeat import Heartbeat
 from megatron.training.callbacks.layer_norms import LayerNorms
 from megatron.training.callbacks.metrics_writer import Metrics
@@ -131,6 +132,8 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
     """
     is_training, batch, stability = not config.checkpoint.eval_only, config.batch, config.stability
     yield StabilityGuard(stability)
+    if is_training and config.model.num_experts:
+        yield ExpertMonitor(config.model, stability)
     if config.seeing.log_layer_norms:
         yield LayerNorms()
     if batch.eval_iters:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.errors import DataError, NumericsError
-from megatron.models.common.router import Routers
+from megatron.models.common.router import ExpertLoad, Routers
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.optim import MixedPrecisionOptimizer
@@ -40,7 +40,7 @@ class StepResult:
     """What one optimizer step gave, the same on every rank.
 
     ``is_skipped``: the weights are as before. ``is_refused``: because whoever judges steps said so, not for an overflow
-    of fp16. ``problem``: what the guard found wrong with the step, in words.
+    of fp16. ``problem``: what the guard found wrong with the step, in words. ``expert_load``: of a model with experts.
     """
 
     loss: float
@@ -50,6 +50,7 @@ class StepResult:
     losses: dict[str, float] = field(default_factory=dict)
     is_refused: bool = False
     problem: str | None = None
+    expert_load: ExpertLoad | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -411,8 +412,9 @@ class PipelineStepEngine:
 def with_router_losses(
     result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
 ) -> StepResult:
-    """Let the routers take what a step has counted, and return ``result`` with their losses. Collective."""
-    result.losses |= routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
+    """Let the routers take what a step has counted; return ``result`` with their losses and choices. Collective."""
+    losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
+    result.losses |= losses
     return result
 
 

@@ -81,6 +81,7 @@ def difference(
 
 def check_fp64(found: Difference) -> None:
     """Rows E01, E04, E06, E09, E16, E17."""
+    assert found.choices == 0
     assert found.loss <= 1e-12
     assert found.gradient <= 1e-11, found.worst
     assert found.first_norm <= 1e-13

@@ -22,6 +22,7 @@ from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.evaluation import EVALUATION
+from tests.mutants.expert_metrics import OF_EXPERT_METRICS
 from tests.mutants.experts import IN_EXPERTS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
@@ -120,6 +121,7 @@ IN_SIGHT = (
     *PLANNER,
     *CALIBRATION,
     *OF_REPORTS,
+    *OF_EXPERT_METRICS,
     *DOCS_MISTAKES,
     *LEFTOVERS,
     *FLAGS,

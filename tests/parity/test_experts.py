@@ -118,7 +118,11 @@ def test_sums_that_leave_parts_and_weights_that_come_late_change_nothing(monkeyp
 def test_the_number_of_micro_batches_changes_nothing(gas: int) -> None:
     """The balance loss is that of the global batch, and capacity that of a sample."""
     for model in (CAPACITY, DEEPSEEK):
-        check_fp64(compare(serial(GLOBAL_BATCH, 1, model), [serial(*batches(1, gas), model)]))
+        whole = serial(GLOBAL_BATCH, 1, model)
+        check_fp64(compare(whole, [serial(*batches(1, gas), model)]))
+        *chosen, dropped = whole.choices[0].T
+        assert all(sum(chosen) == GLOBAL_BATCH * SEQ * 2)
+        assert all(dropped > 0) == (model == CAPACITY) and len(dropped) == (4 if model == CAPACITY else 3)
 
 
 # Experts that get all tokens or none, and scores that are equal.

@@ -206,7 +206,8 @@ def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
         if name == "time" and isinstance(value, int | float):
             yield name, value  # six digits of it would be years
         elif isinstance(value, dict):
-            yield from ((f"{name}/{inner}", number(each)) for inner, each in value.items())
+            numbers = {inner: each for inner, each in value.items() if not isinstance(each, list)}
+            yield from ((f"{name}/{inner}", number(each)) for inner, each in numbers.items())
         elif not isinstance(value, str):
             yield name, number(value)
 
@@ -265,6 +266,16 @@ CHARTS = (
     Chart("data-wait", "Waiting for data", ("data_wait",), "percent", about="of the time"),
     Chart("stall", "Waiting for checkpoints", ("checkpoint_stall_s",), "s", about="since the record before"),
     Chart("layer-norms", "Gradient norm by layer", ("layer_norms",), log=True, is_family=True),
+    Chart(
+        "load-imbalance",
+        "Load imbalance of experts",
+        ("moe_load_imbalance",),
+        log=True,
+        is_family=True,
+        about="largest over mean, by layer",
+    ),
+    Chart("expert-entropy", "Entropy of experts", ("moe_entropy",), is_family=True, about="of their shares; 1: even"),
+    Chart("dropped", "Dropped choices", ("moe_dropped",), "percent", is_family=True, about="by the capacity"),
     Chart("corpora", "Tokens of each corpus", ("corpus_tokens",), "si", is_family=True),
     Chart("loss-scale", "Loss scale", ("loss_scale",), "si", log=True),
     Chart("skipped", "Skipped steps", ("skipped",)),

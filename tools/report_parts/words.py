@@ -102,6 +102,12 @@ ZH = {
     "Waiting for data": "等待数据",
     "Waiting for checkpoints": "等待检查点",
     "Gradient norm by layer": "各层的梯度范数",
+    "Load imbalance of experts": "专家负载不均",
+    "largest over mean, by layer": "最大值与平均值之比，按层",
+    "Entropy of experts": "专家份额的熵",
+    "of their shares; 1: even": "1 表示均匀",
+    "Dropped choices": "丢弃的选择",
+    "by the capacity": "因超出容量",
     "Tokens of each corpus": "各语料的词元数",
     "Loss scale": "损失缩放",
     "Skipped steps": "跳过的步",
@@ -160,6 +166,13 @@ ZH = {
         "有计入的部分：算子内部的临时张量、分配器留作复用的内存、线程、文件和预读的数据。小于 0 时，计入的各"
         "部分没有同时占用，或者用的是已经空闲的内存。"
     ),
+    "Tokens by expert": "各专家的词元数",
+    "Step {}: a row for each layer, a cell for each expert. At the end of a row: its largest expert over the mean.": (
+        "第 {} 步：每行一层，每格一个专家。行末是最大的专家与平均值之比。"
+    ),
+    "no token": "没有词元",
+    "{} x the mean": "平均值的 {} 倍",
+    "{} x the mean or more": "平均值的 {} 倍及以上",
     "Evaluations": "评测",
     "split": "划分",
     "perplexity": "困惑度",

@@ -64,6 +64,7 @@ class MoE(nn.Module):
         drops = self.sizes.moe_expert_capacity_factor > 0
         if drops:
             kept = within_capacity(experts, weights, self.sizes, self.place)
+            self.router.count_dropped(kept)
             experts = experts.masked_fill(~kept, self.sizes.num_experts)
         y = self._routed(x, weights, experts, drops=drops)
         return y if self.shared_expert is None else y + self._shared(x)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 
 from megatron.config.experts import SIGMOID
 from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.parameters import named_modules
 from megatron.mpu.context_parallel import gather_rows
 from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import gather_from_sequence_region
@@ -59,11 +63,13 @@ class Router(nn.Module):
         gradient_scale: what the loss of a token is multiplied by ahead of backward; whoever trains sets it.
         tokens_per_expert: choices of the global batch before, int64 [E]; zeros: there was none.
         expert_bias: [E], in fp32, or None; it is no trained weight.
-        counts, sums: of the micro-batches since ``clear``: choices [E], and the two losses of all tokens [2].
+        counts, dropped, sums: of the micro-batches since ``clear``: choices [E], how many of these a capacity dropped,
+            [1], and the two losses of all tokens, [2].
     """
 
     tokens_per_expert: torch.Tensor
     counts: torch.Tensor
+    dropped: torch.Tensor
     sums: torch.Tensor
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
@@ -77,6 +83,7 @@ class Router(nn.Module):
             self.expert_bias = nn.Parameter(torch.zeros(number, dtype=torch.float32), requires_grad=False)
         self.register_buffer("tokens_per_expert", torch.zeros(number, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(number, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.sums = torch.zeros(2, dtype=torch.float64)  # no buffer, which a model in 16 bits would round
         self.gradient_scale = 1.0
         place.on_part(self)
@@ -140,9 +147,16 @@ class Router(nn.Module):
         before = self.tokens_per_expert.to(like.dtype)
         return torch.where(before.sum() > 0, before / before.sum().clamp(min=1), 1.0 / len(before))
 
+    @torch.no_grad()
+    def count_dropped(self, kept: torch.Tensor) -> None:
+        """Count the choices that are not ``kept``, where those of ``forward`` are counted."""
+        if self.training and not is_running():
+            self.dropped += kept.logical_not().sum()
+
     def clear(self) -> None:
         """Forget what micro-batches counted."""
         self.counts.zero_()
+        self.dropped.zero_()
         self.sums.zero_()
 
     @torch.no_grad()
@@ -212,18 +226,63 @@ def _numbers(like: torch.Tensor) -> torch.Tensor:
 # The routers of a rank between steps.
 
 
+@dataclass(frozen=True)
+class ExpertLoad:
+    """What the routers of all layers have chosen in a global batch: the same numbers on every rank, in every layout.
+
+    Attributes:
+        layers: names of the layers with experts, such as "layers.2", in their order.
+        tokens: int64 [layers, E]: choices of each expert, those that a capacity drops among them.
+        dropped: int64 [layers]: choices that a capacity has dropped.
+    """
+
+    layers: tuple[str, ...]
+    tokens: torch.Tensor
+    dropped: torch.Tensor
+
+    def imbalance(self) -> list[float]:
+        """Return by layer the most choices that an expert has over their mean: 1 is even, E / k as uneven as can be."""
+        tokens = self.tokens.double()
+        found: list[float] = (tokens.amax(1) / tokens.mean(1)).tolist()
+        return found
+
+    def entropy(self) -> list[float]:
+        """Return by layer the entropy of the experts' shares over ln E: 1 is even, ln k / ln E as uneven as can be."""
+        tokens = self.tokens.double()
+        entropy = torch.special.entr(tokens / tokens.sum(1, keepdim=True)).sum(1) / math.log(tokens.shape[1])
+        found: list[float] = entropy.tolist()
+        return found
+
+    def dropped_share(self) -> list[float]:
+        """Return by layer the share of choices that a capacity has dropped."""
+        found: list[float] = (self.dropped.double() / self.tokens.sum(1)).tolist()
+        return found
+
+
 class Routers:
     """The routers of this rank's part of a model: what they count in a step becomes that of the global batch.
 
+    Made on every rank together: each learns which layers of the others have experts. Collective.
+
     Args:
         sequence_parallel: tensor ranks see different tokens.
+
+    Attributes:
+        layers: as those of ``ExpertLoad``.
     """
 
     def __init__(self, module: nn.Module, grid: Grid, *, sequence_parallel: bool = False) -> None:
-        self._routers = [each for each in module.modules() if isinstance(each, Router)]
+        named = named_routers(named_modules(module))
+        self._routers = list(named.values())
         self._grid = grid
         self._groups = [grid.data_context, *([grid.tensor] if sequence_parallel else [])]
         self._scale = 1.0
+        every = grid.host.gather_objects({name: each.sizes.num_experts for name, each in named.items()})
+        experts = {name: number for found in every for name, number in found.items()}
+        names = sorted(experts, key=_by_number)
+        self.layers = _layers_of(names)
+        self._rows = [names.index(name) for name in named]
+        self._num_experts = max(experts.values(), default=0)
 
     def set_scale(self, scale: float) -> None:
         """Let backward multiply the losses of tokens by ``scale``, as the loss of a token is, from now on."""
@@ -232,24 +291,28 @@ class Routers:
             router.gradient_scale = scale
 
     @torch.no_grad()
-    def end_step(self, factor: float, device: torch.device, *, is_taken: bool) -> dict[str, float]:
-        """Return the losses of the global batch by name, each the sum over layers. Collective.
+    def end_step(self, factor: float, device: torch.device, *, is_taken: bool) -> tuple[dict[str, float], ExpertLoad]:
+        """Return the losses of the global batch by name, each the sum over layers, and what was chosen. Collective.
 
         Args:
             factor: what the step has multiplied gradients by, so that those of the loss are those of its mean.
             is_taken: weights have moved; else the batch counts for nothing.
         """
-        counts = self._summed([torch.cat([each.counts.double(), each.sums.to(device)]) for each in self._routers])
-        losses = torch.zeros(2, dtype=torch.float64, device=device)
-        for router, found in zip(self._routers, counts, strict=True):
-            losses += found[-2:]
+        experts = self._num_experts
+        table = torch.zeros(len(self.layers), experts + 3, dtype=torch.float64, device=device)  # counts are exact
+        own = [torch.cat([each.counts, each.dropped, each.sums.to(device)]) for each in self._routers]  # in fp64
+        for row, router, counted in zip(self._rows, self._routers, self._summed(own), strict=True):
+            table[row] = counted
             if is_taken:
-                router.take(found[:-2].long())
+                router.take(counted[:experts].long())
             router.clear()
-        if self._grid.pipe.size > 1:
-            dist.all_reduce(losses, group=self._grid.pipe.handle)
-        aux, z = (losses * (self._scale * factor)).tolist()
-        return {"moe_aux_loss": aux, "moe_z_loss": z}
+        if self._grid.pipe.size > 1:  # a row is that of one stage, and zeros on the others
+            dist.all_reduce(table, group=self._grid.pipe.handle)
+        table = table.cpu()
+        aux, z = (table[:, -2:].sum(0) * (self._scale * factor)).tolist()
+        counts = table[:, :-2].long()
+        load = ExpertLoad(self.layers, counts[:, :experts], counts[:, experts])
+        return {"moe_aux_loss": aux, "moe_z_loss": z}, load
 
     def _summed(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         if not found:
@@ -264,3 +327,13 @@ class Routers:
 def named_routers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Router]:
     """Return the routers of ``modules``, by the names that they have there."""
     return {name: module for name, module in modules if isinstance(module, Router)}
+
+
+def _layers_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of routers up to the numbers of their layers; whole where these are not of one router each."""
+    found = [layer.group() if (layer := re.match(r"(?:.*?\.)??\d+(?=\.)", name)) else name for name in names]
+    return tuple(found if len(set(found)) == len(found) else names)
+
+
+def _by_number(name: str) -> list[str]:
+    return [part.zfill(9) if part.isdigit() else part for part in name.split(".")]

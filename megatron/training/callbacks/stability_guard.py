@@ -44,13 +44,17 @@ class RunningStatistics:
         if math.isfinite(value):
             self.values.append(value)
 
+    def mean(self) -> float:
+        """Return the mean; NaN while there are too few to judge by."""
+        number = len(self.values)
+        return math.nan if number < (self.values.maxlen or 0) / 2 else math.fsum(self.values) / number
+
     def limit(self) -> float:
         """Return from where on a value is far above; infinite while there are too few to judge by."""
-        number = len(self.values)
-        if number < (self.values.maxlen or 0) / 2:
+        mean = self.mean()
+        if math.isnan(mean):
             return math.inf
-        mean = math.fsum(self.values) / number
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / number)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / len(self.values))
         return mean + self.sigma * max(spread, SMALLEST_SPREAD * abs(mean))
 
     def problem(self, name: str, value: float) -> str | None:

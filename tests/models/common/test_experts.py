@@ -13,8 +13,9 @@ from megatron.errors import ConfigError
 from megatron.models.common.experts import MoE
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
-from megatron.models.common.router import Router
+from megatron.models.common.router import Router, Routers
 from megatron.models.common.transformer import MLP
+from megatron.mpu.groups import single_grid
 from megatron.mpu.random import checkpoint
 from megatron.ops import grouped
 from megatron.ops.grouped import GROUPED, LOOP, grouped_linear
@@ -96,9 +97,12 @@ def weights_of(moe: MoE, x: torch.Tensor) -> tuple[dict[int, torch.Tensor], torc
     return {e: w * sizes.moe_router_topk_scaling_factor for e, w in found.items()}, loss
 
 
-def by_token(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the layer makes of ``x``, token by token, and the sum of the losses of its router."""
-    sizes, out, losses = moe.sizes, torch.zeros_like(x), []
+def by_token(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return what the layer makes of ``x``, token by token, the sum of the losses of its router, and its choices.
+
+    These are those of each expert, and behind them how many of all were dropped.
+    """
+    sizes, out, losses, choices = moe.sizes, torch.zeros_like(x), [], [0] * (E + 1)
     for b in range(x.shape[1]):
         each = [weights_of(moe, x[s, b]) for s in range(len(x))]
         losses += [loss for _, loss in each]
@@ -111,14 +115,17 @@ def by_token(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                     takers.sort(key=lambda s: (-float(each[s][0][e]), s))
                 dropped |= {(s, e) for s in takers[places:]}
             assert dropped, "the case drops some"
+        choices[E] += len(dropped)
         for s in range(len(x)):
+            for e in each[s][0]:
+                choices[e] += 1
             kept = [(e, w) for e, w in each[s][0].items() if (s, e) not in dropped]
             row = sum((w * applied(getattr(moe.experts, str(e)), x[s, b]) for e, w in kept), torch.zeros_like(x[s, b]))
             if moe.shared_expert is not None:
                 gate = 1.0 if moe.shared_expert_gate is None else (moe.shared_expert_gate.weight @ x[s, b]).sigmoid()
                 row = row + gate * applied(moe.shared_expert, x[s, b])
             out = out.index_put((torch.tensor(s), torch.tensor(b)), row)
-    return out, sum(losses)
+    return out, sum(losses), choices
 
 
 def gradients(moe: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -127,7 +134,7 @@ def gradients(moe: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_a_loop_over_tokens(kind: str) -> None:
-    """Outputs, losses, and the gradients of the input and of every weight."""
+    """Outputs, losses, what was counted, and the gradients of the input and of every weight."""
     moe, x, scale = layer(**KINDS[kind]), hidden().requires_grad_(), 0.25
     moe.router.gradient_scale = scale
     out = moe(x)
@@ -136,7 +143,7 @@ def test_a_layer_is_a_loop_over_tokens(kind: str) -> None:
     found = gradients(moe, x)
     moe.zero_grad()
     other = hidden().requires_grad_()
-    wanted, loss = by_token(moe, other)
+    wanted, loss, choices = by_token(moe, other)
     ((wanted * weight).sum() + scale * loss).backward()
     assert (out - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     expected = gradients(moe, other)
@@ -144,6 +151,7 @@ def test_a_layer_is_a_loop_over_tokens(kind: str) -> None:
         gradient = torch.zeros_like(found[name]) if gradient is None else gradient
         assert (found[name] - gradient).abs().max() <= 1e-12 * max(gradient.abs().max(), 1.0), name
     assert float(moe.router.sums.sum()) == pytest.approx(float(loss), rel=1e-12)
+    assert [*moe.router.counts.tolist(), *moe.router.dropped.tolist()] == choices
 
 
 def test_equal_scores_go_to_the_lower_numbers_and_the_others_get_no_token() -> None:
@@ -167,13 +175,28 @@ def test_all_tokens_may_go_to_one_expert() -> None:
 
 
 def test_recompute_and_evaluation_count_no_token() -> None:
-    moe, x = layer(**KINDS["sigmoid"]), hidden().requires_grad_()
+    moe, x = layer(**KINDS["capacity by weight"]), hidden().requires_grad_()
+    moe(x)
+    dropped = int(moe.router.dropped)
+    moe.router.clear()
+    assert dropped and not moe.router.dropped
     out = checkpoint(ParallelContext().streams, moe, x)
     out.sum().backward()
-    assert moe.router.counts.sum() == S * B * 2
+    assert moe.router.counts.sum() == S * B * 2 and moe.router.dropped == dropped
     moe.eval()
     moe(x)
-    assert moe.router.counts.sum() == S * B * 2
+    assert moe.router.counts.sum() == S * B * 2 and moe.router.dropped == dropped
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    """Of the whole model, whatever is before the number; a router that is alone in no layer keeps its name."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict() for _ in range(12)])})
+    for number in (2, 10, 11):
+        model["layers"][number]["mlp"] = layer()  # type: ignore[index]
+    routers = Routers(model, single_grid())
+    assert routers.layers == ("layers.2", "layers.10", "layers.11")
+    model["layers"][10]["other"] = layer()  # type: ignore[index]
+    assert Routers(model, single_grid()).layers[1:3] == ("layers.10.mlp.router", "layers.10.other.router")
 
 
 def test_capacity_is_that_of_a_sample_whatever_the_micro_batch() -> None:
