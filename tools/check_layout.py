@@ -6,6 +6,7 @@
 
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
     python tools/check_layout.py --context-parallel-size 2 --model llama --reset-position-ids --reset-attention-mask
+    python tools/check_layout.py --data-parallel-size 2 --model llama --num-experts 4 --expert-model-parallel-size 2
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
@@ -53,6 +54,8 @@ PIPELINE = (
     "--pipeline-split-rank",
     "--cp-comm-type",
     "--zero-stage",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
 )
 """Flags that the one process cannot take, or has nothing to do for."""
 VOCAB_SIZE = 1009

@@ -7,9 +7,9 @@
 `--to hf` and `--to checkpoint` in front mean export and import. A run may also name a Hugging Face folder with --load
 itself: each rank then reads its own parts, and nothing is written.
 
-GPT-2, Llama 1 to 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2, MPT, T5 (T5, v1.1, mT5) and BERT, saved
-by any layout. The model_type of an export follows from the settings of the run. The weights come out bit for bit the
-same, in both directions.
+GPT-2, Llama 1 to 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2, MPT, T5 (T5, v1.1, mT5), BERT, and with
+experts Mixtral, Qwen 2 and 3 MoE and GLM-4-MoE, saved by any layout. The model_type of an export follows from the
+settings of the run. The weights come out bit for bit the same, in both directions.
 --verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
 Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
 """

@@ -3,6 +3,7 @@
 #   own       their own variables, each behind its flag: those that not every run script has
 #   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
 #   stories   such flags for the sample data alone; not every run script has any
+#   by_machine   a function that adds to recipe what GPUS_PER_NODE, pp_size and mp_size decide; not every script has one
 #   program   what trains the model; without it pretrain_<model>.py, which lies beside the run script
 # Makes the set-up and the sample data where they are needed, then starts the program on every device, with
 # ds_config_<model>.json from beside the run script. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
@@ -72,6 +73,7 @@ if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])(((train|valid|test)[-_])?data[
 
 machine=$("$PYTHON" -m megatron.launch.machine) || exit
 eval "$machine"
+if declare -F by_machine > /dev/null; then by_machine; fi
 
 quoted() {                                        # quoted TEXT: one word for whoever reads the recipe
   local quote="'"

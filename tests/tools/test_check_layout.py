@@ -39,6 +39,21 @@ def test_t5_in_three_stages_with_the_seam_by_hand_is_equal_with_dropout(capfd: p
     assert "verdict: equal" in output
 
 
+@pytest.mark.slow
+def test_experts_that_two_ranks_share_out_are_equal(capfd: pytest.CaptureFixture[str]) -> None:
+    layout = "--model llama --data-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2".split()
+    assert subprocess.run([sys.executable, str(TOOL), *SMALL, *layout], timeout=100, check=False).returncode == 0
+    output = capfd.readouterr().out
+    assert "2 processes: tensor 1 x pipe 1 x data 2 --expert-model-parallel-size 2 ..." in output
+    assert "verdict: equal" in output
+
+
+def test_the_one_process_is_told_nothing_of_how_experts_are_shared_out() -> None:
+    layout = "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
+    _, flags = check_layout.own_parser().parse_known_args(layout)
+    assert flags == ["--num-experts", "4"]
+
+
 def test_flags_of_the_other_model_are_refused_with_2() -> None:
     for model, flag in (("t5", "--seq-length"), ("gpt2", "--enc-seq-length")):
         command = [sys.executable, str(TOOL), "--model", model, flag, "32"]
