@@ -247,8 +247,8 @@ def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
 #
 # A change is one thing: less kept for backward, a smaller micro-batch, the next stage of ZeRO, experts on more ranks,
 # an axis twice as long (with half the replicas), sequence parallelism, the optimizer on the host. The samples of a step
-# stay the same. Of those that fit and that the training's checks take, the one whose step is shortest is the smallest; if none does, two
-# are made at once.
+# stay the same. Of those that fit and that the training's checks take, the one whose step is shortest is the smallest;
+# if none does, two are made at once.
 
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that lie on the device in a step."""

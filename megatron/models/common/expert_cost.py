@@ -129,11 +129,12 @@ class ExpertCosts:
 
     @property
     def _tables(self) -> int:
-        """Tables [tokens, E] that the router keeps: scores or their softmax, those of the losses."""
+        """Tables [tokens, E] that the router keeps: what weights are looked up in, and those of the losses."""
         sizes = self.sizes
         is_sigmoid = sizes.moe_router_score_function == "sigmoid"
-        shares = 1 if is_sigmoid else bool(sizes.moe_router_pre_softmax) + bool(sizes.has_aux_loss)
-        return int(shares) + bool(sizes.moe_z_loss_coeff)
+        has_logits = not is_sigmoid and not sizes.moe_router_pre_softmax  # they are that table
+        softmax = bool(sizes.has_aux_loss) and not is_sigmoid
+        return 1 + softmax + (bool(sizes.moe_z_loss_coeff) and not has_logits)
 
     def _input(self, part: int, tokens: int, width: int, is_joined: bool) -> int:
         """Return what the router keeps, and the experts, which keep rows, do not: input and weight, in 16 bits copies.
