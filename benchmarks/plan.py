@@ -99,6 +99,8 @@ class Case:
 
 TENSOR, PIPE = "--model-parallel-size 2", "--pipe-parallel-size 2"
 RECOMPUTE = "--checkpoint-activations"
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 128 --moe-aux-loss-coeff 0.01"
+SHARED_OUT = f"{EXPERTS} --expert-model-parallel-size 2"
 CASES = (
     Case("gpt2"),
     Case("gpt2", 1, RECOMPUTE),
@@ -120,6 +122,17 @@ CASES = (
     Case("t5", 2),
     Case("t5", 4, f"{TENSOR} {PIPE}"),
     Case("llama"),
+    Case("llama", 1, EXPERTS),
+    Case("llama", 1, f"{EXPERTS} --bf16"),
+    Case("llama", 1, f"{EXPERTS} {RECOMPUTE}"),
+    Case("llama", 2, f"{EXPERTS} --zero-stage 1"),
+    Case("llama", 2, f"{EXPERTS} {TENSOR}"),
+    Case("llama", 2, f"{EXPERTS} {PIPE}"),
+    Case("llama", 2, SHARED_OUT),
+    Case("llama", 2, f"{SHARED_OUT} --bf16 --zero-stage 1"),
+    Case("llama", 4, f"{SHARED_OUT} --zero-stage 1"),
+    Case("llama", 4, f"{SHARED_OUT} {PIPE}"),
+    Case("llama", 4, f"{SHARED_OUT} {TENSOR} --sequence-parallel"),
     Case("mpt"),
     Case("bert"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.models import registry
 from megatron.models.common.cost import Costs
@@ -25,7 +25,7 @@ SPLIT_PRICE = 0.10
 """What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
 after: of a stage with the head); on other devices we have not measured it."""
 NOTHING = Traffic()
-TENSOR, CONTEXT, PIPELINE, DATA = "tensor", "context", "pipeline", "data"
+TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = "tensor", "context", "expert", "pipeline", "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,14 @@ class Estimate:
         return tokens / self.tokens_per_s / 86400
 
 
+class Model(NamedTuple):
+    """The costs of a model with its experts on so many ranks, its seconds and its messages."""
+
+    costs: Costs
+    clock: Clock
+    messages: Messages
+
+
 class Planner:
     """Estimates layouts of one model on one machine; what layouts share is reckoned once.
 
@@ -88,10 +96,9 @@ class Planner:
         self.costs = costs or registry.costs_of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
         self._names = self.costs.unit_names
-        self._clock = Clock(self.costs, machine, config.family)
-        self._messages = Messages(self.costs, machine)
+        self._models: dict[int, Model] = {}
         self._bounds: dict[tuple[int, int], list[int]] = {}
-        self._parameters: dict[int, int] = {}
+        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._units: dict[tuple[Any, ...], list[Seconds]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
@@ -132,15 +139,29 @@ class Planner:
         except ValueError:
             return False
 
-    def parameters(self, tensor: int) -> int:
-        """Return the parameters of the whole model that one of ``tensor`` ranks would hold."""
-        if tensor not in self._parameters:
-            self._parameters[tensor] = self.costs.stage_parameters([0, self.costs.num_units], tensor)[0]
-        return self._parameters[tensor]
+    def model(self, layout: Layout) -> Model:
+        """Return the costs of the model whose experts ``layout`` shares out, and what is reckoned from them."""
+        ranks = layout.expert
+        if ranks not in self._models:
+            costs = self.costs.shared_out(ranks)
+            self._models[ranks] = Model(
+                costs, Clock(costs, self.machine, self.config.family), Messages(costs, self.machine)
+            )
+        return self._models[ranks]
+
+    def parameters(self, layout: Layout) -> tuple[int, int]:
+        """Return the parameters of the whole model that a tensor and expert rank would hold, and those of experts."""
+        key = layout.tensor, layout.expert
+        if key not in self._parameters:
+            costs = self.model(layout).costs
+            bounds = [0, costs.num_units]
+            apart = costs.stage_apart(bounds, layout.tensor)[0]
+            self._parameters[key] = costs.stage_parameters(bounds, layout.tensor)[0], apart
+        return self._parameters[key]
 
     def memory(self, layout: Layout) -> list[Memory]:
         """Return what one rank of each stage holds."""
-        return self.costs.memory_per_stage(
+        return self.model(layout).costs.memory_per_stage(
             self.bounds(layout),
             micro_batch_size=layout.micro_batch_size,
             num_micro_batches=layout.num_micro_batches,
@@ -160,18 +181,21 @@ class Planner:
 
     def units(self, layout: Layout) -> list[Seconds]:
         """Return the seconds of each unit for a micro-batch, without messages."""
-        key = layout.micro_batch_size, layout.tensor, layout.dtype, layout.sequence_parallel, layout.recompute
+        sizes = layout.micro_batch_size, layout.tensor, layout.expert
+        key = *sizes, layout.dtype, layout.sequence_parallel, layout.recompute
         if key not in self._units:
-            self._units[key] = self._clock.units(layout)
+            self._units[key] = self.model(layout).clock.units(layout)
         return self._units[key]
 
     def _times(self, layout: Layout, bounds: Sequence[int]) -> tuple[dict[str, float], float, dict[str, Traffic]]:
         m, p = layout.num_micro_batches, layout.pipe
-        units = self.units(layout)
-        sums = self._messages.sums(layout, units)
-        exchanged = [self._messages.context(layout) if name.split()[-1].isdigit() else NOTHING for name in self._names]
+        units, messages = self.units(layout), self.model(layout).messages
+        sums = messages.sums(layout, units)
+        exchanged = [messages.context(layout) if name.split()[-1].isdigit() else NOTHING for name in self._names]
+        rows = messages.experts(layout)
         seconds = [
-            own.whole + sent.exposed_s + over.seconds for own, sent, over in zip(units, sums, exchanged, strict=True)
+            own.whole + sent.exposed_s + over.seconds + row.seconds
+            for own, sent, over, row in zip(units, sums, exchanged, rows, strict=True)
         ]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
         if layout.schedule == SPLITTING and self.machine.is_cpu:
@@ -181,24 +205,26 @@ class Planner:
         stages = [chunks_on(bounds, p, stage) for stage in range(p)]
         tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
         last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
-        across, waits = self._messages.across(layout, bounds, min(pieces))
-        data, after = self._messages.summed(layout, bounds, last_backward)
+        across, waits = messages.across(layout, bounds, min(pieces))
+        data, after = messages.summed(layout, bounds, last_backward)
         again = m * sum(unit.again for unit in units) / p
         exposed = m * sum(sent.exposed_s for sent in sums) / p
-        over_context = m * sum(sent.seconds for sent in exchanged) / p
+        over_context, over_experts = (m * sum(sent.seconds for sent in each) / p for each in (exchanged, rows))
         parts = {
-            "compute": running * (1 - idle) - exposed - over_context - again,
+            "compute": running * (1 - idle) - exposed - over_context - over_experts - again,
             "recompute": again,
             TENSOR: exposed,
             **({CONTEXT: over_context} if layout.context > 1 else {}),
+            **({EXPERT: over_experts} if layout.expert > 1 else {}),
             "bubble": running * idle,
             PIPELINE: waits,
             DATA: data.exposed_s,
             "update": after,
         }
         traffic = {DATA: data, TENSOR: tensor, PIPELINE: across}
-        if layout.context > 1:
-            traffic[CONTEXT] = max((total(exchanged, own) for own in stages), key=lambda sent: sent.seconds).times(m)
+        for size, kind, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
+            if size > 1:
+                traffic[kind] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
         return parts, running * idle / sum(parts.values()), traffic
 
     def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:

@@ -27,6 +27,7 @@ class Layout:
 
     Args:
         context: ranks over which sequences are cut, by exchanging heads where it ``cuts_heads``.
+        expert: ranks of the data and context axes that share out the experts of a layer.
         recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
         sequence_parallel: tokens are cut over the tensor ranks between the products.
         num_bf16_states: of AdamW's two.
@@ -40,6 +41,7 @@ class Layout:
     data: int = 1
     context: int = 1
     cuts_heads: bool = False
+    expert: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
     micro_batch_size: int = 1
@@ -67,6 +69,11 @@ class Layout:
         return self.micro_batch_size * self.num_micro_batches * self.data
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        return self.data * self.context // self.expert
+
+    @property
     def zero(self) -> memory.Zero:
         """How replicas share what they hold."""
         return memory.Zero(self.zero_stage, self.data * self.context, self.offload_optimizer, self.offload_parameters)
@@ -79,6 +86,7 @@ class Layout:
     def __str__(self) -> str:
         words = [f"tp {self.tensor}", f"pp {self.pipe}", f"dp {self.data}"]
         words += [f"cp {self.context}"] * (self.context > 1)
+        words += [f"ep {self.expert}"] * (self.expert > 1)
         if self.pipe > 1:
             words.append(self.schedule + (f" x {self.chunks} chunks" if self.chunks > 1 else ""))
         words.append(f"micro-batch {self.micro_batch_size} x {self.num_micro_batches}")
@@ -102,6 +110,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         data=parallel.data_parallel_size(world_size),
         context=parallel.context_parallel_size,
         cuts_heads=parallel.cp_comm_type == "a2a",
+        expert=parallel.expert_model_parallel_size if config.model.num_experts else 1,
         chunks=chunks,
         schedule=min(names, key=lambda name: bubble(stages, m, name, chunks)),
         micro_batch_size=batch.micro_batch_size,
@@ -127,7 +136,7 @@ SHOWN = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
     "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "batch_size", "gas",
     "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations", "recompute_granularity",
-    "offload_optimizer", "offload_parameters", "dtype", "dry_run",
+    "offload_optimizer", "offload_parameters", "dtype", "dry_run", "expert_model_parallel_size",
 }  # fmt: skip
 """Fields that are among the variables or said of the layout."""
 
@@ -166,6 +175,8 @@ def flags(config: Any, layout: Layout) -> list[str]:
         words += ["--pipeline-schedule", schedule]
     if layout.chunks > 1:
         words += ["--pipeline-chunks", str(layout.chunks)]
+    if layout.expert > 1:
+        words += ["--expert-model-parallel-size", str(layout.expert)]
     if layout.zero_stage:
         words += ["--zero-stage", str(layout.zero_stage)]
     if layout.recompute == "full":
@@ -231,6 +242,7 @@ def config_of(config: Any, layout: Layout) -> Any:
         pipe_parallel_size=layout.pipe,
         pipeline_chunks=layout.chunks,
         pipeline_schedule=schedule,
+        expert_model_parallel_size=layout.expert,
         sequence_parallel=layout.sequence_parallel,
         checkpoint_activations=is_full,
         recompute_granularity="selective" if layout.recompute == "selective" else None,
@@ -249,6 +261,7 @@ def config_of(config: Any, layout: Layout) -> Any:
     )
     said = {
         "pipeline_chunks": layout.chunks > 1,
+        "expert_model_parallel_size": layout.expert > 1,
         "pipeline_schedule": schedule is not None,
         "zero_stage": layout.zero_stage > 0,
         "checkpoint_activations": is_full,

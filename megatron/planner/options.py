@@ -49,12 +49,13 @@ LAYOUT = {
     "sequence_parallel": "sequence_parallel",
     "checkpoint_activations": "recompute",
     "recompute_granularity": "recompute",
+    "expert_model_parallel_size": "expert",
 }
 """Field of a section -> field of ``Layout``: what a search may vary, unless it is given."""
 TAKEN = (
     "offload_optimizer", "offload_parameters", "checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu",
     "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask", "context_parallel_size",
-    "cp_comm_type",
+    "cp_comm_type", "expert_tensor_parallel_size",
 )  # fmt: skip
 """Other fields that are read, beside those of the model and its lengths."""
 SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
@@ -148,11 +149,12 @@ def with_placeholder_sizes(
     tensor = _sizes(given, "model_parallel_size", IN_TENSOR, world)
     pipe = _sizes(given, "pipe_parallel_size", IN_PIPE, world)
     first, context = None, max(int(given.get("context_parallel_size", 1)), 1)
+    experts = max(int(given.get("expert_model_parallel_size", 1)), 1)
     for t, p in product(tensor, pipe):
         sizes = ["--model-parallel-size", str(t)] * ("model_parallel_size" not in given and t > 1)
         sizes += ["--pipe-parallel-size", str(p)] * ("pipe_parallel_size" not in given and p > 1)
         try:
-            return checked([*words, *sizes], max(t, 1) * max(p, 1) * context, family, brought)
+            return checked([*words, *sizes], max(t, 1) * max(p, 1) * context * experts, family, brought)
         except ConfigError as error:
             first = first or error
     assert first is not None

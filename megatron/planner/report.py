@@ -24,13 +24,15 @@ _gigabytes = partial(human_bytes, units=("GB", "TB"))
 
 def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
     """Yield the lines of the ranked layouts."""
-    rows = [_COLUMNS]
+    has_experts = bool(question.config.model.num_experts)
+    rows = [_columns(has_experts)]
     for place, one in enumerate(found.best, 1):
         layout = one.layout
         order = "-" if layout.pipe == 1 else layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
         rows.append(
             (
-                str(place), str(layout.tensor), str(layout.pipe), str(layout.data), order,
+                str(place), str(layout.tensor), str(layout.pipe), str(layout.data),
+                *([str(layout.expert)] * has_experts), order,
                 f"{layout.micro_batch_size} x {layout.num_micro_batches}", layout.recompute, str(layout.zero_stage),
                 "yes" if layout.sequence_parallel else "no", _seconds(one.step_s), f"{100 * one.mfu:.1f} %",
                 f"{one.tokens_per_s:,.0f}", f"{100 * one.bubble:.1f} %", _gigabytes(one.most_bytes),
@@ -44,10 +46,11 @@ def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
     )
 
 
-_COLUMNS = (
-    "", "tp", "pp", "dp", "schedule", "micro-batch", "recompute", "ZeRO", "seq par", "step", "MFU", "tokens/s",
-    "bubble", "memory", "comm",
-)  # fmt: skip
+def _columns(has_experts: bool) -> tuple[str, ...]:
+    return (
+        "", "tp", "pp", "dp", *(["ep"] * has_experts), "schedule", "micro-batch", "recompute", "ZeRO", "seq par",
+        "step", "MFU", "tokens/s", "bubble", "memory", "comm",
+    )  # fmt: skip
 
 
 def details(found: Estimate, question: Question) -> Iterator[str]:
@@ -106,12 +109,17 @@ def pasted(found: Estimate, question: Question) -> Iterator[str]:
 
 def opening(question: Question, planner: Planner) -> Iterator[str]:
     """Yield what is planned, and what was assumed."""
-    machine = question.machine
+    machine, costs = question.machine, planner.costs
+    active = ""
+    if question.config.model.num_experts:
+        active = f" in total, {costs.num_active_parameters / 1e9:,.2f} B active,"
     yield (
-        f"{question.config.family} of {planner.costs.num_parameters / 1e9:,.2f} B parameters on "
+        f"{question.config.family} of {costs.num_parameters / 1e9:,.2f} B parameters{active} on "
         f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} in a node), "
         f"{question.wanted.global_batch_size:,} samples of a step"
     )
+    if active:
+        yield "experts are taken to have an even load: one with twice the tokens keeps and computes twice as much"
     if question.assumed:
         yield f"assumed: {' '.join(question.assumed)}"
     if machine.notes:

@@ -112,16 +112,19 @@ def lower_bound(planner: Planner, layout: Layout) -> float:
 def least_bytes(planner: Planner, layout: Layout) -> float:
     """Return bytes that the fullest stage of ``layout`` needs at least: weights and states of the mean stage."""
     state, zero = State.of(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
-    held = planner.parameters(layout.tensor) / layout.pipe
-    optimizer = 0 if layout.offload_optimizer else (state.optimizer - state.saved) / zero.share(1)
+    held, apart = (number / layout.pipe for number in planner.parameters(layout))
+    cut = (held - apart) / zero.share(1) + apart * layout.expert / max(zero.share(1), layout.expert)
+    optimizer = 0 if layout.offload_optimizer else cut * (state.optimizer - state.saved)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)
     kept = 0.0
     if layout.recompute != "full" and layout.schedule == ONE_CHUNK[0]:  # 1f1b
-        units = planner.costs.unit_kept(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype], layout.sequence)
+        units = planner.model(layout).costs.unit_kept(
+            layout.micro_batch_size, layout.tensor, BYTES[layout.dtype], layout.sequence
+        )
         forwards = min((layout.pipe + 1) / 2, layout.num_micro_batches)
         in_flight = 1.0 if layout.num_micro_batches < layout.pipe else forwards
         kept = in_flight * sum(unit.full - unit.core for unit in units) / layout.pipe
-    return held * (weights + state.gradient / zero.share(2) + optimizer) + kept
+    return held * (weights + state.gradient / zero.share(2)) + optimizer + kept
 
 
 def divisors(number: int) -> list[int]:
@@ -132,8 +135,7 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
     """Return sizes of the tensor axis that cut all heads and widths whole, within a node."""
-    model = planner.config.model
-    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
+    cut = _cut_over_tensor(planner)
     sizes = [t for t in divisors(wanted.world_size // wanted.plain.context) if all(size % t == 0 for size in cut)]
     if wanted.plain.optimizer == "adafactor":  # it needs whole matrices
         sizes = [1]
@@ -143,6 +145,13 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
     return [t for t in sizes if t <= node and node % t == 0]
 
 
+def _cut_over_tensor(planner: Planner) -> list[int]:
+    """Return the sizes that tensor ranks cut; 0 is none."""
+    model = planner.config.model
+    dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
+    return [*dense, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
+
+
 def _micro_batches(samples: int) -> list[int]:
     return [n for n in divisors(samples) if n <= MOST_SAMPLES and (n <= 4 or n & (n - 1) == 0)]
 
@@ -150,6 +159,7 @@ def _micro_batches(samples: int) -> list[int]:
 def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield the schedules, recomputations, stages of ZeRO and sequence parallelism of a grid and its micro-batches."""
     stages = _allowed(_zero_stages(planner, plain), fixed, "zero_stage")
+    experts = _allowed(expert_sizes(planner, plain), fixed, "expert")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
     cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
     orders = [
@@ -157,10 +167,28 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
         for schedule, chunks in _schedules(planner, plain, fixed)
         if planner.can_cut(replace(plain, chunks=chunks))
     ]
-    for (schedule, chunks), again, zero, is_cut in product(orders, recompute, stages, cut):
-        yield replace(
-            plain, schedule=schedule, chunks=chunks, recompute=again, zero_stage=zero, sequence_parallel=is_cut
-        )
+    for (schedule, chunks), again, zero, is_cut, ranks in product(orders, recompute, stages, cut, experts):
+        if ranks == 1 or zero <= most_zero_stage(plain):
+            yield replace(
+                plain,
+                schedule=schedule,
+                chunks=chunks,
+                recompute=again,
+                zero_stage=zero,
+                sequence_parallel=is_cut,
+                expert=ranks,
+            )
+
+
+def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
+    """Return over how many of the data x context ranks the experts of a layer can be shared out."""
+    number = planner.config.model.num_experts
+    return [n for n in divisors(layout.data * layout.context) if number % n == 0] if number else [1]
+
+
+def most_zero_stage(layout: Layout) -> int:
+    """Return the last stage of ZeRO beside experts that are shared out."""
+    return 0 if layout.optimizer == "muon" else 1
 
 
 def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
@@ -194,7 +222,8 @@ def _recomputations(planner: Planner) -> list[str]:
 
 def _sequences(planner: Planner, tensor: int) -> list[bool]:
     cuts = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
-    return [False, True] if cuts else [False]
+    is_needed = tensor > 1 and not planner.config.parallel.cuts_experts
+    return [False] * (not is_needed) + [True] * cuts
 
 
 def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any]:
@@ -216,10 +245,10 @@ def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
 
 # What of a layout is too large, and the smallest change that makes it fit.
 #
-# A change is one thing: less kept for backward, a smaller micro-batch, the next stage of ZeRO, an axis twice as long
-# (with half the replicas), sequence parallelism, the optimizer on the host. The samples of a step stay the same. Of
-# those that fit and that the training's checks take, the one whose step is shortest is the smallest; if none does, two
-# are made at once.
+# A change is one thing: less kept for backward, a smaller micro-batch, the next stage of ZeRO, experts on more ranks,
+# an axis twice as long (with half the replicas), sequence parallelism, the optimizer on the host. The samples of a step
+# stay the same. Of those that fit and that the training's checks take, the one whose step is shortest is the smallest;
+# if none does, two are made at once.
 
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that lie on the device in a step."""
@@ -289,10 +318,14 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             f"--batch-size {micro} --gas {number}",
             replace(layout, micro_batch_size=micro, num_micro_batches=number),
         )
-    last = 1 if layout.pipe > 1 else 3
+    last = most_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
     if layout.data > 1 and layout.optimizer != "adafactor":
         for stage in range(layout.zero_stage + 1, last + 1):
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
+    for ranks in expert_sizes(planner, layout):
+        if ranks > layout.expert:
+            shared_out = replace(_with_stage(layout, min(layout.zero_stage, most_zero_stage(layout))), expert=ranks)
+            yield f"--expert-model-parallel-size {ranks}" + _less(layout, shared_out), shared_out
     yield from _longer(planner, layout)
     lengths = planner.config.sequence_lengths
     if layout.tensor > 1 and not layout.sequence_parallel and all(n % layout.tensor == 0 for n in lengths):
@@ -310,9 +343,8 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     fewer = replace(layout, data=layout.data // HALF, num_micro_batches=layout.num_micro_batches * HALF)
     if fewer.data == 1:
         fewer = _with_stage(fewer, 0)
-    model = planner.config.model
-    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
-    cut.append(planner.machine.devices_per_node)
+    fewer = replace(fewer, expert=max(n for n in expert_sizes(planner, fewer) if layout.expert % n == 0))
+    cut = [*_cut_over_tensor(planner), planner.machine.devices_per_node]
     tensor = layout.tensor * HALF
     is_whole = all(size % tensor == 0 for size in cut)
     if is_whole and layout.optimizer != "adafactor":
@@ -332,8 +364,9 @@ def _with_stage(layout: Layout, stage: int) -> Layout:
 
 
 def _less(layout: Layout, changed: Layout) -> str:
-    """Return the words for what ``changed`` has less of ZeRO than ``layout``."""
+    """Return the words for what ``changed`` has less of ZeRO, and of expert ranks, than ``layout``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
+    flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 

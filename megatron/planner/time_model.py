@@ -195,9 +195,11 @@ def _scores(work: Work) -> float:
 # | ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more, which zb-h1 and compiled layers keep) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
 # | ... a2a | queries, keys, values and context of X bytes there and back, recomputed once more | 2 (c - 1) / c^2 X |
+# | expert | layer with experts and micro-batch: rows of X bytes to the experts, what became of them back; both in backward, recomputed both once more | 4 (e - 1) / e X |  # noqa: E501
 # | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
 # | data | sum of gradients over d replicas, ZeRO 0, and 1 on CPUs | 2 (d - 1) / d x 4 bytes of a parameter |
 # | ... ZeRO 1 on GPUs, in place of it | each replica's part of the sum | (d - 1) / d x 4 |
+# | ... of experts that e ranks share out | the sum over d / e replicas, behind the last backward; not by parts | 2 (d / e - 1) / (d / e) x 4 |  # noqa: E501
 # | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
 # | ... ZeRO 2 | micro-batch, in place of the sum | (d - 1) / d x 4 |
 # | ... ZeRO 3 | micro-batch: the same, and weights gathered twice, a layer ahead | (d - 1) / d x (4 + 2 x a weight) |
@@ -307,6 +309,16 @@ class Messages:
         twice = sum((group.gathered(size) for size in sizes), Traffic()).times(2)
         return twice + sum((group.scattered(size) for size in sizes), Traffic())
 
+    def experts(self, layout: Layout) -> list[Traffic]:
+        """Return the messages of each unit between ranks that share out experts, for a micro-batch; all are waited for.
+
+        Experts have an even load. Counts of rows, some bytes, are left out.
+        """
+        group = Group.of(self.machine, layout.expert, layout.tensor, layout.world_size)
+        sizes = self.costs.expert_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
+        times = 3 if layout.recompute == "full" else 2
+        return [sum((group.gathered(size) for size in own), Traffic()).times(times) for own in sizes]
+
     def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
         """Return the messages between tensor ranks of each unit's forward and of its backward."""
         group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
@@ -348,7 +360,10 @@ class Messages:
     def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
         """Return what replicas send in a step, and the seconds of the update."""
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer, layout.num_bf16_states)
-        held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
+        of_stages = self.costs.stage_parameters(bounds, layout.tensor, layout.pipe)
+        fullest = of_stages.index(max(of_stages))
+        apart = self.costs.stage_apart(bounds, layout.tensor, layout.pipe)[fullest]
+        held = of_stages[fullest] - apart
         group = Group.of(machine, layout.data * layout.context, layout.tensor, layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage
         hiding = 0.0 if machine.is_cpu else backward_s
@@ -366,19 +381,23 @@ class Messages:
             sent = (group.gathered(weights).behind(forward_s) + backward).times(m)
         if stage == 1:
             sent += group.gathered(weights)
+        own = Group.of(machine, layout.expert_replicas, layout.tensor * layout.expert, layout.world_size)
+        sent += own.summed(apart * state.gradient)
+        sent += own.gathered(apart * state.width) if stage == 1 else Traffic()
         if layout.optimizer != "muon":
-            return sent, self._update(layout, held, state)
+            return sent, self._update(layout, held, apart, state)
         products = max(self.costs.stage_matrices(bounds, layout.pipe), key=lambda own: sum(one.weights for one in own))
         matrices = sum(one.weights for one in products) // layout.tensor
-        beside, seconds = self._orthogonalised(layout, products, group)
-        return sent + beside, seconds + self._update(layout, held, state, matrices)
+        beside, seconds = self._orthogonalised(layout, products, own)
+        return sent + beside, seconds + self._update(layout, held, apart, state, matrices)
 
     def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
         """Return what Muon's updates send, and the seconds of their Newton-Schulz steps in bf16, shared by all owners.
 
+        Owners are the ranks of ``data``, which have the same experts, times those of the tensor axis.
         Query, key and value count as one matrix, gate and up too; numbers travel to an owner and back in 2 bytes.
         """
-        machine, owners = self.machine, layout.tensor * layout.data * layout.context
+        machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
         seconds = 0.0
         for one in products:
@@ -392,10 +411,10 @@ class Messages:
         there = data.gathered(own if layout.zero_stage else 0)
         return there + data.gathered(back) + tensor.gathered(own).times(2), seconds
 
-    def _update(self, layout: Layout, held: int, state: State, matrices: int = 0) -> float:
+    def _update(self, layout: Layout, held: int, apart: int, state: State, matrices: int = 0) -> float:
         """Return the seconds of an update: all of a parameter is read and written, and gradients read for the norm."""
         machine, share = self.machine, layout.zero.share(1)
-        number = held / share
+        number = held / share + apart * layout.expert / max(share, layout.expert)
         moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient) - 2 * state.saved * matrices / share
         if not layout.offload_optimizer:
             return moved / machine.update_bandwidth

@@ -170,8 +170,9 @@ def plan_rows(
 
 def _muon_text(config: Config, topology: Topology) -> str:
     """Say what Muon moves, and who has its matrices."""
-    settings, owners = config.optimizer, topology.tensor * topology.data_context
-    products = registry.costs_of(config).stage_matrices([0, registry.costs_of(config).num_units])[0]
+    settings, owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
+    costs = registry.costs_of(config).shared_out(1)
+    products = costs.stage_matrices([0, costs.num_units])[0]
     flops = sum(
         one.number * newton_schulz_flops(one.inner, one.columns, settings.muon_num_ns_steps) for one in products
     )
@@ -223,8 +224,10 @@ def model_text(config: Config) -> str:
     layers, more = f"{model.num_layers} layers", own.summary(model)
     if own.is_encoder_decoder:
         layers = f"{own.enc_layers} encoder and {own.dec_layers} decoder layers"
+    costs = registry.costs_of(config)
+    active = f" in total, {human_count(costs.num_active_parameters)} active" if model.num_experts else ""
     return (
-        f"{human_count(registry.costs_of(config).num_parameters)} parameters: {layers}, hidden {model.hidden_size}, "
+        f"{human_count(costs.num_parameters)} parameters{active}: {layers}, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
         f"{', ' + more if more else ''}"
     )
@@ -274,7 +277,8 @@ def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     where = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
     yield (
         "experts",
-        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{where}",
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{where}; memory is "
+        "that of an even load",
     )
 
 
@@ -304,7 +308,9 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     shared = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
     if shared and replicas > 1:
         names = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
-        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}"
+        ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
+        apart = f", of experts {replicas // ranks} that have the same" if ranks > 1 else ""
+        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{apart}"
     states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.optimizer == "muon":
         states = f"masters and optimizer states, updated there but for Newton-Schulz; {settings.cpu_adam}'s AdamW"

@@ -22,7 +22,7 @@ from megatron.mpu.topology import Topology
 from megatron.training import device_setup
 from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
 from megatron.training.initialize import World
-from tds.gradients import is_counted_in_norm
+from tds.gradients import is_counted_in_norm, is_reduced_apart
 
 # The start table, as text.
 
@@ -37,7 +37,8 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
     for parameter in module.parameters():
         size = shard_of(parameter).unpadded(parameter).numel()
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
-        counts[0] += size * is_counted_in_norm(parameter, grid.tensor.rank)
+        copies = grid.expert.size if is_reduced_apart(parameter) else 1  # other ranks have as many experts
+        counts[0] += copies * size * is_counted_in_norm(parameter, grid.tensor.rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan import CASES, MEMORY_BAR, RECOMPUTE, TENSOR, Case, Measured, estimate_of, train
+from benchmarks.plan import CASES, MEMORY_BAR, RECOMPUTE, SHARED_OUT, TENSOR, Case, Measured, estimate_of, train
 from tests.helpers.harness import run_ranks
 
-QUICK = [Case("gpt2", 1, RECOMPUTE), Case("gpt2", 2, "--pipe-parallel-size 2")]
+QUICK = [
+    Case("gpt2", 1, RECOMPUTE),
+    Case("gpt2", 2, "--pipe-parallel-size 2"),
+    Case("llama", 2, f"{SHARED_OUT} --bf16 --zero-stage 1"),
+]
 
 
 def measured(rank: int, case: Case) -> Measured:

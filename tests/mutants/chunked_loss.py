@@ -175,7 +175,7 @@ CHUNKED_LOSS = (
     ),
     Mutant(
         "whole logits of 16 bits count without their copy in 32",
-        "megatron/models/common/decoder_cost.py",
+        "megatron/models/common/memory.py",
         "(wide if width < wide else 0) + kept * forwards",
         "kept * forwards",
         ("tests/models/common/test_loss.py::test_the_estimate_is_what_lies_there_at_the_worst_moment",),

@@ -342,8 +342,8 @@ PLANNER = (
     Mutant(
         "the feed-forward layer still holds all when attention goes backward",
         "megatron/models/common/decoder_cost.py",
-        "        gone += feed_forward_kept(sizes) * width // tensor\n",
-        "",
+        "* (gradients - gone) - half, 0)",
+        "* (gradients - gone), 0)",
         (f"{SCRATCH}::test_it_counts_by_what_its_layer_has_not_let_go",),
     ),
     Mutant(

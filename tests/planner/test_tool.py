@@ -36,6 +36,8 @@ CASES = {
     "gpt2, micro-batches": f"--model gpt2 {SIZES} --gas 4",
     "gpt2, tokens cut": f"--model gpt2 {SIZES} --sequence-parallel",
     "gpt2, chunks": f"--model gpt2 {SIZES} --pipeline-chunks 2",
+    "llama, experts": f"--model llama {SIZES} --num-experts 8 --moe-ffn-hidden-size 512 --moe-layer-freq [0,1]*4 "
+    "--moe-aux-loss-coeff 0.01 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4",
     "gpt2, any order": f"--model gpt2 {SIZES} --pipeline-schedule auto",
 }
 
@@ -48,6 +50,8 @@ OVER = {
     "weights away": f"{TIGHT} --zero-stage 3 --offload-parameters --memory 16 --batch-size 2 --gas 4",
     "split": "--fits --model t5 --enc-layers 8 --dec-layers 1 --hidden-size 4096 --gpus 8 --pipeline-split-rank 1 "
     "--pipe-parallel-size 2 --memory 16 --batch-size 4 --gas 4",
+    "experts": "--fits --model llama --num-layers 24 --hidden-size 2048 --num-experts 8 --gpus 8 --memory 60 "
+    "--ff-hidden-size 5632 --batch-size 2 --gas 4 --zero-stage 1",
     "last replica": f"{TIGHT} --zero-stage 1 --model-parallel-size 4 --memory 30 --batch-size 4 --gas 4",
 }
 

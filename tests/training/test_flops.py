@@ -49,6 +49,11 @@ CASES: dict[str, tuple[ModuleType, str]] = {
         pretrain_llama,
         "--seq-length 24 --num-query-groups 1 --tie-embeddings-and-output-weights --hidden-bias",
     ),
+    "llama, experts": (
+        pretrain_llama,
+        "--seq-length 24 --num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq [0,1] "
+        "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --moe-aux-loss-coeff 0.1",
+    ),
     "mpt": (pretrain_mpt, "--seq-length 24"),
     "mpt, untied": (pretrain_mpt, "--seq-length 24 --untie-embeddings-and-output-weights"),
     "bert": (pretrain_bert, "--seq-length 24"),

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import Kept, Product, Work
 from megatron.models.common.decoder_cost import DecoderCosts, context_costs, dropout_costs, mask_reason
+from megatron.models.common.dimensions import known_vocab_size
 
 _TOKEN_TYPES = 2
 
@@ -58,7 +59,7 @@ class BertCosts(DecoderCosts):
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         h = self.sizes.hidden_size
         embedding, *layers, _, head = super().unit_parameters(tensor)
-        words = -(-decoder_cost.known_vocab_size(self.sizes) // tensor)
+        words = -(-known_vocab_size(self.sizes) // tensor)
         transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
         return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
 

@@ -22,8 +22,8 @@ from tds.schedule.simulate import candidates, in_flight
 
 # What a rank does in a unit for one micro-batch: products, operations, and sums over the tensor ranks.
 
-OPERATIONS = {"layer": 24, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
-"""Kernels of a unit's forward, about; a backward has twice as many."""
+OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
+"""Kernels of a unit's forward, about; a backward has twice as many. ``experts``: what they add to a layer's."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,23 @@ class Costs(ABC):
         """Return the bytes of each exchange of a layer's attention over the context ranks, of all of them together."""
         return ()
 
+    def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
+        """Return for each unit the bytes that a rank gives to each all-to-all of a forward, of rows of experts."""
+        return [()] * self.num_units
+
+    def apart_parameters(self, tensor: int = 1) -> list[int]:
+        """Return the parameters of each unit of which not all data x context ranks have replicas."""
+        return [0] * self.num_units
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share these out; every so many-th has the same."""
+        return 1
+
+    def shared_out(self, ranks: int) -> Costs:
+        """Return the same with experts shared out over so many ranks; without experts nothing changes."""
+        return self
+
     @abstractmethod
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """Return what each unit makes one of ``tensor`` ranks do of ``samples`` samples."""
@@ -198,6 +215,11 @@ class Costs(ABC):
         """Parameters of the whole model; a tied head counts once, padded rows of the vocabulary not at all."""
         return self.stage_parameters([0, self.num_units])[0]
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Those of them that a token goes through: of experts k of each layer, with router, embeddings and head."""
+        return self.num_parameters
+
     def flops_per_step(self, global_batch_size: int) -> float:
         """Return the FLOPs of a step over that many samples."""
         return global_batch_size * self.flops_per_sample
@@ -213,10 +235,15 @@ class Costs(ABC):
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [_held(units, shared, chunks_on(bounds, number, stage)) for stage in range(number)]
 
-    def stage_matrices(self, bounds: Sequence[int], stages: int | None = None) -> list[list[Product]]:
-        """Return the products with a layer's weights on each stage, of one tensor rank that has all of them."""
+    def stage_apart(self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None) -> list[int]:
+        """Return the parameters of each stage of which not all data x context ranks have replicas."""
+        number, units = stages or len(bounds) - 1, self.apart_parameters(tensor)
+        return [_held(units, [], chunks_on(bounds, number, stage)) for stage in range(number)]
+
+    def stage_matrices(self, bounds: Sequence[int], stages: int | None = None, tensor: int = 1) -> list[list[Product]]:
+        """Return the products with a layer's weights on each stage, of one of ``tensor`` ranks."""
         number = stages or len(bounds) - 1
-        works, is_layer = self.unit_work(1, 1, 4), [name.split()[-1].isdigit() for name in self.unit_names]
+        works, is_layer = self.unit_work(1, tensor, 4), [name.split()[-1].isdigit() for name in self.unit_names]
         return [
             [one for start, stop in chunks_on(bounds, number, stage) for n in range(start, stop) if is_layer[n]
              for one in works[n].products]
@@ -276,8 +303,9 @@ class Costs(ABC):
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
         small = self.small_parameters(tensor, state.gradient)
-        products = self.stage_matrices(bounds, stages) if state.saved else [[]] * stages
-        matrices = [sum(one.weights for one in own) // tensor for own in products]
+        products = self.stage_matrices(bounds, stages, tensor) if state.saved else [[]] * stages
+        matrices = [sum(one.weights for one in own) for own in products]
+        apart = self.stage_apart(bounds, tensor, stages)
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
             pieces = chunks_on(bounds, stages, stage)
@@ -290,7 +318,8 @@ class Costs(ABC):
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor, zero.layers) if zero.stage == 3 else 0
             at_work += max(work - logits, 0)  # the logits are gone when attention goes backward
-            memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered, matrices[stage])
+            kept = forwards * in_all // chunks + at_work
+            memory = state.memory(held, kept, logits, zero, gathered, matrices[stage], apart[stage], self.expert_ranks)
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
                 parts = [units[start:stop] for start, stop in pieces]
@@ -310,8 +339,8 @@ class Costs(ABC):
             width: bytes of a gradient.
         """
         limit = BUCKET_BYTES // width
-        weights = [[one.inner * one.columns for one in work.products] for work in self.unit_work(1, tensor, width)]
-        large = [sum(size for size in own if size > limit) for own in weights]
+        works = self.unit_work(1, tensor, width)
+        large = [sum(one.weights for one in own.products if one.inner * one.columns > limit) for own in works]
         return [max(own - big, 0) for own, big in zip(self.unit_parameters(tensor), large, strict=True)]
 
 

@@ -1,20 +1,20 @@
-"""Parameters, FLOPs and kept activations of a decoder's parts (was DecoderCosts), head and loss. No torch."""
+"""Parameters, FLOPs and kept activations of a decoder's parts (was DecoderCosts) and head. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from megatron.config.decoder import ALIBI, ROPE, has_window
-from megatron.config.experts import has_experts
-from megatron.config.model import WHOLE, tokens_at_once
+from megatron.config.experts import expert_layers
 from megatron.models.common import memory
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.models.common.dimensions import Features, ModelDimensions
-from megatron.models.common.expert_cost import expert_parameters, expert_products, feed_forwards
-from megatron.models.common.memory import BYTES, Memory
+from megatron.models.common.dimensions import Features, ModelDimensions, known_vocab_size
+from megatron.models.common.expert_cost import ExpertCosts
+from megatron.models.common.memory import BYTES, Memory, loss_bytes
 from tds.partition import partition_balanced, partition_uniform_chunks
 
 # The parts of which layers of every model are made: their parameters, products and kept activations.
@@ -52,17 +52,6 @@ def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = F
 def attention_width(sizes: ModelDimensions) -> int:
     """Return a d: the size of all heads together."""
     return sizes.num_attention_heads * sizes.kv_hidden_size
-
-
-def known_vocab_size(sizes: ModelDimensions) -> int:
-    """Return v.
-
-    Raises:
-        ValueError: it is not known yet.
-    """
-    if sizes.vocab_size is None:
-        raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")
-    return sizes.vocab_size
 
 
 def attention_parameters(
@@ -134,7 +123,11 @@ def feed_forward_kept(sizes: ModelDimensions) -> int:
 
     2 f: before and after the activation. ReLU keeps its result alone; a gated layer gate, value, activation, product.
     """
-    return sizes.ff_hidden_size * (4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2)
+    return sizes.ff_hidden_size * _kept_of_width(sizes)
+
+
+def _kept_of_width(sizes: ModelDimensions) -> int:
+    return 4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2
 
 
 def seen(length: int, window: int = 0) -> float:
@@ -143,52 +136,15 @@ def seen(length: int, window: int = 0) -> float:
     return keys - keys**2 / (2 * length)
 
 
+_expert_layers = lru_cache(expert_layers)
+
+
 def _matrices(sizes: ModelDimensions) -> int:
     return 3 if _is_gated(sizes) else 2
 
 
 def _is_gated(sizes: ModelDimensions) -> bool:
     return sizes.activation.startswith("gated-")
-
-
-# Bytes of the head and the loss on the last stage, between a forward and its backward and while they work.
-#
-# | logits | at work | kept by each micro-batch in flight |
-# |---|---|---|
-# | together | in the weights' format; in 16 bits an fp32 copy | their fp32 softmax |
-# | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
-#
-# The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
-# the latter. Which of the two it is: ``megatron.config.model.tokens_at_once``.
-
-
-def loss_bytes(
-    sizes: ModelDimensions,
-    tokens: int,
-    tensor: int,
-    width: int,
-    *,
-    forwards: int = 1,
-    is_on_cpu: bool = False,
-    has_cap: bool = False,
-) -> int:
-    """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
-
-    Args:
-        tokens: of a micro-batch.
-        width: bytes of a weight.
-        forwards: micro-batches that wait for their backward.
-        has_cap: logits are soft-capped; a number more for each is kept, in chunks of the chunk at work.
-    """
-    words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
-    if at_once == WHOLE:
-        kept = wide + (width if has_cap else 0)
-        return tokens * words * (width + (wide if width < wide else 0) + kept * forwards)
-    copies = width if width < wide else 0
-    pieces = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
-    at_work = words * (at_once * (wide * pieces + copies) + h * copies)
-    return at_work + forwards * h * (tokens * width + words * wide)
 
 
 # What a decoder costs. Its units: embedding, L layers, final norm, head.
@@ -244,12 +200,37 @@ class DecoderCosts(Costs):
 
     @property
     def num_parameters(self) -> int:
-        return self.stage_parameters([0, self.num_units])[0] if self.expert == 1 else self.alone.num_parameters
+        return self.stage_parameters([0, self.num_units])[0] if self.expert == 1 else self.shared_out(1).num_parameters
 
     @property
-    def alone(self) -> DecoderCosts:
-        """The same where each rank has all experts."""
-        return replace(self, expert=1)
+    def num_active_parameters(self) -> int:
+        whole = self.shared_out(1)
+        held, active = (
+            sum(whole.layer_parameters(layer=layer, is_active=some) for layer in range(self.sizes.num_layers))
+            for some in (False, True)
+        )
+        return whole.num_parameters - held + active
+
+    @property
+    def expert_ranks(self) -> int:
+        return self.expert
+
+    def shared_out(self, ranks: int) -> DecoderCosts:
+        return self if ranks == self.expert else replace(self, expert=ranks)
+
+    @property
+    def with_experts(self) -> tuple[bool, ...]:
+        """Which layers have experts."""
+        sizes = self.sizes
+        return (
+            _expert_layers(sizes.moe_layer_freq, sizes.num_layers) if sizes.num_experts else (False,) * sizes.num_layers
+        )
+
+    @property
+    def experts(self) -> ExpertCosts:
+        """The costs of a half with experts."""
+        sizes = self.sizes
+        return ExpertCosts(sizes, _matrices(sizes), _kept_of_width(sizes), self.expert, self.cuts_experts)
 
     @property
     def own_length(self) -> int:
@@ -333,26 +314,12 @@ class DecoderCosts(Costs):
         """
         inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
-        if has_experts(self.sizes, layer):
-            half = expert_parameters(
-                self.sizes,
-                _matrices(self.sizes),
-                tensor,
-                is_active=is_active,
-                ranks=self.expert,
-                cuts_experts=self.cuts_experts,
-            )
-            return inner + half + norms
+        if self.with_experts[layer]:
+            return inner + self.experts.parameters(tensor, is_active=is_active) + norms
         return inner + feed_forward_parameters(self.sizes, tensor) + norms
 
     def _feed_forward_flops(self, layer: int) -> int:
-        if not has_experts(self.sizes, layer):
-            return feed_forward_flops(self.sizes)
-        return feed_forward_flops(feed_forwards(self.sizes)[1]) + 2 * self.sizes.hidden_size * self.sizes.num_experts
-
-    def _feed_forward_kept(self, layer: int) -> int:
-        """Return the numbers of a token that a feed-forward half keeps cut over the tensor ranks."""
-        return feed_forward_kept(feed_forwards(self.sizes)[1] if has_experts(self.sizes, layer) else self.sizes)
+        return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.sizes)
 
     def _head_norm_parameters(self, tensor: int) -> int:
         """Return the parameters of the norms of queries and keys: whole of a head, cut of all heads."""
@@ -365,8 +332,14 @@ class DecoderCosts(Costs):
         table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
         positions = sizes.max_position_embeddings * sizes.hidden_size if sizes.has_learned_positions else 0
         norm = self.norm_parameters if sizes.embed_layernorm else 0
-        layers = [self.layer_parameters(tensor, layer) for layer in range(sizes.num_layers)]
+        kinds = dict(zip(self.with_experts, range(sizes.num_layers), strict=True))  # layers of a kind are alike
+        each = {has: self.layer_parameters(tensor, layer) for has, layer in kinds.items()}
+        layers = [each[has] for has in self.with_experts]
         return [table + positions + norm, *layers, self.norm_parameters, table]
+
+    def apart_parameters(self, tensor: int = 1) -> list[int]:
+        own = self.experts.apart(tensor) if self.sizes.num_experts else 0
+        return [0, *[own * has for has in self.with_experts], 0, 0]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
         if self.sizes.untie_embeddings:
@@ -381,11 +354,11 @@ class DecoderCosts(Costs):
         whole = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
         whole += (self.num_norms - 2) * h * width // sequence
         tokens, core = samples * self.own_length, self._core_kept(samples, tensor, width)
-        layers = []
-        for number in range(sizes.num_layers):
-            cut = (self.attention_kept + self._feed_forward_kept(number)) * width
-            rows = 2 * sizes.moe_router_topk * h * width if has_experts(sizes, number) else 0
-            layers.append(Kept(tokens * (whole + rows + cut // tensor) + core, tokens * h * width // sequence, core))
+        attention = tokens * (whole + self.attention_kept * width // tensor) + core
+        half = {False: tokens * feed_forward_kept(sizes) * width // tensor}
+        if sizes.num_experts:
+            half[True] = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
+        layers = [Kept(attention + half[has], tokens * h * width // sequence, core) for has in self.with_experts]
         hidden = tokens * h * width
         embedding = Kept(tokens * h * (self.mask_bytes + (width if sizes.embed_layernorm else 0)) // sequence)
         return [embedding, *layers, Kept(hidden // sequence), Kept(hidden)]
@@ -393,11 +366,26 @@ class DecoderCosts(Costs):
     def attention_work(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> int:
-        """As ``Costs`` says, with one thread: scratch memory, and gradients of layer, context, query, key and value."""
+        """As ``Costs`` says, with one thread: scratch memory, and gradients of layer, context, query, key and value.
+
+        Experts of the last layer let go of more ahead of it, and may work in more themselves.
+        """
+        tokens = samples * self.own_length
+        half = tokens * (feed_forward_kept(self.sizes) * width // tensor)
+        if not self.sizes.num_experts:
+            return self._attention_work(samples, tensor, width, sequence, half, is_joined=is_joined)
+        if self.with_experts[-1]:
+            half = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
+        own = self._attention_work(samples, tensor, width, sequence, half, is_joined=is_joined)
+        return max(own, self.experts.work(tokens, tensor, width, sequence))
+
+    def _attention_work(
+        self, samples: int, tensor: int, width: int, sequence: int, half: int, *, is_joined: bool
+    ) -> int:
+        """Return what a backward of attention works in; ``half``: bytes that the feed-forward half has let go."""
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
-            gone = feed_forward_kept(self.sizes) * width // tensor * samples * self.own_length
-            return max(GATHERED_COPIES * gathered - gone, 0)
+            return max(GATHERED_COPIES * gathered - half, 0)
         if not self.is_blocked or width < 4:
             return 0
         sizes, h = self.sizes, self.sizes.hidden_size
@@ -405,13 +393,19 @@ class DecoderCosts(Costs):
         rooms = memory.backward_bytes(heads, self.seq_length, sizes.kv_hidden_size, width)
         gradients = (h // sequence + 4 * attention_width(sizes) // tensor) * width
         gone = between_bytes(h * width, h * self.mask_bytes, sequence, is_joined=is_joined)
-        gone += feed_forward_kept(sizes) * width // tensor
-        return max(rooms + samples * self.seq_length * (gradients - gone), 0)
+        return max(rooms + samples * self.seq_length * (gradients - gone) - half, 0)
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
         """As ``Costs`` says: gathered keys and values, or queries, keys, values and the context of all ranks."""
         numbers = 2 * attention_width(self.sizes) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numbers // tensor * width,) if self.context > 1 else ()
+
+    def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = [()] * self.num_units
+        if self.expert > 1:
+            each = self.experts.messages(samples * self.own_length, tensor, width)
+            found[1:-2] = [each if has else () for has in self.with_experts]
+        return found
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size
@@ -426,11 +420,17 @@ class DecoderCosts(Costs):
             back=(hidden, hidden),
         )
         layers = [dense] * sizes.num_layers
-        for layer in range(sizes.num_layers):
-            if has_experts(sizes, layer):
-                own = attention_products(sizes, tokens, tensor, self.keys)
-                half = expert_products(sizes, _matrices(sizes), tokens, tensor)
-                layers[layer] = replace(dense, products=(*own, *half))
+        if sizes.num_experts:
+            own = attention_products(sizes, tokens, tensor, self.keys)
+            number = 1 + self.experts.num_sums  # attention has one
+            mixed = replace(
+                dense,
+                products=(*own, *self.experts.products(tokens, tensor)),
+                operations=OPERATIONS["layer"] + OPERATIONS["experts"],
+                sums=(hidden,) * number,
+                back=(hidden,) * number,
+            )
+            layers = [mixed if has else dense for has in self.with_experts]
         return [
             Work(operations=OPERATIONS["embedding"], sums=(hidden,)),
             *layers,

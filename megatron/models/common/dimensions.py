@@ -64,8 +64,21 @@ class Features(ModelDimensions, Protocol):
     @property
     def num_experts(self) -> int: ...
     @property
+    def moe_layer_freq(self) -> str: ...
+    @property
     def moe_router_topk(self) -> int: ...
     @property
     def has_learned_positions(self) -> bool: ...
     @property
     def has_plain_attention(self) -> bool: ...
+
+
+def known_vocab_size(sizes: ModelDimensions) -> int:
+    """Return v.
+
+    Raises:
+        ValueError: it is not known yet.
+    """
+    if sizes.vocab_size is None:
+        raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")
+    return sizes.vocab_size

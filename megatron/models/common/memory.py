@@ -1,10 +1,13 @@
-"""Bytes: states, ZeRO, activations, buffers, recompute, scratch; peak FLOPs of GPUs. No torch."""
+"""Bytes: states, ZeRO, activations, buffers, recompute, loss, scratch; peak FLOPs of GPUs. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from megatron.config.model import WHOLE, tokens_at_once
+from megatron.models.common.dimensions import ModelDimensions, known_vocab_size
 
 # Bytes that training holds: weights, gradients, optimizer, activations and logits.
 #
@@ -20,6 +23,7 @@ from typing import Any
 # | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
 # | ... and of those gathered: tables and the largest layer, twice where the next one is on its way | 2 | 4 |
+# | ... of experts that e of the d replicas share out, ZeRO 1 | 2 + 4 + 12 e / d | 4 + 4 + 8 e / d |
 # | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 # | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
 #
@@ -111,19 +115,30 @@ class State:
         return cls(width, wide, master + states, states - wide if optimizer == "muon" else 0)
 
     def memory(
-        self, parameters: int, activations: int, logits: int, zero: Zero = PLAIN, gathered: int = 0, matrices: int = 0
+        self,
+        parameters: int,
+        activations: int,
+        logits: int,
+        zero: Zero = PLAIN,
+        gathered: int = 0,
+        matrices: int = 0,
+        apart: int = 0,
+        ranks: int = 1,
     ) -> Memory:
         """Return the bytes of a rank of a model part of so many ``parameters``, ``gathered`` of them at a time.
 
         Args:
             matrices: parameters in matrices of layers.
+            apart: parameters of experts, which ``ranks`` ranks share out; ``replicas / ranks`` have the same.
         """
         wide, is_cut = max(self.width, 4), zero.stage == 3
         weights = -(-parameters * self.width // zero.share(3))
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # the master cannot be the weight
-        states = -(-(parameters * optimizer - matrices * self.saved) // zero.share(1))
+        share = zero.share(1)
+        states = -(-((parameters - apart) * optimizer - matrices * self.saved) // share)
+        states += -(-apart * optimizer * ranks // max(share, ranks))
         cuts = is_cut and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
@@ -190,6 +205,46 @@ def waiting_of(config: Any) -> SavedActivations:
     parallel = config.parallel
     parts = parallel.model_parallel_size if parallel.partition_activations else 1
     return SavedActivations(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
+
+
+# Bytes of the head and the loss on the last stage, between a forward and its backward and while they work.
+#
+# | logits | at work | kept by each micro-batch in flight |
+# |---|---|---|
+# | together | in the weights' format; in 16 bits an fp32 copy | their fp32 softmax |
+# | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
+#
+# The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
+# the latter. Which of the two it is: ``megatron.config.model.tokens_at_once``.
+
+
+def loss_bytes(
+    sizes: ModelDimensions,
+    tokens: int,
+    tensor: int,
+    width: int,
+    *,
+    forwards: int = 1,
+    is_on_cpu: bool = False,
+    has_cap: bool = False,
+) -> int:
+    """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
+
+    Args:
+        tokens: of a micro-batch.
+        width: bytes of a weight.
+        forwards: micro-batches that wait for their backward.
+        has_cap: logits are soft-capped; a number more for each is kept, in chunks of the chunk at work.
+    """
+    words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
+    if at_once == WHOLE:
+        kept = wide + (width if has_cap else 0)
+        return tokens * words * (width + (wide if width < wide else 0) + kept * forwards)
+    copies = width if width < wide else 0
+    pieces = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
+    at_work = words * (at_once * (wide * pieces + copies) + h * copies)
+    return at_work + forwards * h * (tokens * width + words * wide)
 
 
 # Bytes in which causal attention works on a CPU, one layer at a time: in fp32 a head at a time for each thread.

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.models.common.decoder_cost import ELEMENTWISE, KEPT, ModelDimensions, dropout_costs, loss_bytes
+from megatron.models.common.decoder_cost import ELEMENTWISE, KEPT, dropout_costs
+from megatron.models.common.dimensions import ModelDimensions, known_vocab_size
+from megatron.models.common.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
 from tds.partition import partition_balanced, partition_balanced_chunks
 
@@ -81,7 +83,7 @@ class T5Costs(Costs):
     @property
     def flops_per_sample(self) -> float:
         enc, dec = self._layer_flops()
-        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * decoder_cost.known_vocab_size(self.sizes)
+        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * known_vocab_size(self.sizes)
         return 3.0 * (self.sides.enc_layers * enc + self.sides.dec_layers * dec + head)
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
@@ -144,7 +146,7 @@ class T5Costs(Costs):
         norm = Work(operations=OPERATIONS["norm"])
         embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (read, written)]
         head = Work(
-            products=(Product(dec, h, -(-decoder_cost.known_vocab_size(sizes) // tensor)),),
+            products=(Product(dec, h, -(-known_vocab_size(sizes) // tensor)),),
             operations=OPERATIONS["head"],
             sums=(4 * dec,) * 3,
             back=(written,),
@@ -173,9 +175,7 @@ class T5Costs(Costs):
         return [Shared(output, tuple(self._units.dec_layers))]
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return (
-            samples * self.sides.dec_seq_length * -(-decoder_cost.known_vocab_size(self.sizes) // tensor) * (width + 4)
-        )
+        return samples * self.sides.dec_seq_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.sides.dec_seq_length

@@ -11,8 +11,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.config.model import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
-from megatron.models.common.decoder_cost import loss_bytes
 from megatron.models.common.language_model import head_output, model_loss
+from megatron.models.common.memory import loss_bytes
 from megatron.models.common.model_args import ParallelContext, model_args_from
 from tests.helpers.alive import Alive
 
