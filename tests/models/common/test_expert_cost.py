@@ -84,7 +84,7 @@ def test_total_and_active_parameters_are_those_that_are_published(
     """Jiang et al. 2024, "Mixtral of experts"; Qwen team 2025, "Qwen3 technical report", table 2."""
     costs = costs_of(config_of(words))
     assert (costs.num_parameters, costs.num_active_parameters) == counts
-    assert [abs(count / 1e9 - told) < 0.06 for count, told in zip(counts, published, strict=True)] == [True, True]
+    assert [abs(count / 1e9 - size) < 0.06 for count, size in zip(counts, published, strict=True)] == [True, True]
     four = costs_of(config_of(f"{words} --expert-model-parallel-size 4", 4))
     assert (four.num_parameters, four.num_active_parameters) == counts, "whichever rank has them"
     assert four.flops_per_sample == costs.flops_per_sample
