@@ -247,4 +247,32 @@ DOCS_MISTAKES = (
         "        self.num_layers = len(layers)\n",
         ("tests/examples/test_own_model.py::test_the_blocks_of_the_page_stand_in_the_example_in_their_order",),
     ),
+    Mutant(
+        "the page on experts has a rank with another's experts",
+        "docs/moe.md",
+        "rank 6: experts 4-7",
+        "rank 6: experts 0-3",
+        ("tests/docs/test_moe.py::test_the_groups_of_the_picture_are_those_of_the_grid[english]",),
+    ),
+    Mutant(
+        "the page on experts leaves a flag out",
+        "docs/moe.md",
+        "`--moe-expert-capacity-factor`, `--moe-token-drop-policy probs\\|position` | 0",
+        "`--moe-expert-capacity-factor` | 0",
+        ("tests/docs/test_moe.py::test_the_table_of_flags_has_every_flag_of_experts[english]",),
+    ),
+    Mutant(
+        "the script with experts shares them out over ranks that the pipeline has",
+        "examples/moe/run_moe.sh",
+        "GPUS_PER_NODE * NNODES / (pp_size > 1 ? pp_size : 1) / mp_size",
+        "GPUS_PER_NODE * NNODES / mp_size",
+        ("tests/examples/test_example_scripts.py::test_experts_are_shared_out_where_there_are_ranks_for_them",),
+    ),
+    Mutant(
+        "check_layout tells its one process how experts are shared out",
+        "tools/check_layout.py",
+        '    "--expert-model-parallel-size",\n',
+        "",
+        ("tests/tools/test_check_layout.py::test_the_one_process_is_told_nothing_of_how_experts_are_shared_out",),
+    ),
 )
