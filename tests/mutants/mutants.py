@@ -23,6 +23,7 @@ from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.evaluation import EVALUATION
 from tests.mutants.expert_metrics import OF_EXPERT_METRICS
+from tests.mutants.expert_costs import IN_EXPERT_COSTS
 from tests.mutants.experts import IN_EXPERTS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
@@ -119,6 +120,7 @@ IN_SPEED = (
 )
 IN_SIGHT = (
     *PLANNER,
+    *IN_EXPERT_COSTS,
     *CALIBRATION,
     *OF_REPORTS,
     *OF_EXPERT_METRICS,

@@ -21,7 +21,7 @@ from megatron.models.common.expert_cost import exchanged_bytes
 from megatron.models.common.experts import MoE
 from megatron.models.common.memory import State, Zero
 from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
-from megatron.models.common.parameters import gpt2_rule, initialize
+from megatron.models.common import parameters
 from megatron.models.common.transformer import MLP
 from megatron.models.registry import costs_of
 from megatron.mpu.expert_parallel import Exchange
@@ -32,7 +32,7 @@ from megatron.ops.grouped import Slots
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.time_model import Messages
-from megatron.training import initialize as initialize_run
+from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.report import count_parameters
 from tests.helpers.harness import run_ranks
@@ -159,7 +159,7 @@ def half_of(ranks: int, rank: int, dtype: torch.dtype, **settings: Any) -> MoE:
     if ranks > 1:
         place = ParallelContext(expert=build_grid(Topology(pipe=1, data=ranks, tensor=1, expert=ranks), rank).expert)
     moe = MoE(ModelArgs(**{**SIZES, **settings}), place, MLP)
-    initialize(moe.named_parameters(), seed=3, rule=gpt2_rule(0.5, 1))
+    parameters.initialize(moe.named_parameters(), seed=3, rule=parameters.gpt2_rule(0.5, 1))
     return moe.to(dtype)
 
 
@@ -253,7 +253,7 @@ def test_an_uneven_load_sends_the_rows_of_others_there_and_back(sent: list[dict[
 
 def counted_parameters(rank: int, words: str) -> list[int]:
     config = parse(words.split(), world_size=2, family="llama").with_vocab(24)
-    here = initialize_run.start(config)
+    here = initialize.start(config)
     module = DecoderModel(model_args_from(config.model), ParallelContext(expert=here.grid.expert))
     return count_parameters(module, here)
 
