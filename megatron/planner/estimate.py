@@ -100,6 +100,7 @@ class Planner:
         self._bounds: dict[tuple[int, int], list[int]] = {}
         self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._units: dict[tuple[Any, ...], list[Seconds]] = {}
+        self._rows: dict[tuple[Any, ...], list[Traffic]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return what ``layout`` will take.
@@ -187,12 +188,20 @@ class Planner:
             self._units[key] = self.model(layout).clock.units(layout)
         return self._units[key]
 
+    def rows(self, layout: Layout) -> list[Traffic]:
+        """Return what each unit sends to experts on other ranks for a micro-batch."""
+        sizes = layout.micro_batch_size, layout.tensor, layout.expert
+        key = *sizes, layout.dtype, layout.recompute, layout.world_size
+        if key not in self._rows:
+            self._rows[key] = self.model(layout).messages.experts(layout)
+        return self._rows[key]
+
     def _times(self, layout: Layout, bounds: Sequence[int]) -> tuple[dict[str, float], float, dict[str, Traffic]]:
         m, p = layout.num_micro_batches, layout.pipe
         units, messages = self.units(layout), self.model(layout).messages
         sums = messages.sums(layout, units)
         exchanged = [messages.context(layout) if name.split()[-1].isdigit() else NOTHING for name in self._names]
-        rows = messages.experts(layout)
+        rows = self.rows(layout)
         seconds = [
             own.whole + sent.exposed_s + over.seconds + row.seconds
             for own, sent, over, row in zip(units, sums, exchanged, rows, strict=True)

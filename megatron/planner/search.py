@@ -15,7 +15,7 @@ from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, bubble
 # The best layouts of a model on so many devices.
 #
 # Candidates are products of divisors, so there are some hundreds or thousands for any number of devices. Each has a
-# bound that its step cannot beat: equal stages, nothing sent between stages or replicas. They are looked at in the
+# bound that its step cannot beat: equal stages, nothing sent but the rows of experts. They are looked at in the
 # order of their bounds, and no more once every further bound is above the last layout that is wanted. What cannot fit
 # by the mean over its stages is left out before, and what the training's own checks would refuse is never taken.
 #
@@ -104,7 +104,8 @@ def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
 
 def lower_bound(planner: Planner, layout: Layout) -> float:
     """Return seconds that no step of ``layout`` can be faster than."""
-    busy = layout.num_micro_batches * sum(unit.whole for unit in planner.units(layout)) / layout.pipe
+    waits = sum(sent.seconds for sent in planner.rows(layout)) if layout.expert > 1 else 0.0
+    busy = layout.num_micro_batches * (sum(unit.whole for unit in planner.units(layout)) + waits) / layout.pipe
     idle = bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks)
     return busy / (1 - planner.machine.idle(idle))
 
