@@ -22,8 +22,8 @@ from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
 from tests.mutants.evaluation import EVALUATION
-from tests.mutants.expert_metrics import OF_EXPERT_METRICS
 from tests.mutants.expert_costs import IN_EXPERT_COSTS
+from tests.mutants.expert_metrics import OF_EXPERT_METRICS
 from tests.mutants.experts import IN_EXPERTS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED

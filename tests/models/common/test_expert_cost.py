@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from benchmarks.context import bytes_kept
 from megatron.config import Config, ModelConfig, parse
-from megatron.models.common import router
+from megatron.models.common import parameters, router
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.common.expert_cost import exchanged_bytes
 from megatron.models.common.experts import MoE
 from megatron.models.common.memory import State, Zero
 from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
-from megatron.models.common import parameters
 from megatron.models.common.transformer import MLP
 from megatron.models.registry import costs_of
 from megatron.mpu.expert_parallel import Exchange
