@@ -122,6 +122,10 @@ CASES = (
     Case("t5", 2),
     Case("t5", 4, f"{TENSOR} {PIPE}"),
     Case("llama"),
+    Case("mpt"),
+    Case("bert"),
+)
+EXPERT_CASES = (
     Case("llama", 1, EXPERTS),
     Case("llama", 1, f"{EXPERTS} --bf16"),
     Case("llama", 1, f"{EXPERTS} {RECOMPUTE}"),
@@ -133,9 +137,8 @@ CASES = (
     Case("llama", 4, f"{SHARED_OUT} --zero-stage 1"),
     Case("llama", 4, f"{SHARED_OUT} {PIPE}"),
     Case("llama", 4, f"{SHARED_OUT} {TENSOR} --sequence-parallel"),
-    Case("mpt"),
-    Case("bert"),
 )
+"""Of these memory alone is compared, with --memory-only: no step of layers with experts has been timed."""
 
 
 COUNTED_AFTER = 2
@@ -360,10 +363,10 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
     So a change of the planner can be held against measurements of an idle machine without one.
 
     Raises:
-        KeyError: a layout is none of ``CASES``.
+        KeyError: a layout is none of ``CASES`` and ``EXPERT_CASES``.
         ConfigError: a machine cannot be read.
     """
-    cases = {case.name: case for case in CASES}
+    cases = {case.name: case for case in (*CASES, *EXPERT_CASES)}
     machines = {
         int(ranks): Machine.from_json(json.dumps(told), f"a recording of {ranks} ranks")
         for ranks, told in recording["machines"].items()
@@ -410,7 +413,8 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     Raises:
         SystemExit: none has such a name.
     """
-    cases = [case for case in CASES if not args.only or any(text in case.name for text in args.only)]
+    known = (*CASES, *EXPERT_CASES) if args.memory_only else CASES
+    cases = [case for case in known if not args.only or any(text in case.name for text in args.only)]
     if args.cpu_time:
         cases = [case for case in cases if case.ranks == 1]
     if not cases:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan import CASES, MEMORY_BAR, RECOMPUTE, SHARED_OUT, TENSOR, Case, Measured, estimate_of, train
+from benchmarks.plan import (
+    CASES,
+    EXPERT_CASES,
+    MEMORY_BAR,
+    RECOMPUTE,
+    SHARED_OUT,
+    TENSOR,
+    Case,
+    Measured,
+    estimate_of,
+    train,
+)
 from tests.helpers.harness import run_ranks
 
 QUICK = [
@@ -33,7 +44,9 @@ def test_memory_is_within_the_bar_of_what_a_step_holds(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in (*CASES, *EXPERT_CASES) if case not in QUICK], ids=lambda case: case.name
+)
 def test_memory_is_within_the_bar_in_every_layout_of_the_benchmark(case: Case) -> None:
     check(case)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import plan
-from benchmarks.plan import CASES, Case, Measured, Row, config_of, row_of, rows_now, table
+from benchmarks.plan import CASES, EXPERT_CASES, Case, Measured, Row, config_of, row_of, rows_now, table
 from megatron.planner.layout import layout_of
 
 
@@ -28,8 +28,9 @@ def row(**others: Any) -> Row:
 
 @pytest.mark.parametrize("is_smoke", [True, False])
 def test_every_layout_is_a_command_line_and_has_its_ranks(is_smoke: bool) -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    for case in CASES:
+    every = (*CASES, *EXPERT_CASES)
+    assert len({case.name for case in every}) == len(every)
+    for case in every:
         layout = layout_of(config_of(case, is_smoke=is_smoke), case.ranks)
         assert layout.world_size == case.ranks, case.name
     assert {case.family for case in CASES} == {"gpt2", "t5", "llama", "mpt", "bert"}
@@ -81,6 +82,8 @@ def test_layouts_are_chosen_by_their_names(capsys: pytest.CaptureFixture[str]) -
     plan.main(["--list", "--only", "t5 1 rank"])
     assert capsys.readouterr().out.splitlines() == ["t5 1 rank", "t5 1 rank checkpoint-activations"]
     assert {case.ranks for case in plan.chosen(plan.parse_args(["--cpu-time"]))} == {1}
+    assert plan.chosen(plan.parse_args([])) == list(CASES)
+    assert plan.chosen(plan.parse_args(["--memory-only", "--only", "num-experts"])) == list(EXPERT_CASES)
     with pytest.raises(SystemExit, match="of one rank, got"):
         plan.main(["--cpu-time", "--only", "2 ranks"])
 
