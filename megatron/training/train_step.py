@@ -111,7 +111,7 @@ class FiniteLossCheck:
         )
 
 
-def result_of(loss: float, scale: float, optimizer: MixedPrecisionOptimizer, losses: dict[str, float]) -> StepResult:
+def result_of(loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer) -> StepResult:
     """Return what the step gave that ``optimizer`` has just taken or skipped, with the loss scale it ran with."""
     has_gradients = math.isfinite(loss) or not optimizer.was_refused  # else they were thrown away ahead of the norm
     return StepResult(
@@ -325,7 +325,7 @@ class SingleStageEngine:
         self.on_loss(loss)
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        result = result_of(loss, scale, self.optimizer, losses)
+        result = result_of(loss, losses, scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
 
@@ -367,8 +367,7 @@ class PipelineStepEngine:
             self.routers.set_scale(scale / self.engine.nominal_weight)
         with _raising_data_error():
             self.engine.train_batch(data)
-        loss, losses = _loss_values(self.engine.means)
-        result = result_of(loss, scale, self.optimizer, losses)
+        result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
     @torch.no_grad()

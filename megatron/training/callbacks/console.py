@@ -107,8 +107,7 @@ def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str
     left = human_time((total - step) * metrics["step_s"])
     bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""
     length = f" | sequence {metrics['seq_length']}" if "seq_length" in metrics else ""
-    load = metrics.get("moe_load_imbalance")  # of a model with experts, by layer
-    experts = f" | load imbalance {max(load.values()):.2f}" if load else ""
+    experts = f" | load imbalance {max(load.values()):.2f}" if (load := metrics.get("moe_load_imbalance")) else ""
     skipped = f" | skipped {metrics['skipped']}" if metrics["skipped"] else ""
     return (
         f"step {step:>{len(str(total))}}/{total} | loss {metrics['loss']:.4f} | lr {metrics['learning_rate']:.3e} | "

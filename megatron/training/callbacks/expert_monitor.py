@@ -60,7 +60,7 @@ class ExpertMonitor(Callback):
             if mean < self.limit and entropy < self.limit and layer not in self._collapsed:
                 self._collapsed.add(layer)
                 found[layer] = mean
-            elif mean >= self.limit and layer in self._collapsed:
+            elif self.limit <= mean < math.inf and layer in self._collapsed:
                 self._collapsed.remove(layer)
                 seen.values.clear()  # it must be there for half a window again: a mean at the limit is told seldom
         return found

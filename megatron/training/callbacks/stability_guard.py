@@ -37,7 +37,7 @@ class RunningStatistics:
 
     def __init__(self, size: int, sigma: float, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
-        self.sigma = sigma
+        self.size, self.sigma = size, sigma
 
     def add(self, value: float) -> None:
         """Let ``value`` take the place of the oldest; one that is not finite is left out."""
@@ -45,16 +45,13 @@ class RunningStatistics:
             self.values.append(value)
 
     def mean(self) -> float:
-        """Return the mean; NaN while there are too few to judge by."""
-        number = len(self.values)
-        return math.nan if number < (self.values.maxlen or 0) / 2 else math.fsum(self.values) / number
+        """Return the mean; infinite while there are too few to judge by."""
+        return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.size else math.inf
 
     def limit(self) -> float:
         """Return from where on a value is far above; infinite while there are too few to judge by."""
         mean = self.mean()
-        if math.isnan(mean):
-            return math.inf
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / len(self.values))
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
         return mean + self.sigma * max(spread, SMALLEST_SPREAD * abs(mean))
 
     def problem(self, name: str, value: float) -> str | None:
