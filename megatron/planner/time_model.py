@@ -382,8 +382,9 @@ class Messages:
         if stage == 1:
             sent += group.gathered(weights)
         own = Group.of(machine, layout.expert_replicas, layout.tensor * layout.expert, layout.world_size)
-        sent += own.summed(apart * state.gradient)
-        sent += own.gathered(apart * state.width) if stage == 1 else Traffic()
+        if apart:
+            sent += own.summed(apart * state.gradient)
+            sent += own.gathered(apart * state.width) if stage == 1 else Traffic()
         if layout.optimizer != "muon":
             return sent, self._update(layout, held, apart, state)
         products = max(self.costs.stage_matrices(bounds, layout.pipe), key=lambda own: sum(one.weights for one in own))

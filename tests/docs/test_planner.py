@@ -17,7 +17,7 @@ EXAMPLES = re.findall(
     flags=re.M | re.S,
 )
 """Flags and output of each example; the Chinese page has the same (tests/docs/test_docs.py)."""
-NAMES = ("best layouts", "one layout that does not fit")
+NAMES = ("best layouts", "one layout that does not fit", "experts")
 
 
 def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:

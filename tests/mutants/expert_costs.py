@@ -156,8 +156,8 @@ IN_EXPERT_COSTS = (
     Mutant(
         "sums of experts hide behind the last backward",
         TIMES,
-        "sent += own.summed(apart * state.gradient)\n",
-        "sent += own.summed(apart * state.gradient).behind(hiding)\n",
+        "own.summed(apart * state.gradient)",
+        "own.summed(apart * state.gradient).behind(hiding)",
         (SUMMED,),
     ),
     Mutant(
