@@ -106,8 +106,8 @@ DOCS_MISTAKES = (
     Mutant(
         "an output on the planner's page has no whole command",
         "docs/planner.md",
-        "    python tools/plan.py --fits",
-        "    plan.py --fits",
+        "    python tools/plan.py --fits --model gpt2",
+        "    plan.py --fits --model gpt2",
         (f"{PLANNED}::test_every_output_of_the_page_has_its_command",),
     ),
     Mutant(
