@@ -86,8 +86,15 @@ IN_EXPERT_COSTS = (
     Mutant(
         "the order of rows is not kept",
         EXPERTS,
-        "rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + part * INDEX * number",
+        "rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + part * INDEX * k",
         "rows * 2 * wide",
+        (KEPT,),
+    ),
+    Mutant(
+        "the router keeps the order of all scores",
+        "megatron/models/common/router.py",
+        ".indices[..., :number].contiguous()",
+        ".indices[..., :number]",
         (KEPT,),
     ),
     Mutant(

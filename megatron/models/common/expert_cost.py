@@ -22,7 +22,7 @@ from megatron.models.common.cost import Product
 # | parameters on a rank | m h (E f / e + f') / t + E h |
 # | rows of its experts | n k |
 # | kept, numbers | rows that came and what went back 2 n k h; between the products those of a width of k f + f' |
-# | kept, bytes | order and place of rows 16 n k, with e > 1 twice; order of scores 8 n E; tables of the router, 4 n E |
+# | kept, bytes | order and place of rows 16 n k, with e > 1 twice; choices 8 n k; tables of the router, 4 n E |
 # | ... in 16 bits | the router's input and weight in fp32 |
 # | a backward works in | two gradients of what went back, or those of one product's weights of all experts |
 # | all-to-all | n k h numbers to the experts and as many back; their gradients the same |
@@ -122,7 +122,7 @@ class ExpertCosts:
         number, k, part = sizes.num_experts, sizes.moe_router_topk, tokens // sequence
         rows = self._seen(tokens, tensor) * k
         between = tokens * self.of_width * self.active_width * width // tensor
-        lists = rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + part * INDEX * number
+        lists = rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + part * INDEX * k
         tables = self._tables * part * number * wide
         gated = part * h * width if sizes.moe_shared_expert_gate else 0
         return 2 * rows * h * width + between + lists + tables + gated + self._input(part, tokens, width, is_joined)

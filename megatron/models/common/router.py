@@ -183,7 +183,7 @@ class _WithLoss(torch.autograd.Function):
 
 def first_of(scores: torch.Tensor, number: int) -> torch.Tensor:
     """Return where the highest ``number`` of the last dimension are, of equal ones the first; topk leaves that open."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number].contiguous()  # not a view of all
 
 
 # Which choices an expert of limited capacity drops: by the whole sample, so that no layout changes it.

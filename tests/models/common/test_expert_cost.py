@@ -162,9 +162,12 @@ def half_of(ranks: int, rank: int, dtype: torch.dtype, **settings: Any) -> MoE:
     return moe.to(dtype)
 
 
+FIRST_OF = router.first_of
+
+
 def even(scores: torch.Tensor, number: int) -> torch.Tensor:
     """Stand for ``router.first_of``: what it keeps, and an even load."""
-    found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    found = FIRST_OF(scores, number)
     numbers = torch.arange(found.numel()).view(found.shape)
     return found.copy_(numbers % scores.shape[-1])
 
