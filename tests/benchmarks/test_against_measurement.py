@@ -9,7 +9,6 @@ from benchmarks.plan import (
     EXPERT_CASES,
     MEMORY_BAR,
     RECOMPUTE,
-    SHARED_OUT,
     TENSOR,
     Case,
     Measured,
@@ -21,7 +20,7 @@ from tests.helpers.harness import run_ranks
 QUICK = [
     Case("gpt2", 1, RECOMPUTE),
     Case("gpt2", 2, "--pipe-parallel-size 2"),
-    Case("llama", 2, f"{SHARED_OUT} --bf16 --zero-stage 1"),
+    EXPERT_CASES[0],
 ]
 
 

@@ -44,7 +44,8 @@ def test_a_checkpoint_of_two_ranks_is_told_whole(inspect: Run, tmp_path: Path) -
     report = json.loads(out)
     assert code == 0 and report["verified"] and report["path"] == str(path)
     assert (report["step"], report["updates"], report["samples_consumed"], report["optimizer_steps"]) == (7, 6, 14, 6)
-    assert report["layout"] == {"pipe": 1, "data": 1, "context": 1, "tensor": 2} and report["model"]["vocab_size"] == 29
+    assert report["layout"] == {"pipe": 1, "data": 1, "context": 1, "tensor": 2, "expert": 1}
+    assert report["model"]["vocab_size"] == 29
     assert report["data_order"] == {"cursors": {"a": 5, "b": 9}}
     assert (
         report["files"] == {name: (path / name).stat().st_size for name in report["files"]}

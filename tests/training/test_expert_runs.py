@@ -109,7 +109,7 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(layout: Layout, 
 
 
 MOVES = [
-    ((2, 1, 1, ""), (1, 2, 1, "")),
+    pytest.param((2, 1, 1, ""), (1, 2, 1, ""), marks=SLOW),
     pytest.param((1, 1, 1, ""), (2, 1, 2, "--sequence-parallel --zero-stage 1"), marks=SLOW),
     pytest.param((1, 1, 2, "--zero-stage 3"), (1, 2, 1, ""), marks=SLOW),
     ((1, 1, 2, f"{EP} 2"), (1, 1, 1, "")),

@@ -147,11 +147,19 @@ def test_a_plan_for_many_ranks_names_the_wrong_flags(tmp_path: Path) -> None:
     def start(rank: int) -> None:
         os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
-        sys.argv = ["pretrain_gpt2.py", "--dry-run", "--vocab-size", "64", "--num-experts", "8", "--adam-beta2", "2"]
+        sys.argv = [
+            "pretrain_gpt2.py",
+            "--dry-run",
+            "--vocab-size",
+            "64",
+            "--multi-latent-attention",
+            "--adam-beta2",
+            "2",
+        ]
         os.environ.clear()
         os.environ.update(WORLD_SIZE="8")
         pretrain(None, None, None)  # type: ignore[arg-type]
 
     codes, *_ = fork_ranks(1, start, init=False)
     text = (tmp_path / "log").read_text()
-    assert codes == [2] and "--num-experts 8 is refused" in text and "RANK" not in text, (codes, text)
+    assert codes == [2] and "--multi-latent-attention is refused" in text and "RANK" not in text, (codes, text)

@@ -32,7 +32,7 @@ def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp
     def timeouts(rank: int) -> list[timedelta]:
         found: list[timedelta] = []
         initialize._init_process_group = lambda *given: found.append(given[2])  # type: ignore[assignment]
-        initialize.initialize_model_parallel = lambda t, p, place, timeout, c: found.append(timeout) or 1 / 0  # type: ignore
+        initialize.initialize_model_parallel = lambda t, p, place, timeout, *_: found.append(timeout) or 1 / 0  # type: ignore
         with pytest.raises(ZeroDivisionError):
             initialize.start(parse_as(pretrain_gpt2, argv, 1))
         return found
