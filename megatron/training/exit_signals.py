@@ -24,6 +24,11 @@ LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng
 """Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
 
 
+REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
+"""Names a file that the launcher of an elastic job makes while a node waits to be taken in."""
+REGROUP = "a node has come: the launcher starts again with it"
+
+
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
@@ -38,6 +43,7 @@ class StopRequests:
         self.kill_switch: Path | None = None
         self.signal_name: str | None = None
         self.requested: str | None = None
+        self._regroup = os.environ.get(REGROUP_VARIABLE)
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
@@ -56,6 +62,10 @@ class StopRequests:
     def request(self, reason: str) -> None:
         """Let the run stop after this step, for a reason of the caller's."""
         self.requested = reason
+
+    def is_awaited(self) -> bool:
+        """Whether a node waits for the next save, with which the run is to stop and start again."""
+        return self._regroup is not None and os.path.exists(self._regroup)
 
     def listen(self) -> None:
         """Take over ``SIGNALS`` of this process."""
