@@ -152,7 +152,7 @@ class LaunchAgent(SimpleElasticAgent):
         """
         restarts = self._restarts
         if code == RESUMABLE and self._node.is_elastic:
-            return "" if (self._place / "regroup").exists() else "stopped on request"
+            return "" if self._of_this_start().is_regrouping() else "stopped on request"
         if code in RESTARTED and self._board.lost():
             return restarts.against_one_more()
         return restarts.against(code, is_node_0=self._node.node_rank == 0)

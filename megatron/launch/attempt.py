@@ -178,6 +178,10 @@ class RankGroup:
             is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
         )
 
+    def is_regrouping(self) -> bool:
+        """Whether the ranks of this node, if it has any, have left so that a node can be taken in."""
+        return all(one.state == failure.REGROUP for one in self._exits)
+
     def _late(self) -> str:
         late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
         if self._stop_deadline is None or not late:

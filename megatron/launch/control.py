@@ -36,6 +36,7 @@ from megatron.training import failure
 BEAT_S = 0.5
 ASK_S = 1.0
 SEND_S = 2.0
+HEARD_S = 1.0
 MOST_BYTES = 1 << 24
 Address = tuple[str, int]
 Message = dict[str, Any]
@@ -100,6 +101,8 @@ class Control:
         self.leads = False
         self.number = -1
         self.round: list[int] = []
+        self.job: dict[str, Any] = {}
+        """The job's name, and the restarts that it has used."""
         self.members: dict[int, Peer] = {}
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
@@ -148,6 +151,7 @@ class Control:
         with self._lock:
             self.inbox.clear()
             self.leader = peer
+            self._learn(answers[0])
             for message in answers[1:]:
                 self._take(peer, message)
             self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -169,10 +173,13 @@ class Control:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Tell all who have joined that the job has ended."""
+        """Tell all who have joined that the job has ended, and wait until those that only wait have heard it."""
         with self._lock:
             for peer in self.members.values():
                 peer.send({"end": code, "why": why})
+        end = time.monotonic() + HEARD_S
+        while self.waiting() and time.monotonic() < end:
+            time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
         """Enter ``value`` in the table of this start, on all of its nodes; the leader's copy decides."""
@@ -317,10 +324,17 @@ class Control:
                 self._drop(held)
             peer.node, peer.ready = node, int(message["ready"])
             self.members[node] = peer
-            peer.send({"welcome": self.number})
+            peer.send({"welcome": self.number, "nodes": self.round, "job": self.job})
+
+    def _learn(self, welcome: Message) -> None:
+        """Know what the leader knows: a node that waits may be the last that is left."""
+        if welcome["welcome"] > self.number:
+            self.number, self.round, self._table = welcome["welcome"], list(welcome["nodes"]), {}
+            self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
+        self.job = message["job"]
         for peer in self.members.values():
             if peer.node in self.round:
                 peer.ready = -2

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -59,13 +59,12 @@ class ElasticRendezvous(RendezvousHandler):
     ) -> None:  # fmt: skip
         self.control, self._signals, self._durable = control, signals, durable
         self.fewest, self.most, self._nproc = fewest, most, nproc
-        self.run_id, self.restarts = uuid.uuid4().hex[:12], 0
+        control.job = {"run": uuid.uuid4().hex[:12], "restarts": 0}
         self._timeout_s, self._silence_s = timeout_s, silence_s
-        self._deadline = 0.0
+        self._since = self._deadline = 0.0
         self._began_to_lead = self._asked_at = 0.0
         self._gone: set[int] = set()
         self._store: Store | None = None
-        self._host = ""
 
     is_elastic = True
 
@@ -73,6 +72,20 @@ class ElasticRendezvous(RendezvousHandler):
     def number(self) -> int:
         """The number of the start, from 0."""
         return self.control.number
+
+    @property
+    def run_id(self) -> str:
+        """The job's name, the same in all of its starts."""
+        return str(self.control.job["run"])
+
+    @property
+    def restarts(self) -> int:
+        """Starts after the first that lost nodes and failures have cost."""
+        return int(self.control.job["restarts"])
+
+    @restarts.setter
+    def restarts(self, number: int) -> None:
+        self.control.job = {**self.control.job, "restarts": number}
 
     @property
     def nodes(self) -> list[int]:
@@ -119,7 +132,8 @@ class ElasticRendezvous(RendezvousHandler):
             JobEnded: the job has ended, or this node is asked to stop, before it had a part in the next start.
         """
         self._store = None
-        self._deadline = time.monotonic() + self._timeout_s
+        self._since = time.monotonic()
+        self._deadline = self._since + self._timeout_s
         self.control.tell_ready()
         while True:
             if self._signals.is_asked_to_stop:
@@ -133,7 +147,6 @@ class ElasticRendezvous(RendezvousHandler):
             if message is not None:
                 break
             time.sleep(POLL_S)
-        self.run_id, self.restarts, self._host = message["run"], message["restarts"], message["host"]
         which = ", ".join(map(str, sorted(self.nodes)))
         log.info(f"launch: start {self.number} has {self.num_nodes} of {self.most} nodes: {which}")
         info = RendezvousStoreInfo(message["host"], message["port"])
@@ -148,22 +161,25 @@ class ElasticRendezvous(RendezvousHandler):
         has_all = len(ready) == len(joined) and not self._is_expecting(joined)
         if control.number == -1:
             has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
-        if has_all and len(ready) + 1 >= self.fewest:
+        has_enough = has_all and len(ready) + 1 >= self.fewest
+        if others and (now > self._asked_at + ASK_AGAIN_S or (has_enough and self._asked_at < self._since)):
+            self._look_around(others)  # a node that stood still does not know that the others have gone on without it
+            return None
+        if has_enough:
             return self._begin([control.node, *ready])
         if now > self._deadline and len(joined) + 1 < self.fewest:
             why = self._too_few(others)
             control.end(4, why)
             raise PeerError(why)
-        if others and now > self._asked_at + ASK_AGAIN_S:
-            self._look_around(others)
         return None
 
     def _look_around(self, others: list[int]) -> None:
         """Find out who of the last start is gone, and whether another node leads that is to be followed."""
-        self._asked_at = time.monotonic()
         control = self.control
         own = (control.number, -control.node)
-        for node, answer in ask({node: control.hosts[node] for node in others}).items():
+        answers = ask({node: control.hosts[node] for node in others})
+        self._asked_at = time.monotonic()
+        for node, answer in answers.items():
             if not answer:
                 self._gone.add(node)
             elif answer["leads"] and (answer["number"], -answer["node"]) > own:
@@ -182,7 +198,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._gone.clear()
         message = {
             "start": self.control.number + 1, "nodes": nodes, "host": host, "port": cast(TCPStore, self._store).port,
-            "run": self.run_id, "restarts": self.restarts,
+            "job": self.control.job,
         }  # fmt: skip
         self.control.begin(message)
         return message
@@ -203,21 +219,29 @@ class ElasticRendezvous(RendezvousHandler):
         if time.monotonic() > self._deadline:
             raise PeerError(self._too_few([node for node in range(self.most) if node != control.node]))
         others = {node: host for node, host in enumerate(control.hosts) if node != control.node}
-        answers = {node: answer for node, answer in ask(others).items() if answer}
+        found = ask(others)
+        answers = {node: answer for node, answer in found.items() if answer}
         own = (control.number, -control.node)
         leaders = [one for one in answers.values() if one["leads"] and one["number"] >= control.number]
         if leaders:
             best = max(leaders, key=lambda one: (one["number"], -one["node"]))
             self._join(best["node"], best["number"])
-        elif all((one["number"], -one["node"]) < own for one in answers.values()):
-            self._gone = {node for node in others if node not in answers}
+        elif all((one["number"], -one["node"]) < own for one in answers.values()) and not self._is_silent(found):
+            self._gone = {node for node, answer in found.items() if not answer}
             self._began_to_lead = time.monotonic()
             control.lead()
         else:
             time.sleep(BEAT_S / 2)
         return None
 
+    def _is_silent(self, found: Collection[int]) -> bool:
+        """Whether a node of the last start that comes before this one has not answered, and may be there yet."""
+        control = self.control
+        before = [node for node in control.round[1:] if node < control.node and node not in found]
+        return bool(before) and time.monotonic() < self._since + self._silence_s
+
     def _join(self, leader: int, number: int) -> None:
+        known = self.control.number
         refused = self.control.join(leader)
         if refused.startswith("differs: "):
             raise ConfigError(
@@ -229,7 +253,7 @@ class ElasticRendezvous(RendezvousHandler):
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.control.node} twice. "
                 f"Number the nodes from 0 to {self.most - 1}, in the order of --node-list."
             )
-        if not refused and number > self.control.number:
+        if not refused and number > known:
             log.info(f"launch: node {leader} leads; this node is taken in with the next start, at the next save")
 
     def _too_few(self, others: list[int]) -> str:

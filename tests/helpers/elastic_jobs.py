@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch.distributed.elastic.agent.server.api  # noqa: F401 - once here, and not in each launcher, which is a fork
 
-from tests.helpers.launch_jobs import Job, free_port
+from benchmarks.kill_elastic import free_ports
+from tests.helpers.launch_jobs import Job
 
 RANK = """\
 import os, sys, time
@@ -22,6 +23,9 @@ with open(f"{place}/.{start}.{rank}", "w") as file:
 os.rename(f"{place}/.{start}.{rank}", f"{place}/{start}.{rank}")
 while not os.path.exists(f"{place}/done"):
     if os.path.exists(f"{place}/saves") and os.path.exists(os.environ["MEGATRON_REGROUP_FILE"]):
+        from megatron.training import failure
+        failure.open_page()
+        failure.note_state(failure.REGROUP)
         sys.exit(75)
     time.sleep(0.01)
 sys.exit(int(open(f"{place}/done").read() or 0))
@@ -44,6 +48,7 @@ class Nodes:
         *flags: str,
         started: Sequence[int] | None = None,
         nproc: int = 1,
+        restarts: int = 99,
         script: Path | None = None,
         arguments: Sequence[str] | None = None,
     ) -> None:
@@ -55,17 +60,19 @@ class Nodes:
             script.write_text(RANK)
         self._script, self._arguments = script, list(arguments if arguments is not None else [str(self.ranks_place)])
         most = int(span.partition(":")[2])
-        self.hosts = ",".join(f"127.0.0.1:{free_port()}" for _ in range(most))
-        self._flags = ["--nnodes", span, "--node-list", self.hosts, "--max-restarts", "99", *flags]
+        self.hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(most))
+        self._flags = ["--nnodes", span, "--node-list", self.hosts, "--max-restarts", str(restarts), *flags]
         self.jobs: dict[int, Job] = {}
         self.ended: list[Job] = []
         for node in range(most) if started is None else started:
             self.start(node)
 
-    def start(self, node: int) -> Job:
-        """Start the launcher of a node."""
+    def start(self, node: int, *flags: str) -> Job:
+        """Start the launcher of a node, which may have flags of its own."""
+        if node in self.jobs:
+            self.ended.append(self.jobs[node])
         number = len(self.ended)
-        own = ["--node-rank", str(node), "--master-port", "29500"]
+        own = [*flags, "--node-rank", str(node), "--master-port", "29500"]
         folder = self.place / f"node{node}-{number}"
         folder.mkdir()
         (folder / "output").touch()
@@ -115,7 +122,7 @@ class Nodes:
 
     def kill(self) -> None:
         """End what still runs."""
-        for job in self.jobs.values():
+        for job in (*self.jobs.values(), *self.ended):
             if job.code is None:
                 with suppress(ProcessLookupError):
                     os.kill(job.pid, signal.SIGKILL)

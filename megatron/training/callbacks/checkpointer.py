@@ -21,7 +21,7 @@ from megatron.checkpoint.folders import (
 )
 from megatron.checkpoint.metadata import read_sequence
 from megatron.errors import CheckpointError, NumericsError, marked
-from megatron.training import deepspeed_checkpoint
+from megatron.training import deepspeed_checkpoint, failure
 from megatron.training.compatibility import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
 from megatron.training.data import Saved, resumed, to_save
 from megatron.training.exit_signals import REGROUP, how_to_go_on
@@ -196,6 +196,8 @@ class Checkpointer(Callback):
             self.saves.background.close()
         if trainer.stop_text:
             further = "" if trainer.stop_text == REGROUP else f" {how_to_go_on(trainer.folder)}"
+            if trainer.stop_text == REGROUP:
+                failure.note_state(failure.REGROUP)
             trainer.stop_text = (
                 f"stopped after step {trainer.progress.step} of {trainer.config.batch.train_iters}: "
                 f"{trainer.stop_text}. Everything is saved in {self.saved}.{further}"
