@@ -233,3 +233,18 @@ def test_a_node_that_waits_goes_on_with_the_job_when_all_others_are_lost(tmp_pat
     assert nodes.ranks(2, 1)[0][2] == name, "it is the same job, in its next start"
     nodes.let("done")
     assert nodes.wait() == {0: 0}
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_back_at_once_does_not_lead_a_job_that_it_does_not_know(
+    tmp_path: Path, made: list[Nodes]
+) -> None:
+    nodes = Nodes(tmp_path, "2:3", *FLAGS)
+    made.append(nodes)
+    nodes.ranks(0, 3)
+    nodes.let("saves")
+    nodes.lose(0)
+    nodes.start(0)
+    nodes.until(lambda: "has 3 of 3 nodes" in nodes.jobs[0].output, "the node")
+    nodes.let("done")
+    assert nodes.wait() == {0: 0, 1: 0, 2: 0}
