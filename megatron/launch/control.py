@@ -167,7 +167,7 @@ class Control:
                 elif node != self.node:
                     self._lose(node)  # since it was counted
 
-    def tell_ready(self) -> None:
+    def report_ready(self) -> None:
         """Tell the leader that this node waits for the next start."""
         if leader := self.leader:
             leader.send({"ready": self.number})

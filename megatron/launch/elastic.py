@@ -132,9 +132,9 @@ class ElasticRendezvous(RendezvousHandler):
             JobEnded: the job has ended, or this node is asked to stop, before it had a part in the next start.
         """
         self._store = None
-        self._since = time.monotonic()
+        self._since, self._asked_at = time.monotonic(), 0.0
         self._deadline = self._since + self._timeout_s
-        self.control.tell_ready()
+        self.control.report_ready()
         while True:
             if self._signals.is_asked_to_stop:
                 raise JobEnded(self._code_on_request(), f"{self._signals.first_name} came between two starts")
@@ -162,7 +162,7 @@ class ElasticRendezvous(RendezvousHandler):
         if control.number == -1:
             has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
         has_enough = has_all and len(ready) + 1 >= self.fewest
-        if others and (now > self._asked_at + ASK_AGAIN_S or (has_enough and self._asked_at < self._since)):
+        if others and now > self._asked_at + ASK_AGAIN_S:
             self._look_around(others)  # a node that stood still does not know that the others have gone on without it
             return None
         if has_enough:

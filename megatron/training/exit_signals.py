@@ -7,7 +7,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,8 @@ REGROUP = "a node has come: the launcher starts again with it"
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
+    ``is_awaited``: a node waits for the next save, with which the run is to stop and start again.
+
     The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
     launcher where there is one. A warning that comes twice is still one warning, and so is a Ctrl-C (``PRESS_S``). A
     SIGTERM that follows a peer's death means leave without saving.
@@ -43,7 +46,8 @@ class StopRequests:
         self.kill_switch: Path | None = None
         self.signal_name: str | None = None
         self.requested: str | None = None
-        self._regroup = os.environ.get(REGROUP_VARIABLE)
+        place = os.environ.get(REGROUP_VARIABLE)
+        self.is_awaited: Callable[[], bool] = partial(os.path.exists, place) if place else bool
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
@@ -62,10 +66,6 @@ class StopRequests:
     def request(self, reason: str) -> None:
         """Let the run stop after this step, for a reason of the caller's."""
         self.requested = reason
-
-    def is_awaited(self) -> bool:
-        """Whether a node waits for the next save, with which the run is to stop and start again."""
-        return self._regroup is not None and os.path.exists(self._regroup)
 
     def listen(self) -> None:
         """Take over ``SIGNALS`` of this process."""

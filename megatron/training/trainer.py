@@ -281,10 +281,7 @@ class Trainer:
         return True
 
     def agree(self) -> tuple[str, bool]:
-        """Return why the run stops after this step, "" if it does not, and whether it saves: what any rank wants.
-
-        A node that waits to be taken in is taken in with a save.
-        """
+        """Return why the run stops after this step, "" if it does not, and whether it saves: what any rank wants."""
         reason = self.stop.reason(self.progress.step)
         stops, saves, regroups = self.world.any([reason is not None, self._save_is_wanted, self.stop.is_awaited()])
         self._save_is_wanted = False

@@ -36,7 +36,7 @@ def fitted(flags: str, span: Span, num_ranks: int) -> tuple[int, int, int]:
         ("--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 1 --gas 3", (4, 16), 7, (1, 12, 4)),
         ("--global-batch-size 24 --batch-size 2", (1, 4), 3, (3, 4, 3)),
         ("--batch-size 2 --gas 4 --rampup-batch-size 16 8 800", (1, 4), 3, (2, 8, 2)),
-        ("--batch-size 1 --gas 4 --num-experts 4 --expert-model-parallel-size 2", (2, 4), 3, (2, 8, 2)),
+        ("--batch-size 1 --gas 3 --num-experts 4 --expert-model-parallel-size 2", (2, 4), 3, (2, 6, 2)),
     ],
 )
 def test_fewer_ranks_take_the_same_samples_by_the_rule(flags, span, num_ranks, wanted) -> None:

@@ -71,8 +71,8 @@ ELASTIC = (
     Mutant(
         "a node that stood still goes on by itself",
         "megatron/launch/elastic.py",
-        " or (has_enough and self._asked_at < self._since)",
-        "",
+        'elif answer["leads"] and (answer["number"], -answer["node"]) > own:',
+        'elif answer["leads"] and not own:',
         (STILL,),
         refuses=True,
     ),
