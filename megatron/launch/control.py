@@ -269,8 +269,11 @@ class Control:
         if messages is None:
             self._drop(peer)
             return
-        for message in messages:
-            self._take(peer, message)
+        try:
+            for message in messages:
+                self._take(peer, message)
+        except (KeyError, TypeError, ValueError):  # no launcher of ours says such things
+            self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
         """End a connection; a node of this start that it was of is lost."""
