@@ -2,9 +2,8 @@
 
 Every launcher listens at its entry of --node-list. One of them leads: the others hold a connection to it, and each end
 sends a line of JSON every ``BEAT_S``. A connection that is closed, as the kernel does for a process that has died, or
-that is silent for --node-timeout, is a lost node; one that is silent for less is none. Torch's dynamic rendezvous
-serves here only as far as its agent and its stores: it looks once a second, waits for more nodes whenever fewer than
-MAX are left, compares the clocks of hosts, and its store dies with the host that holds it.
+that is silent for --node-timeout, is a lost node; one that is silent for less is none. Of torch's elastic parts its
+agent and its stores serve; why its dynamic rendezvous does not is in docs/architecture.md.
 
 | line | from | says |
 |---|---|---|
