@@ -361,7 +361,8 @@ def ask(hosts: Mapping[int, Address]) -> dict[int, Message]:
             with socket.create_connection(address, timeout=ASK_S) as connection:
                 peer = Peer(connection)
                 peer.send({"ask": True})
-                return next(iter(_first_answers(peer)), None)
+                answer = next(iter(_first_answers(peer)), None)
+                return answer if answer is not None and {"node", "leads", "number"} <= answer.keys() else None
         except ConnectionRefusedError:
             return {}
         except OSError:
