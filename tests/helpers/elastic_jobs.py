@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed.elastic.agent.server.api  # noqa: F401 - once here, and not in each launcher, which is a fork
 
 from benchmarks.kill_elastic import free_ports
+from megatron.launch.control import ask
 from tests.helpers.launch_jobs import Job
 
 RANK = """\
@@ -33,7 +34,7 @@ sys.exit(int(open(f"{place}/done").read() or 0))
 
 
 class Nodes:
-    """The launchers of a job of ``most`` nodes; those of ``started`` are started, in this order.
+    """The launchers of a job; the nodes ``started`` are started, all by default, and the first of them leads.
 
     Args:
         span: MIN:MAX.
@@ -64,7 +65,11 @@ class Nodes:
         self._flags = ["--nnodes", span, "--node-list", self.hosts, "--max-restarts", str(restarts), *flags]
         self.jobs: dict[int, Job] = {}
         self.ended: list[Job] = []
-        for node in range(most) if started is None else started:
+        first, *others = range(most) if started is None else started
+        self.start(first)
+        address = "127.0.0.1", int(self.hosts.split(",")[first].rpartition(":")[2])
+        self.until(lambda: ask({first: address}).get(first, {}).get("leads", False), f"node {first}, to lead")
+        for node in others:
             self.start(node)
 
     def start(self, node: int, *flags: str) -> Job:
