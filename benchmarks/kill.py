@@ -1,6 +1,7 @@
 """Kill training runs at random moments, start them again until they are done, and compare them with undisturbed ones.
 
     python benchmarks/kill.py --kills 300 [--seed 0] [--layout t2p2 d2 ...] [--json kills.json]
+    python benchmarks/kill.py --elastic --kills 100          # hosts of elastic jobs: benchmarks/kill_elastic.py
 
 Each run is that of ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch:
 a tiny GPT-2 with dropout that saves every step or two, at once or in the background. SIGKILL hits one rank, all ranks
@@ -29,11 +30,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # both are read when torch and DeepSpeed are imported
 
+from benchmarks import kill_elastic
 from benchmarks.kill_job import (
     LAUNCHER,
     LAYOUTS,
@@ -443,7 +445,10 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     parser.add_argument("--kills", type=int, default=300, help="at least so many; default: 300")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random here; default: 0")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
-    parser.add_argument("--steps", type=int, default=12, help="of each run; default: 12")
+    parser.add_argument("--steps", type=int, default=12, help="of each run; default: 12, with --elastic 40")
+    parser.add_argument(
+        "--elastic", action="store_true", help="kill hosts of elastic jobs (benchmarks/kill_elastic.py)"
+    )
     parser.add_argument("--json", type=Path, help="write the summary and all runs there")
     parser.add_argument(
         "--folder", type=Path, help="for the runs; made if need be; default: below the temporary folder"
@@ -455,6 +460,8 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         except OSError as error:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
+    if args.elastic:
+        _kill_elastic(args, steps=args.steps if "--steps" in (argv or sys.argv) else 40)
     place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     tally = _kill_all(args, place)
     _print(tally)
@@ -466,6 +473,14 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     else:
         shutil.rmtree(place)
     return tally
+
+
+def _kill_elastic(args: argparse.Namespace, steps: int) -> NoReturn:
+    """Run ``benchmarks/kill_elastic.py``, and end with its code."""
+    runs, summary = kill_elastic.kill_all(args.kills, args.seed, steps, args.folder)
+    if args.json:
+        args.json.write_text(json.dumps({"summary": summary, "runs": [asdict(run) for run in runs]}, indent=1) + "\n")
+    sys.exit(1 if summary["runs_with_problems"] else 0)
 
 
 def _kill_all(args: argparse.Namespace, place: Path) -> Tally:

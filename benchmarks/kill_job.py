@@ -212,7 +212,7 @@ class Job:
         place.mkdir()
         self.code: int | None = None
         own = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "--preload", ",".join(MODULES)]
-        self.pid = _fork([*own, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
+        self.pid = fork_launcher([*own, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
         self._deadline = time.monotonic() + DEADLINE_S
 
     @property
@@ -340,7 +340,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
+def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -6,7 +6,8 @@
 #   by_machine   a function that adds to recipe what GPUS_PER_NODE, pp_size and mp_size decide; not every script has one
 #   program   what trains the model; without it pretrain_<model>.py, which lies beside the run script
 # Makes the set-up and the sample data where they are needed, then starts the program on every device, with
-# ds_config_<model>.json from beside the run script. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
+# ds_config_<model>.json from beside the run script. Of the user's flags --max-restarts, --stop-grace, --exit-grace, --init-timeout, --node-list and
+# --node-timeout are the launcher's.
 set -euo pipefail
 trap 'exit 75' USR1                               # SLURM's warning while there is nothing yet to save
 model=$1
@@ -16,11 +17,13 @@ launch=()
 rest=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --max-restarts | --stop-grace | --exit-grace | --init-timeout)
+    --max-restarts | --stop-grace | --exit-grace | --init-timeout | --node-list | --node-timeout)
       launch+=("$1")
       if [ $# -gt 1 ]; then launch+=("$2") && shift; fi
       ;;
-    --max-restarts=* | --stop-grace=* | --exit-grace=* | --init-timeout=*) launch+=("$1") ;;
+    --max-restarts=* | --stop-grace=* | --exit-grace=* | --init-timeout=* | --node-list=* | --node-timeout=*)
+      launch+=("$1")
+      ;;
     *) rest+=("$1") ;;
   esac
   shift
@@ -94,7 +97,7 @@ fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables
 
 if [ -n "$is_dry" ]; then
-  WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
+  WORLD_SIZE=$((GPUS_PER_NODE * ${NNODES#*:})) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
 fi
 trap '' USR1                                      # the launcher has a handler of its own, an instant after it begins
 # shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words

@@ -6,6 +6,8 @@
 | machine | GPUs without importing torch; what unset variables of the run scripts become |
 | signals | SIGTERM, Ctrl-C, SLURM's warning and the end of ranks, as news to wait for |
 | rendezvous | the port, and how several nodes become one job |
+| elastic | the same where nodes are lost and come: who is in the next start, who leads it |
+| control | what the launchers of an elastic job tell each other, and who is lost |
 | board | what the nodes of a job tell each other about its end |
 | ranks | starting, signalling and reaping the processes |
 | verdict | which rank is the culprit, and the job's exit code |

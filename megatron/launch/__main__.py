@@ -10,12 +10,18 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron import log
 from megatron.errors import ConfigError, PeerError
 from megatron.launch import machine
 from megatron.launch.options import Options, parse
+
+if TYPE_CHECKING:
+    from megatron.launch.elastic import ElasticRendezvous
+    from megatron.launch.processes import Signals
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,23 +45,30 @@ def _launch(options: Options) -> int:
     # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from megatron.launch.agent import LaunchAgent
+    from megatron.launch.agent import PROGRESS, LaunchAgent
+    from megatron.launch.elastic import JobEnded
     from megatron.launch.rendezvous import NodeRendezvous
 
-    listener = _open_port(options) if options.node_rank == 0 else None
+    listener = _open_port(options) if options.is_elastic or options.node_rank == 0 else None
     gc.disable()  # nothing of what is imported goes away
     for name in options.preload:
         importlib.import_module(name)
     gc.enable()
     gc.freeze()  # a collection in a forked rank would go over all of it, and copy its pages
-    rendezvous = NodeRendezvous(
-        host=options.master_addr,
-        port=listener.getsockname()[1] if listener else options.master_port,
-        node_rank=options.node_rank,
-        num_nodes=options.nnodes,
-        listener=listener,
-        timeout_s=options.init_timeout_s,
-    )
+    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # a TemporaryDirectory goes when a fork ends
+    rendezvous: NodeRendezvous | ElasticRendezvous
+    if options.is_elastic:
+        assert listener is not None
+        rendezvous = _elastic(options, listener, folder / PROGRESS, signals)
+    else:
+        rendezvous = NodeRendezvous(
+            host=options.master_addr,
+            port=listener.getsockname()[1] if listener else options.master_port,
+            node_rank=options.node_rank,
+            num_nodes=options.nnodes,
+            listener=listener,
+            timeout_s=options.init_timeout_s,
+        )
     spec = WorkerSpec(
         role="rank",
         local_world_size=options.nproc_per_node,
@@ -64,18 +77,55 @@ def _launch(options: Options) -> int:
         max_restarts=options.max_restarts,
         monitor_interval=0.001,
     )
-    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # a TemporaryDirectory goes when a fork ends
     try:
         agent = LaunchAgent(spec, options, rendezvous, signals, folder)
         agent.run()
         return agent.job_code
+    except JobEnded as end:
+        log.error(f"launch: {end}, code {end.code}")
+        rendezvous.close(end.code)
+        return end.code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _elastic(options: Options, listener: socket.socket, progress: Path, signals: Signals) -> ElasticRendezvous:
+    from megatron.launch.control import Control
+    from megatron.launch.elastic import ElasticRendezvous
+    from megatron.training import failure
+
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the nodes' places: no store is asked
+    facts = {
+        "nnodes": [options.fewest_nodes, options.nnodes],
+        "nproc": options.nproc_per_node,
+        "hosts": [f"{host}:{port}" for host, port in options.node_list],
+    }
+    silence_s = options.node_timeout_s
+    control = Control(options.node_list, options.node_rank, listener, facts, silence_s, progress)
+    return ElasticRendezvous(
+        control,
+        fewest=options.fewest_nodes,
+        most=options.nnodes,
+        nproc=options.nproc_per_node,
+        timeout_s=options.init_timeout_s,
+        silence_s=silence_s,
+        signals=signals,
+        durable=partial(failure.committed_step, progress),
+    )
 
 
 def _open_port(options: Options) -> socket.socket:
     from megatron.launch.rendezvous import listen
 
+    if options.is_elastic:
+        host, port = options.node_list[options.node_rank]
+        try:
+            return listen(host, port, options.nnodes)
+        except OSError as error:
+            raise ConfigError(
+                f"the port of this node's entry in --node-list must be free here, got {host}:{port}: "
+                f"{error.strerror}. Does another launcher have this NODE_RANK? Or choose another port, on all nodes."
+            ) from error
     try:
         listener = listen(options.master_addr, options.master_port, options.nnodes)
     except OSError as error:

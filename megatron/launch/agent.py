@@ -21,12 +21,16 @@ from torch.distributed.elastic.events import Event, EventSource
 
 from megatron import log
 from megatron.launch.attempt import BOARD_S, MEET_S, RankGroup
+from megatron.launch.elastic import ElasticRendezvous
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
-from megatron.launch.outcome import RESTARTED, NodeBoard, Restarts, job_result
+from megatron.launch.outcome import RESTARTED, Restarts, job_result
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import NodeRendezvous
 from megatron.training import failure
+
+PROGRESS = "progress"
+"""The progress file, in the folder of the launcher."""
 
 
 class LaunchAgent(SimpleElasticAgent):
@@ -37,25 +41,31 @@ class LaunchAgent(SimpleElasticAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, options: Options, rendezvous: NodeRendezvous, signals: Signals, folder: Path
+        self,
+        spec: WorkerSpec,
+        options: Options,
+        rendezvous: NodeRendezvous | ElasticRendezvous,
+        signals: Signals,
+        folder: Path,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
         self.job_code = 1
         self._options, self._node, self._signals, self._folder = options, rendezvous, signals, folder
-        self._progress = folder / "progress"
+        self._progress = folder / PROGRESS
+        self._place = folder
         self._restarts = Restarts(options.max_restarts, self._progress)
         self._attempt: RankGroup | None = None
         self._started = time.monotonic()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        number = self._restarts.done
-        if number:
-            shutil.rmtree(self._folder / f"start-{number - 1}", ignore_errors=True)
-        place = self._folder / f"start-{number}"
-        place.mkdir()
         node = self._node
-        store = cast(Store, worker_group.store)
-        self._board = NodeBoard(store, node.node_rank, node.num_nodes, self._signals)
+        if node.restarts is not None:
+            self._restarts.done = node.restarts
+        for earlier in self._folder.glob("start-*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        place = self._place = self._folder / f"start-{node.number}"
+        place.mkdir()
+        self._board = node.board(cast(Store, worker_group.store), self._signals)
         self._attempt = RankGroup(self._options, node.node_rank, self._board, self._signals, place)
         self._signals.begin()
         pids = {
@@ -87,8 +97,9 @@ class LaunchAgent(SimpleElasticAgent):
             failure.PROGRESS_FILE_VARIABLE: str(self._progress),
             "TORCHELASTIC_RUN_ID": self._node.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.done),
+            "TORCHELASTIC_RESTART_COUNT": str(self._node.number),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            **self._node.environment(self._place),
         }
 
     def _of_this_start(self) -> RankGroup:
@@ -98,6 +109,7 @@ class LaunchAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait for news, and return what it means for the ranks."""
         self._signals.wait(BOARD_S / 2)
+        self._node.pass_on_waiting(self._place)
         code = self._of_this_start().watch()
         if code is None:
             return RunResult(state=WorkerState.HEALTHY)
@@ -106,28 +118,49 @@ class LaunchAgent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, {one.rank: None for one in self._of_this_start().ranks})
         goes_on, reason = self._agree(code)
         end = self._of_this_start().end(code)
-        if goes_on:
+        if goes_on and code == RESUMABLE:
+            log.info(f"launch: all is saved; starting again {reason}, with the node that has come")
+        elif goes_on:
             self._restarts.done += 1
             which = f"restart {self._restarts.done} of {self._restarts.most}"
-            log.error(f"launch: {end}; starting again {reason} ({which})")
+            log.error(f"launch: {self._lost_text() or end}; starting again {reason} ({which})")
         else:
             durable, most = self._restarts.durable, self._restarts.most
+            reason = "; ".join(filter(None, (self._lost_text(), reason)))
             self.job_code, message = job_result(end, self._signals, durable, restarts=most, reason=reason)
             if message is not None:
                 log.error(f"launch: {message}")
+        self._node.restarts = self._restarts.done if self._node.is_elastic else None
         self._remaining_restarts = int(goes_on)  # the elastic agent starts again while some remain
         return RunResult(WorkerState.FAILED)
 
     def _agree(self, code: int) -> tuple[bool, str]:
         """Settle with the other nodes whether the job starts again after ``code``, and why."""
-        if code == RESUMABLE or self._signals.is_ended:
+        if self._signals.is_ended or (code == RESUMABLE and not self._node.is_elastic):
             return False, ""
-        against = self._restarts.against(code, is_node_0=self._node.node_rank == 0)
+        against = self._against(code)
         if self._signals.is_asked_to_stop:
             against = against or f"{self._signals.first_name} came"
-        if not self._restarts.most or code not in RESTARTED:
+        if not self._node.is_elastic and (not self._restarts.most or code not in RESTARTED):
             return False, ""
         return self._board.agree(against, MEET_S, self._restarts.origin)
+
+    def _against(self, code: int) -> str:
+        """Return why this node would not start again after ``code``, or "" if it would.
+
+        A node that comes, or is lost, says nothing of whether the run makes progress.
+        """
+        restarts = self._restarts
+        if code == RESUMABLE and self._node.is_elastic:
+            return "" if self._of_this_start().is_regrouping() else "stopped on request"
+        if code in RESTARTED and self._board.lost():
+            return restarts.against_one_more()
+        return restarts.against(code, is_node_0=self._node.node_rank == 0)
+
+    def _lost_text(self) -> str:
+        """Say which nodes are lost, "" if none is."""
+        lost = self._board.lost()
+        return f"node {', '.join(map(str, lost))} was lost" if lost else ""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._of_this_start().kill()
@@ -136,6 +169,7 @@ class LaunchAgent(SimpleElasticAgent):
         if self._attempt is not None:
             self._attempt.kill()
             self._board.leave(MEET_S)
+        self._node.close(self.job_code)
 
     def _exit_barrier(self) -> None:
         return None  # _monitor_workers has waited for the other nodes

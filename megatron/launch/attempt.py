@@ -162,7 +162,7 @@ class RankGroup:
             return None
         if self._board.is_failed():  # said after the last look
             return self._end()
-        return max(one.status for one in self._exits)  # 0, or 75 when a rank stopped on request
+        return max([one.status for one in self._exits] + self._board.statuses())  # 0, or 75: stopped on request
 
     def end(self, code: int) -> End:
         """Return how this start ended, once ``watch`` has returned ``code``."""
@@ -177,6 +177,10 @@ class RankGroup:
             is_said=failure.is_reported(str(self.failure_file)),
             is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
         )
+
+    def is_regrouping(self) -> bool:
+        """Whether the ranks of this node, if it has any, have left so that a node can be taken in."""
+        return all(one.state == failure.REGROUP for one in self._exits)
 
     def _late(self) -> str:
         late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
@@ -195,7 +199,9 @@ class RankGroup:
     def _reap(self) -> None:
         for one in self.ranks:
             if one.reap() and one.status is not None:
-                self._exits.append(self._exit_of(one, one.status))
+                ended = self._exit_of(one, one.status)
+                if ended.status or ended.state != failure.IDLE:
+                    self._exits.append(ended)
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
         last = position_of(self.failure_file, one.rank)
@@ -240,7 +246,7 @@ class RankGroup:
     def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._board.report_left()
+            self._board.report_left(max((one.status for one in self._exits), default=0))
 
     def _end(self) -> int:
         """End the ranks that are left within ``KILL_S``, and settle with the other nodes who the culprit is."""

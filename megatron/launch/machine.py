@@ -119,8 +119,10 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     has_address = "MASTER_ADDR" in values
     for name, value in (("NNODES", "1"), ("NODE_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         values.setdefault(name, value)
-    numbers = {name: _number(name, value) for name, value in values.items() if name != "MASTER_ADDR"}
-    if numbers["NNODES"] > 1 and not has_address:
+    is_elastic = ":" in values["NNODES"]  # MIN:MAX: the flags mean what they mean on MAX nodes
+    given = {**values, "NNODES": values["NNODES"].partition(":")[2]} if is_elastic else values
+    numbers = {name: _number(name, value) for name, value in given.items() if name != "MASTER_ADDR"}
+    if numbers["NNODES"] > 1 and not has_address and not is_elastic:
         raise ConfigError(
             f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
             "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."

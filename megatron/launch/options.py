@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.errors import ConfigError
 from megatron.launch import machine
 
 DEFAULT_PORT = 29500
+LEAST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,9 @@ class Options:
 
     nproc_per_node: int
     nnodes: int
+    fewest_nodes: int
+    node_list: tuple[tuple[str, int], ...]
+    node_timeout_s: float
     node_rank: int
     master_addr: str
     master_port: int
@@ -32,6 +37,11 @@ class Options:
     script: str
     script_args: tuple[str, ...]
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change, between ``fewest_nodes`` and ``nnodes``."""
+        return bool(self.node_list)
+
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     """Return the options of ``python -m megatron.launch argv``.
@@ -42,12 +52,17 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     found = _parser().parse_args(argv)
     gpus = machine.count_gpus(env)
     nproc = found.nproc_per_node if found.nproc_per_node is not None else max(1, gpus)
-    problems = _problems(found, nproc, gpus)
+    fewest, nnodes = _nodes(found.nnodes)
+    hosts = tuple(_addresses(found.node_list or env.get("NODE_LIST", ""), found.master_port))
+    problems = [*_problems(found, nproc, gpus, nnodes), *_elastic_problems(found, fewest, nnodes, hosts)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Options(
         nproc_per_node=nproc,
-        nnodes=found.nnodes,
+        nnodes=nnodes,
+        fewest_nodes=fewest,
+        node_list=hosts if ":" in found.nnodes else (),
+        node_timeout_s=found.node_timeout,
         node_rank=found.node_rank,
         master_addr=found.master_addr,
         master_port=found.master_port,
@@ -62,19 +77,62 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     )
 
 
-def _problems(found: argparse.Namespace, nproc: int, gpus: int) -> list[str]:
+def _nodes(text: str) -> tuple[int, int]:
+    """Return MIN and MAX of "MIN:MAX"; both are N of "N".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise ConfigError(f"--nnodes must be a number, or MIN:MAX as in 6:8, got {text!r}.")
+    return int(match.group(1)), int(match.group(2) or match.group(1))
+
+
+def _addresses(text: str, port: int) -> Iterator[tuple[str, int]]:
+    """Yield host and port of each entry of "HOST[:PORT],..."; 0 where the port is no number."""
+    for entry in filter(None, text.split(",")):
+        host, has_port, own = entry.strip().rpartition(":") if re.search(r"[^:]:[^:]*$", entry) else (entry, "", "")
+        yield host.strip("[] "), (int(own) if own.isdecimal() else 0) if has_port else port
+
+
+def _elastic_problems(
+    found: argparse.Namespace, fewest: int, nnodes: int, hosts: Sequence[tuple[str, int]]
+) -> Iterator[str]:
+    if ":" not in found.nnodes:
+        return
+    if not 1 <= fewest <= nnodes:
+        yield f"--nnodes MIN:MAX needs 1 <= MIN <= MAX, got {found.nnodes}."
+    elif len(hosts) != nnodes:
+        yield (
+            f"--nnodes {found.nnodes} needs --node-list (or NODE_LIST), an entry HOST[:PORT] for each of the {nnodes} "
+            f"nodes in the order of NODE_RANK, got {len(hosts)}: when one is lost, the others meet at the next."
+        )
+    for host, port in dict.fromkeys(hosts):
+        if not host or not 1 <= port <= 65535:
+            yield f"an entry of --node-list must be HOST or HOST:PORT with a port of 1 to 65535, got {host}:{port}."
+        elif hosts.count((host, port)) > 1:
+            times = hosts.count((host, port))
+            yield f"each node needs an entry of its own in --node-list, got {host}:{port} {times} times."
+    if found.node_timeout < LEAST_TIMEOUT_S:
+        yield f"--node-timeout must be at least {LEAST_TIMEOUT_S:g} seconds, got {found.node_timeout:g}."
+    if not found.max_restarts:
+        yield f"--nnodes {found.nnodes} needs --max-restarts N, the starts after a lost node; got 0."
+
+
+def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
     problems = []
     for flag, value, least in (
         ("--nproc-per-node", nproc, 1),
-        ("--nnodes", found.nnodes, 1),
+        ("--nnodes", nnodes, 1),
         ("--node-rank", found.node_rank, 0),
         ("--max-restarts", found.max_restarts, 0),
     ):
         if value < least:
             problems.append(f"{flag} must be at least {least}, got {value}.")
-    if found.nnodes >= 1 and found.node_rank >= found.nnodes:
+    if nnodes >= 1 and found.node_rank >= nnodes:
         problems.append(
-            f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {found.nnodes}. "
+            f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {nnodes}. "
             "Nodes count from 0."
         )
     if not 1 <= found.master_port <= 65535:
@@ -100,12 +158,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: one per GPU, else 1)")
-    add("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
+    add(
+        "--nnodes", default="1", metavar="N",
+        help="nodes of the job (default 1); MIN:MAX: the job goes on with MIN or more of them when nodes are lost, and "
+        "takes in those that come at the next save; with --max-restarts and --node-list",
+    )  # fmt: skip
     add("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (default 0)")
     add("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 as the others reach it (default 127.0.0.1)")
     add(
         "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT",
         help=f"port on node 0 (default {DEFAULT_PORT}); with one node the next free one is taken when it is in use",
+    )  # fmt: skip
+    add(
+        "--node-list", default="", metavar="HOST[:PORT],...",
+        help="with MIN:MAX: each of the MAX nodes as the others reach it, in the order of --node-rank; the first that "
+        "is there leads (default NODE_LIST; the port is --master-port)",
+    )  # fmt: skip
+    add(
+        "--node-timeout", type=float, default=15.0, metavar="S",
+        help="with MIN:MAX: seconds of silence after which a node is lost; one whose process ends is lost at once "
+        "(default 15)",
     )  # fmt: skip
     add(
         "--preload", default="", metavar="MODULE,...",

@@ -169,8 +169,8 @@ class NodeBoard:
         """Whether no node has a rank left."""
         return self._num_nodes == 1 or self._ask(lambda: self._store.add("left", 0) >= self._num_nodes, True)
 
-    def report_left(self) -> None:
-        """Say that this node has no rank left."""
+    def report_left(self, status: int = 0) -> None:
+        """Say that this node has no rank left; ``status`` is the highest code of its ranks."""
         if self._num_nodes > 1:
             self._ask(lambda: self._store.add("left", 1), 0)
 
@@ -180,6 +180,14 @@ class NodeBoard:
             if verdict is not None:
                 self._ask(lambda: self._store.set(f"verdict/{self._node_rank}", json.dumps(asdict(verdict))), None)
             self._ask(lambda: self._store.set("failed", "1"), None)
+
+    def statuses(self) -> list[int]:
+        """Return the codes of nodes with which their ranks have ended, where nodes may have no ranks to tell."""
+        return []
+
+    def lost(self) -> list[int]:
+        """Return the nodes of this start that are lost, where the job can go on without them."""
+        return []
 
     def verdicts(self) -> list[Exit]:
         """Return the culprits that the nodes have named so far."""
@@ -292,9 +300,11 @@ class Restarts:
                 f"{FRUITLESS} starts in a row ended before a new checkpoint was durable ({newest}), so no further one "
                 "is made. Look at what ended them above, and lower --save-interval if they only came too short"
             )
-        if self.done >= self.most:
-            return f"all of --max-restarts {self.most} are used"
-        return ""
+        return self.against_one_more()
+
+    def against_one_more(self) -> str:
+        """Return that all starts are used, or "" if there may be another."""
+        return f"all of --max-restarts {self.most} are used" if self.done >= self.most else ""
 
     def origin(self) -> str:
         """Return where the next start begins, in words."""

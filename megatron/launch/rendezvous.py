@@ -22,11 +22,14 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megatron.errors import ConfigError, PeerError
+from megatron.launch.outcome import NodeBoard
+from megatron.launch.processes import Signals
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
@@ -49,11 +52,33 @@ class NodeRendezvous(RendezvousHandler):
         self.host, self.port = host, port
         self.node_rank, self.num_nodes = node_rank, num_nodes
         self.run_id = ""
+        self.restarts: int | None = None
         self._listener = listener
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._restart = 0
+
+    is_elastic = False
+
+    @property
+    def number(self) -> int:
+        """The number of the start, from 0."""
+        return self._restart
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return what the ranks of a start are told beside what they are always told; ``folder`` is of the start."""
+        return {}
+
+    def board(self, store: Store, signals: Signals) -> NodeBoard:
+        """Return what the nodes tell each other about the end of this start."""
+        return NodeBoard(store, self.node_rank, self.num_nodes, signals)
+
+    def pass_on_waiting(self, folder: Path) -> None:
+        """Let the ranks know whether a node waits to be taken in: here the nodes are always the same."""
+
+    def close(self, code: int) -> None:
+        """Tell the nodes that wait that the job has ended with ``code``."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store, this node's number and the number of nodes, when all nodes have come.

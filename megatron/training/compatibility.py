@@ -16,7 +16,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint import former
-from megatron.config import Config
+from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
@@ -141,6 +141,8 @@ def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule
 def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     """Say which settings and which parts of the machine are not those of the checkpoint. Rank 0 speaks."""
     changed = list(settings_changed(state.get("config", {}), now))
+    if elastic.span_of(os.environ):  # micro-batches follow from the replicas, and the global batch is the same
+        changed = [text for text in changed if not text.startswith("gas:")]
     if changed:
         log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
     here = machine(kind)

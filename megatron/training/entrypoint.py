@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 from megatron import training
 from megatron.arguments import parse
 from megatron.arguments.flag_values import Scan
-from megatron.arguments.validate import raise_all
-from megatron.errors import JobError, marked
+from megatron.arguments.validate import find_problems, raise_all
+from megatron.config import Config, elastic
+from megatron.errors import ConfigError, JobError, marked
 from megatron.training import failure
 from megatron.training.dry_run import dry_run
 from megatron.training.exit_signals import StopRequests
@@ -184,6 +186,28 @@ _START = "Start the ranks by torchrun, deepspeed, mpirun, srun or a run script, 
 # brings them in when the run begins.
 
 
+def refit(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, int]:
+    """Return ``config`` for ``num_ranks`` of an elastic job, and how many of them have work; the same on each.
+
+    Raises:
+        ConfigError: there is no layout for them.
+    """
+    elastic.check_fewest(config, span)
+    problems: list[str] = []
+    for count in elastic.replica_counts(config, span, num_ranks):
+        fitted, used = elastic.with_replicas(config, span, count), count * config.parallel.replica_size
+        found = find_problems(fitted, used)
+        if not found:
+            note = elastic.describe(fitted, span, num_ranks, count)
+            return replace(fitted, notes=(*fitted.notes, note)), used
+        problems = problems or found
+    raise_all([f"with {num_ranks} of {span.most} ranks: {problem}" for problem in problems])
+    raise ConfigError(
+        f"no number of replicas on {num_ranks} of {span.most} ranks shares out the global batch by micro-batches of "
+        f"{config.batch.batch_size}. Lower --batch-size, or choose a global batch with more divisors"
+    )
+
+
 def _sizes(found: Scan, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the sizes that what --load or --resume names brings."""
     from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
@@ -227,11 +251,12 @@ def pretrain(
         if not has_world(os.environ):
             raise_own(unsettled)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        span = elastic.span_of(os.environ)
         defaults = dict(args_defaults or {})
         try:
             config = parse(
                 sys.argv[1:],
-                world_size=world_size,
+                world_size=span.most if span else world_size,
                 extra_args_provider=extra_args_provider,
                 defaults=defaults,
                 family=family,
@@ -245,6 +270,12 @@ def pretrain(
             dry_run(config, world_size)
             return
         raise_own(unsettled)
+        if span is not None:
+            config, world_size = refit(config, span, world_size)
+            if int(os.environ["RANK"]) >= world_size:
+                failure.note_state(failure.IDLE)
+                return
+            os.environ["WORLD_SIZE"] = str(world_size)
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         failure.note_state(failure.RUNNING)
         training.configure_device(config)  # before DeepSpeed is imported

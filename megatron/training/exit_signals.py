@@ -7,7 +7,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,15 @@ LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng
 """Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
 
 
+REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
+"""Names a file that the launcher of an elastic job makes while a node waits to be taken in."""
+REGROUP = "a node has come: the launcher starts again with it"
+
+
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
+
+    ``is_awaited``: a node waits for the next save, with which the run is to stop and start again.
 
     The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
     launcher where there is one. A warning that comes twice is still one warning, and so is a Ctrl-C (``PRESS_S``). A
@@ -38,6 +46,8 @@ class StopRequests:
         self.kill_switch: Path | None = None
         self.signal_name: str | None = None
         self.requested: str | None = None
+        place = os.environ.get(REGROUP_VARIABLE)
+        self.is_awaited: Callable[[], bool] = partial(os.path.exists, place) if place else bool
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 

@@ -112,11 +112,13 @@ def _read(place: str) -> str:
 # |---|---|
 # | 1 | the rank's place: "stage 1, tensor 0, data 0" |
 # | 2 | what it is at: "step 7, forward of micro-batch 3" |
-# | 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` once it has said that the others wait for it |
+# | 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` once it has said that the others wait for it, |
+# |   | ``IDLE`` of a rank that an elastic job has no work for (megatron/config/elastic.py), ``REGROUP`` of one that |
+# |   | has saved and leaves so that a node can be taken in |
 # | 4 | when it said why it ends, in seconds of ``time.monotonic()``, which all processes of a machine share |
 
 SIZE = 512
-RUNNING, LATE = "running", "late"
+RUNNING, LATE, IDLE, REGROUP = "running", "late", "idle", "regroup"
 _BOUNDS = (0, 96, 480, 488, SIZE)
 _page: mmap.mmap | bytearray = bytearray(SIZE)
 
@@ -169,7 +171,7 @@ def heartbeat_note(text: str) -> None:
 
 
 def note_state(state: str) -> None:
-    """Note ``RUNNING``, ``LATE``, or "" once the run has ended."""
+    """Note ``RUNNING``, ``LATE``, ``IDLE``, ``REGROUP``, or "" once the run has ended."""
     _write(2, state)
 
 
@@ -464,8 +466,12 @@ PROGRESS_FILE_VARIABLE = "MEGATRON_PROGRESS_FILE"
 def note_committed_step(step: int) -> None:
     """Say that the checkpoint of this step is durable. Rank 0 calls it; without our launcher it does nothing."""
     place = os.environ.get(PROGRESS_FILE_VARIABLE)
-    if not place:
-        return
+    if place:
+        write_committed_step(Path(place), step)
+
+
+def write_committed_step(place: Path, step: int) -> None:
+    """Put ``step`` into the progress file ``place``, in one step."""
     temporary = Path(f"{place}.{os.getpid()}")
     with suppress(OSError):  # a full disk here must not end a run whose checkpoint is safe
         temporary.write_text(f"{step}\n")

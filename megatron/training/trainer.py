@@ -16,7 +16,7 @@ from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
 from megatron.training.data import RunData, TimedBatches, epochs_values, tokens_values
-from megatron.training.exit_signals import StopRequests
+from megatron.training.exit_signals import REGROUP, StopRequests
 from megatron.training.failure import asked_through_launcher
 from megatron.training.initialize import World
 from megatron.training.setup import make_learning_rate
@@ -283,10 +283,10 @@ class Trainer:
     def agree(self) -> tuple[str, bool]:
         """Return why the run stops after this step, "" if it does not, and whether it saves: what any rank wants."""
         reason = self.stop.reason(self.progress.step)
-        stops, saves = self.world.any([reason is not None, self._save_is_wanted])
+        stops, saves, regroups = self.world.any([reason is not None, self._save_is_wanted, self.stop.is_awaited()])
         self._save_is_wanted = False
         if not stops:
-            return "", saves
+            return (REGROUP if saves and regroups else ""), saves
         asked = asked_through_launcher() if reason is None else None  # its signal is on the way here, too
         return reason or (f"received {asked}" if asked else ANOTHER), saves
 

@@ -78,6 +78,13 @@ def test_what_does_not_fit_is_refused_with_the_numbers(gpus, env, message):
     assert message in str(caught.value)
 
 
+def test_nodes_that_may_change_need_no_host_of_node_0_and_lay_out_for_all_of_them():
+    found = resolve({"NNODES": "1:2", "GPUS_PER_NODE": "1", "pp_size": "2"}, 0)
+    assert (found["NNODES"], found["pp_size"], found["mp_size"]) == ("1:2", "2", "1")
+    with pytest.raises(ConfigError, match="NNODES must be a whole number, at least 1, got NNODES='x'"):
+        resolve({"NNODES": "1:x"}, 0)
+
+
 @pytest.mark.parametrize("value", ["abc", "-1", "1.5"])
 def test_a_count_of_gpus_that_is_no_number_is_refused(value):
     with pytest.raises(ConfigError, match=f"MEGATRON_NUM_GPUS must be a whole number, .*'{value}'"):

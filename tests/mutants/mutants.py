@@ -21,6 +21,7 @@ from tests.mutants.documents import DOCUMENTS
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
+from tests.mutants.elastic import ELASTIC
 from tests.mutants.evaluation import EVALUATION
 from tests.mutants.expert_costs import IN_EXPERT_COSTS
 from tests.mutants.expert_metrics import OF_EXPERT_METRICS
@@ -88,7 +89,9 @@ IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
-IN_FAULTS = (*STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS)
+IN_FAULTS = (
+    *STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *ELASTIC, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS,
+)  # fmt: skip
 IN_FAMILIES = (*DECODER, *IN_EXPERTS, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
 IN_SYSTEMS = (
     *ZERO_PARTS,

@@ -6,6 +6,8 @@ import signal
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from megatron.errors import ConfigError
 from megatron.training import exit_signals, failure, train
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
-from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
-from megatron.training.train_state import EVERYTHING, RestoreOptions
+from megatron.training.exit_signals import LOSING, REGROUP, REGROUP_VARIABLE, StopRequests, how_to_go_on
+from megatron.training.train_state import EVERYTHING, RestoreOptions, TrainState
+from megatron.training.trainer import Trainer
 from tests.helpers.harness import fork_ranks
 from tests.helpers.runs import flags, start_script
 
@@ -54,6 +57,24 @@ def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
     env = {"MEGATRON_DEFAULTS": "--load 'my run'"}
     assert how_to_go_on(Path("my run"), [], env) == "Go on with the same command as before"
     assert "--load 'my run'" in how_to_go_on(Path("my run"), [], {})
+
+
+def test_a_node_that_waits_is_taken_in_with_a_save_and_not_ahead_of_it(tmp_path, monkeypatch):
+    place = tmp_path / "regroup"
+    monkeypatch.setenv(REGROUP_VARIABLE, str(place))
+    stop = StopRequests()
+    trainer: Any = SimpleNamespace(stop=stop, progress=TrainState(step=3), world=SimpleNamespace(any=list))
+
+    def agreed(saves: bool) -> tuple[str, bool]:
+        trainer._save_is_wanted = saves
+        return Trainer.agree(trainer)
+
+    assert agreed(True) == ("", True)
+    place.touch()
+    assert agreed(False) == ("", False)
+    assert agreed(True) == (REGROUP, True)
+    stop.request("another reason")
+    assert agreed(True) == ("another reason", True)
 
 
 def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():

@@ -21,10 +21,10 @@ from megatron.checkpoint.folders import (
 )
 from megatron.checkpoint.metadata import read_sequence
 from megatron.errors import CheckpointError, NumericsError, marked
-from megatron.training import deepspeed_checkpoint
+from megatron.training import deepspeed_checkpoint, failure
 from megatron.training.compatibility import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
 from megatron.training.data import Saved, resumed, to_save
-from megatron.training.exit_signals import how_to_go_on
+from megatron.training.exit_signals import REGROUP, how_to_go_on
 from megatron.training.resume import is_pretrained, open_source, restore_from, start_from
 from megatron.training.run_folder import Place, job, saved_in, saves_in
 from megatron.training.timeouts import LOADING, SAVING
@@ -195,9 +195,12 @@ class Checkpointer(Callback):
         if self.saves.background is not None:
             self.saves.background.close()
         if trainer.stop_text:
+            further = "" if trainer.stop_text == REGROUP else f" {how_to_go_on(trainer.folder)}"
+            if trainer.stop_text == REGROUP:
+                failure.note_state(failure.REGROUP)
             trainer.stop_text = (
                 f"stopped after step {trainer.progress.step} of {trainer.config.batch.train_iters}: "
-                f"{trainer.stop_text}. Everything is saved in {self.saved}. {how_to_go_on(trainer.folder)}"
+                f"{trainer.stop_text}. Everything is saved in {self.saved}.{further}"
             )
 
     def on_exception(self, error: BaseException) -> None:

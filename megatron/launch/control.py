@@ -1,0 +1,373 @@
+"""Control: the launchers of an elastic job over TCP: which are there, which one leads, which are lost (no torch).
+
+Every launcher listens at its entry of --node-list. One of them leads: the others hold a connection to it, and each end
+sends a line of JSON every ``BEAT_S``. A connection that is closed, as the kernel does for a process that has died, or
+that is silent for --node-timeout, is a lost node; one that is silent for less is none. Of torch's elastic parts its
+agent and its stores serve; why its dynamic rendezvous does not is in docs/architecture.md.
+
+| line | from | says |
+|---|---|---|
+| ``ask`` | any launcher | answer with your status: number, whether you lead, the number of your last start |
+| ``join`` | a launcher | take me in, with what must be the same on all nodes; ``refused``: the reason why not |
+| ``ready`` | a follower | no rank of mine lives: the next start may come |
+| ``start`` | the leader | the next start: its number, its nodes, where its store is |
+| ``set`` | both | an entry of the table of this start: who has left, who failed, what was decided |
+| ``end`` | the leader | the job has ended, with this code |
+| ``beat`` | both | nothing; the leader's has the step of the newest durable checkpoint |
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron.training import failure
+
+BEAT_S = 0.5
+ASK_S = 1.0
+SEND_S = 2.0
+HEARD_S = 1.0
+MOST_BYTES = 1 << 24
+Address = tuple[str, int]
+Message = dict[str, Any]
+
+
+class Peer:
+    """The other end of one connection; ``node`` is known once it has joined, or of the leader."""
+
+    def __init__(self, connection: socket.socket, node: int | None = None) -> None:
+        self.socket, self.node = connection, node
+        self.heard_at = time.monotonic()
+        self.ready = -2
+        """The number of the start behind which it waits for the next one; -1 ahead of its first."""
+        self._rest = b""
+        self._sending = threading.Lock()
+        connection.settimeout(SEND_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message) -> None:
+        """Send one line; a connection that does not take it is found out by its silence."""
+        with self._sending, suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[Message] | None:
+        """Return what has come, None at the end of the connection."""
+        try:
+            found = self.socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        self.heard_at = time.monotonic()
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        if not found or len(self._rest) > MOST_BYTES:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(one, dict) for one in messages) else None
+
+
+class Control:
+    """This launcher's end of all that; a thread reads, so that a launcher that is busy still answers.
+
+    Args:
+        hosts: --node-list, an entry for each node.
+        facts: what must be the same on all nodes.
+        progress: the file in which the step of the newest durable checkpoint is.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Address],
+        node: int,
+        listener: socket.socket,
+        facts: Mapping[str, Any],
+        silence_s: float,
+        progress: Path,
+    ) -> None:
+        self.hosts, self.node = list(hosts), node
+        self.leads = False
+        self.number = -1
+        self.round: list[int] = []
+        self.job: dict[str, Any] = {}
+        """The job's name, and the restarts that it has used."""
+        self.members: dict[int, Peer] = {}
+        self.leader: Peer | None = None
+        self.inbox: deque[Message] = deque()
+        self._table: dict[str, str] = {}
+        self._facts, self._silence_s, self._progress = dict(facts), silence_s, progress
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, daemon=True, name="control").start()
+
+    # What the launcher says and asks.
+
+    @property
+    def status(self) -> Message:
+        """What an ``ask`` is answered with."""
+        return {"node": self.node, "leads": self.leads, "number": self.number}
+
+    def lead(self) -> None:
+        """Take in those who join, from now on."""
+        with self._lock:
+            if self.round and self.round[0] != self.node:
+                self._table[f"lost/{self.round[0]}"] = "1"  # else somebody would lead already
+            self.leads, self.leader = True, None
+
+    def abdicate(self) -> None:
+        """Send those who have joined to look for another leader."""
+        with self._lock:
+            self.leads = False
+            for peer in list(self.members.values()):
+                self._drop(peer)
+
+    def join(self, node: int) -> str:
+        """Follow ``node``; return why it does not take this node in, "" if it does."""
+        try:
+            connection = socket.create_connection(self.hosts[node], timeout=ASK_S)
+        except OSError as error:
+            return str(error)
+        peer = Peer(connection, node)
+        peer.send({"join": self.node, "facts": self._facts, "ready": self.number})
+        answers = _first_answers(peer)
+        if not answers or "welcome" not in answers[0]:
+            connection.close()
+            return str(answers[0].get("refused")) if answers else "no answer"
+        with self._lock:
+            self.inbox.clear()
+            self.leader = peer
+            self._learn(answers[0])
+            for message in answers[1:]:
+                self._take(peer, message)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        return ""
+
+    def begin(self, message: Message) -> None:
+        """Begin a start as its leader: tell its nodes."""
+        with self._lock:
+            self._start(message)
+            for node in message["nodes"]:
+                if node != self.node and node in self.members:
+                    self.members[node].send(message)
+                elif node != self.node:
+                    self._lose(node)  # since it was counted
+
+    def report_ready(self) -> None:
+        """Tell the leader that this node waits for the next start."""
+        if leader := self.leader:
+            leader.send({"ready": self.number})
+
+    def end(self, code: int, why: str) -> None:
+        """Tell all who have joined that the job has ended, and wait until those that only wait have heard it."""
+        with self._lock:
+            for peer in self.members.values():
+                peer.send({"end": code, "why": why})
+        end = time.monotonic() + HEARD_S
+        while self.waiting() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def set(self, key: str, value: str) -> None:
+        """Enter ``value`` in the table of this start, on all of its nodes; the leader's copy decides."""
+        with self._lock:
+            self._table[key] = value
+            entry = {"set": [self.number, key, value]}
+            if self.leads:
+                for node in self.round:
+                    if node in self.members:
+                        self.members[node].send(entry)
+            elif self.leader is not None:
+                self.leader.send(entry)
+
+    def get(self, key: str) -> str | None:
+        """Return an entry of the table, None if there is none."""
+        return self._table.get(key)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this node follows nobody any more."""
+        return not self.leads and self.leader is None
+
+    def lost(self) -> list[int]:
+        """Return the nodes of this start that are lost; the leader too, where this node follows nobody any more."""
+        found = [node for node in self.round if f"lost/{node}" in self._table]
+        is_first_gone = self.is_cut_off and self.round and self.round[0] not in (self.node, *found)
+        return [self.round[0], *found] if is_first_gone else found
+
+    def drop(self, node: int) -> None:
+        """Count a node as lost that does not answer."""
+        with self._lock:
+            if node in self.members:
+                self._drop(self.members[node])
+            elif node in self.round:
+                self._lose(node)
+
+    def joined(self) -> dict[int, int]:
+        """Return the nodes that have joined, with the start behind which each is ready; -2: it has ranks yet."""
+        with self._lock:
+            return {node: peer.ready for node, peer in self.members.items()}
+
+    def waiting(self) -> list[int]:
+        """Return the nodes that have joined and are not part of this start."""
+        with self._lock:
+            return sorted(set(self.members) - set(self.round))
+
+    # The thread.
+
+    def _serve(self) -> None:
+        beat_at = last = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(max(0.01, min(BEAT_S, beat_at - time.monotonic()))):
+                with self._lock:
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+            now = time.monotonic()
+            if now - last > 2 * BEAT_S:  # this process stood still: what came meanwhile has not been read
+                with self._lock:
+                    for peer in self._connected():
+                        peer.heard_at += now - last
+            last = now
+            if now >= beat_at:
+                beat_at = now + BEAT_S
+                self._beat(now)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
+
+    def _connected(self) -> list[Peer]:
+        return [*self.members.values(), *([self.leader] if self.leader else [])]
+
+    def _beat(self, now: float) -> None:
+        durable = failure.committed_step(self._progress) if self.leads else None
+        with self._lock:
+            for peer in self._connected():
+                if now - peer.heard_at > self._silence_s:
+                    self._drop(peer)
+                else:
+                    peer.send({"beat": durable})
+
+    def _read(self, peer: Peer) -> None:
+        messages = peer.read()
+        if messages is None:
+            self._drop(peer)
+            return
+        try:
+            for message in messages:
+                self._take(peer, message)
+        except (KeyError, TypeError, ValueError):  # no launcher of ours says such things
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        """End a connection; a node of this start that it was of is lost."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        peer.socket.close()
+        if peer is self.leader:
+            self.leader = None
+        elif peer.node is not None and self.members.get(peer.node) is peer:
+            del self.members[peer.node]
+            if peer.node in self.round:
+                self._lose(peer.node)
+
+    def _lose(self, node: int) -> None:
+        self.set(f"lost/{node}", "1")
+        if f"left/{node}" not in self._table:  # else it has no ranks any more, and may go as soon as all have none
+            self.set("failed", "1")
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        if "ask" in message:
+            peer.send(self.status)
+        elif "join" in message:
+            self._take_in(peer, message)
+        elif "ready" in message and peer.node is not None:
+            peer.ready = int(message["ready"])
+        elif "set" in message:
+            number, key, value = message["set"]
+            if number == self.number and self.leads and peer.node in self.round:
+                self.set(key, value)
+            elif number == self.number and peer is self.leader:
+                self._table[key] = value
+        elif peer is self.leader and "start" in message:
+            self._start(message)
+            self.inbox.append(message)
+        elif peer is self.leader and "end" in message:
+            self.inbox.append(message)
+        elif peer is self.leader and message.get("beat") is not None:
+            failure.write_committed_step(self._progress, int(message["beat"]))
+
+    def _take_in(self, peer: Peer, message: Message) -> None:
+        node = message["join"]
+        held = self.members.get(node)
+        if not self.leads:
+            peer.send({"refused": "not the leader"})
+        elif message.get("facts") != self._facts:
+            peer.send({"refused": f"differs: {json.dumps(self._facts)}"})
+        elif node == self.node or (held is not None and time.monotonic() - held.heard_at < 3 * BEAT_S):
+            peer.send({"refused": "taken"})
+        else:
+            if held is not None:
+                self._drop(held)
+            peer.node, peer.ready = node, int(message["ready"])
+            self.members[node] = peer
+            peer.send({"welcome": self.number, "nodes": self.round, "job": self.job})
+
+    def _learn(self, welcome: Message) -> None:
+        """Know what the leader knows: a node that waits may be the last that is left."""
+        if welcome["welcome"] > self.number:
+            self.number, self.round, self._table = welcome["welcome"], list(welcome["nodes"]), {}
+            self.job = welcome["job"]
+
+    def _start(self, message: Message) -> None:
+        self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
+        self.job = message["job"]
+        for peer in self.members.values():
+            if peer.node in self.round:
+                peer.ready = -2
+
+
+def _first_answers(peer: Peer) -> list[Message]:
+    """Wait for the first line, and return what came with it; nothing if none came in time."""
+    peer.socket.settimeout(ASK_S)
+    end = time.monotonic() + ASK_S
+    found: list[Message] | None = []
+    while found == [] and time.monotonic() < end:
+        found = peer.read()
+    peer.socket.settimeout(SEND_S)
+    return found or []
+
+
+def ask(hosts: Mapping[int, Address]) -> dict[int, Message]:
+    """Ask all of ``hosts``, at once; return the status of those that answer, and {} where nothing listens."""
+
+    def ask_one(address: Address) -> Message | None:
+        try:
+            with socket.create_connection(address, timeout=ASK_S) as connection:
+                peer = Peer(connection)
+                peer.send({"ask": True})
+                answer = next(iter(_first_answers(peer)), None)
+                return answer if answer is not None and {"node", "leads", "number"} <= answer.keys() else None
+        except ConnectionRefusedError:
+            return {}
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(max_workers=min(64, max(1, len(hosts)))) as pool:
+        found = dict(zip(hosts, pool.map(ask_one, hosts.values()), strict=True))
+    return {node: answer for node, answer in found.items() if answer is not None}
