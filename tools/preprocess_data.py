@@ -5,6 +5,11 @@
 writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus. Cut off,
 with Ctrl-C or by whatever else, it goes on where it was when --resume is added. With --verify and no --input the files
 of --output-prefix are read through and some of their documents shown.
+
+On several machines, inputs and outputs in a shared folder, a job array does it in parts, each again as often as needed:
+
+    python tools/preprocess_data.py --input ... --output-prefix data/corpus --part $SLURM_ARRAY_TASK_ID/16
+    python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ OF_INPUT = {
     "--max-bad-fraction": "max_bad_fraction",
     "--resume": "resume",
     "--unit-bytes": "unit_bytes",
+    "--part": "part",
 }
 """Flag -> its value: those that act on a job and not on a check of what is there."""
 
@@ -49,6 +55,14 @@ def at_least(lowest: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def share(text: str) -> preprocess.Share:
+    """Read a share of the units, such as 3/16."""
+    try:
+        return preprocess.Share.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def fraction(text: str) -> float:
@@ -90,6 +104,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=at_least(1 << 10),
         help="size of a unit of work (default: 4 to 64 MB, by input and workers)",
     )
+    add(
+        "--part",
+        type=share,
+        metavar="K/N",
+        help="encode every N-th unit from the K-th on (K from 1) into PREFIX.parts, which the jobs of all K fill at "
+        "any time and on any machine; tools/merge_data.py joins them. Goes on with what is finished",
+    )
     add("--verify", action="store_true", help="read the output through and show some documents; alone without --input")
     add("--seed", type=int, default=0, help="of the choice of documents that --verify shows (default: 0)")
     args = parser.parse_args(argv)
@@ -98,6 +119,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     idle = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
     if idle and not args.input:
         parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
+    if args.part and args.verify:
+        parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
     return args
 
 
@@ -128,6 +151,7 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
         unit_bytes=args.unit_bytes,
         resume=args.resume,
         use_gigatoken=args.gigatoken,
+        share=args.part,
     )
 
 
@@ -137,8 +161,9 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     if done.bad_path:
         log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
     resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
+    what = f"part {args.part} of {args.output_prefix}" if args.part else f"{args.output_prefix}.bin"
     log.info(
-        f"{args.output_prefix}.bin: {done.num_documents} documents, {done.num_tokens} tokens from "
+        f"{what}: {done.num_documents} documents, {done.num_tokens} tokens from "
         f"{done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s "
         f"({done.num_empty} empty and {done.num_bad} bad left out{resumed})"
     )

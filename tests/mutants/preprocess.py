@@ -41,15 +41,15 @@ PREPROCESS = (
     Mutant(
         "a finished unit is taken at its word",
         "megatron/data/preprocess/shards.py",
-        "        return part if is_whole else None\n",
+        '        return part if is_whole else "damaged"\n',
         "        return part\n",
         (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
     ),
     Mutant(
         "a resumed unit is encoded again",
         "megatron/data/preprocess/workers.py",
-        "if part := work.parts.finished(unit.number):",
-        "if (part := work.parts.finished(unit.number)) and False:",
+        "if part := parts.finished(unit.number):",
+        "if (part := parts.finished(unit.number)) and False:",
         (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
     ),
     Mutant(
@@ -62,8 +62,8 @@ PREPROCESS = (
     Mutant(
         "the plan of the parts is deleted before the parts",
         "megatron/data/preprocess/shards.py",
-        "    for name in [*units, *plans]:\n",
-        "    for name in [*plans, *units]:\n",
+        "    for name in [*units, *locks, *plans]:\n",
+        "    for name in [*plans, *units, *locks]:\n",
         (f"{RESUMED}::test_the_plan_is_deleted_last",),
     ),
     Mutant(
