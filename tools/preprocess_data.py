@@ -42,6 +42,7 @@ OF_INPUT = {
     "--resume": "resume",
     "--unit-bytes": "unit_bytes",
     "--part": "part",
+    "--cluster": "cluster",
 }
 """Flag -> its value: those that act on a job and not on a check of what is there."""
 
@@ -93,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--gigatoken", action="store_true", help="encode BPE with gigatoken, if its ids agree on a sample of the corpus"
     )
-    add("--workers", type=at_least(1), default=CORES, help=f"processes that encode (default: one per core, {CORES})")
+    add("--workers", type=at_least(1), help=f"processes that encode (default: one per core, {CORES}, of a cluster all)")
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
     add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
     add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
@@ -111,6 +112,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="encode every N-th unit from the K-th on (K from 1) into PREFIX.parts, which the jobs of all K fill at "
         "any time and on any machine; tools/merge_data.py joins them. Goes on with what is finished",
     )
+    add(
+        "--cluster",
+        metavar="ADDRESS",
+        help="encode on the machines of a Ray cluster, which all see inputs and output by the same paths: HOST:PORT, "
+        "or auto for the one that RAY_ADDRESS names, else one of this machine. Units of lost machines go again",
+    )
     add("--verify", action="store_true", help="read the output through and show some documents; alone without --input")
     add("--seed", type=int, default=0, help="of the choice of documents that --verify shows (default: 0)")
     args = parser.parse_args(argv)
@@ -119,6 +126,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     idle = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
     if idle and not args.input:
         parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
+    if args.part and args.cluster:
+        parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
     if args.part and args.verify:
         parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
     return args
@@ -144,7 +153,7 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
         format=args.format,
         json_keys=args.json_key,
         append_eod=not args.no_append_eod,
-        num_workers=args.workers,
+        num_workers=args.workers or (0 if args.cluster else CORES),
         max_bad_lines=args.max_bad_lines,
         max_bad_fraction=args.max_bad_fraction,
         max_document_chars=args.max_document_chars,
@@ -152,6 +161,7 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
         resume=args.resume,
         use_gigatoken=args.gigatoken,
         share=args.part,
+        cluster=args.cluster,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PLACE = "megatron/data/preprocess"
+ON_RAY = "tests/data/preprocess/test_cluster.py"
 SHARES = "tests/data/preprocess/test_shares.py"
 CLUSTER = (
     Mutant(
@@ -49,7 +50,7 @@ CLUSTER = (
     Mutant(
         "two writers of a unit write into one file",
         f"{PLACE}/shards.py",
-        '{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")\n',
+        '{path.name}.tmp-{self._mark}")\n',
         '{path.name}.tmp-")\n',
         (f"{SHARES}::test_two_writers_of_one_unit_leave_it_whole",),
         refuses=True,
@@ -67,5 +68,43 @@ CLUSTER = (
         '                parts.path(number, "json").unlink(missing_ok=True)\n',
         "                number = number\n",
         (f"{SHARES}::test_an_input_that_changes_or_holds_nothing_is_refused",),
+    ),
+    Mutant(
+        "a unit of a lost machine is forgotten",
+        f"{PLACE}/cluster.py",
+        "                        waiting.appendleft(number)\n",
+        "                        number = number\n",
+        (f"{ON_RAY}::test_units_of_a_lost_machine_go_again",),
+        refuses=True,
+    ),
+    Mutant(
+        "what a lost machine had counted stays",
+        f"{PLACE}/cluster.py",
+        "                    counts.pop(number, None)\n",
+        "                    number = number\n",
+        (f"{ON_RAY}::test_what_a_lost_machine_had_counted_is_not_counted_twice",),
+        refuses=True,
+    ),
+    Mutant(
+        "a unit that ends its worker is tried for ever",
+        f"{PLACE}/cluster.py",
+        "        if times >= MOST_LOSSES:\n",
+        "        if times >= 50:\n",
+        (f"{ON_RAY}::test_a_unit_that_is_lost_again_and_again_ends_the_job",),
+    ),
+    Mutant(
+        "--workers does not limit what a cluster does at a time",
+        f"{PLACE}/cluster.py",
+        "            room = self._most or max(1, ",
+        "            room = max(1, ",
+        (f"{ON_RAY}::test_the_address_of_the_environment_counts",),
+    ),
+    Mutant(
+        "a unit is taken as finished that this machine does not see",
+        f"{PLACE}/cluster.py",
+        "                        _wait_until_seen(self._work.parts, report.part)\n",
+        "                        number = number\n",
+        (f"{ON_RAY}::test_a_machine_that_does_not_share_the_folders_is_named",),
+        refuses=True,
     ),
 )

@@ -33,8 +33,8 @@ PREPROCESS = (
     Mutant(
         "the small file that makes a unit finished comes before its tokens",
         "megatron/data/preprocess/shards.py",
-        "        for kind in KINDS:\n            _rename(self._parts.path(self._unit, kind))\n",
-        "        for kind in KINDS[1:]:\n            _rename(self._parts.path(self._unit, kind))\n",
+        "        for kind in KINDS:\n            self._rename(kind)\n",
+        "        for kind in KINDS[1:]:\n            self._rename(kind)\n",
         (KILLED,),
         refuses=True,
     ),

@@ -14,6 +14,7 @@ from megatron import files, log
 from megatron.data.file_io import read_sizes
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, check_prefix
 from megatron.data.preprocess import plan, shards
+from megatron.data.preprocess.cluster import ClusterWorkers
 from megatron.data.preprocess.corpus import find_inputs, read_unit
 from megatron.data.preprocess.encode import Encoder, parse
 from megatron.data.preprocess.job_types import STDIN, BadRecord, Counts, Job, Share, Summary, Unit, total
@@ -242,7 +243,9 @@ def _encode(
         ) from None
 
 
-def _workers(job: Job, work: Work) -> Workers:
+def _workers(job: Job, work: Work) -> Workers | ClusterWorkers:
+    if job.cluster:
+        return ClusterWorkers(work, job.cluster, job.num_workers)
     return Workers(work, min(job.num_workers, len(work.units)))
 
 

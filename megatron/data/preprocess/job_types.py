@@ -160,6 +160,7 @@ class Job:
         inputs: files and folders in order; ``-`` for standard input.
         output_prefix: path of the output without ``.bin``.
         make_tokenizer: called once.
+        num_workers: processes that encode; with ``cluster`` units at a time, 0 for as many as it has CPUs.
         format: of all inputs, one of ``FORMATS``; None for that which each file's name says.
         json_keys: where the text is; those of several keys are joined.
         max_bad_lines, max_bad_fraction: how much may be bad (``Limits``).

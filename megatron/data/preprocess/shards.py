@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -121,21 +122,22 @@ class ShardFolder:
         remove(self.folder)
 
 
+_numbers = itertools.count()
+
+
 class PartWriter:
     """Writes the part of one unit; it counts for nothing until ``finish``."""
 
     def __init__(self, parts: ShardFolder, unit: int) -> None:
         self._parts, self._unit = parts, unit
+        self._mark = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         self.counts = Counts()
         self._open = ExitStack()
 
     def __enter__(self) -> PartWriter:
         with suppress(FileNotFoundError):
             files.remove_file(self._parts.path(self._unit, "json"))  # a part that did not verify
-        self._files = {
-            kind: self._open.enter_context(StreamedFile(temporary(self._parts.path(self._unit, kind))))
-            for kind in KINDS
-        }
+        self._files = {kind: self._open.enter_context(StreamedFile(self._temporary(kind))) for kind in KINDS}
         return self
 
     def __exit__(
@@ -145,7 +147,7 @@ class PartWriter:
             self._open.close()
         if kind is not None:
             for name in ("bin", "len"):  # room for others; what is bad is still to be told
-                temporary(self._parts.path(self._unit, name)).unlink(missing_ok=True)
+                self._temporary(name).unlink(missing_ok=True)
 
     def add(self, encoded: Encoded, counts: Counts) -> None:
         """Append a chunk; ``counts`` are those of all chunks so far. Bad records are there at once for all to read."""
@@ -166,31 +168,30 @@ class PartWriter:
         facts = {kind: (file.size, file.crc32) for kind, file in self._files.items()}
         part = Part(self._unit, self.counts, facts, self._parts.plan)
         for kind in KINDS:
-            _rename(self._parts.path(self._unit, kind))
-        last = self._parts.path(self._unit, "json")
-        with StreamedFile(temporary(last)) as file:
+            self._rename(kind)
+        with StreamedFile(self._temporary("json")) as file:
             file.write(part.to_json())
             if self._parts.is_shared:
                 file.sync()
-        _rename(last)
+        self._rename("json")
         if self._parts.is_shared:
             files.sync_folder(self._parts.folder)
         return part
+
+    def _temporary(self, kind: str) -> Path:
+        """Return the name that a file has while it is written, which no other writer uses."""
+        path = self._parts.path(self._unit, kind)
+        return path.with_name(f"{path.name}.tmp-{self._mark}")
+
+    def _rename(self, kind: str) -> None:
+        path = self._parts.path(self._unit, kind)
+        files.before_operation("rename", path)
+        os.replace(self._temporary(kind), path)
 
 
 def folder_of(prefix: str) -> Path:
     """Return the folder of the parts of a job."""
     return Path(prefix + ".parts")
-
-
-def temporary(path: Path) -> Path:
-    """Return the name that a file of a part has while this process writes it."""
-    return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
-
-
-def _rename(path: Path) -> None:
-    files.before_operation("rename", path)
-    os.replace(temporary(path), path)
 
 
 def remove(folder: Path) -> None:

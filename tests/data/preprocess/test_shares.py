@@ -211,10 +211,8 @@ def test_jobs_that_start_at_once_share_one_plan(corpus: Corpus) -> None:
     assert [path.name for path in folder.iterdir()] == [shards.PLAN]
 
 
-@pytest.mark.parametrize("first, second", [(0, 1), (1, 0)])
-def test_two_writers_of_one_unit_leave_it_whole(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, first: int, second: int
-) -> None:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_writers_of_one_unit_leave_it_whole(corpus: Corpus, order: tuple[int, int]) -> None:
     """One was taken for lost and goes on, the other begins while it writes: whoever ends first, both leave it whole."""
     run_parts(corpus, [1], 1)
     folder = corpus.folder / "out.parts"
@@ -223,15 +221,11 @@ def test_two_writers_of_one_unit_leave_it_whole(
     parts = plan.folder_for(folder, found, is_shared=True)
     content = parts.path(0, "bin").read_bytes()
     parts.path(0, "json").unlink()
-    turn = [0]
-    monkeypatch.setattr(shards.os, "getpid", lambda: turn[0])
     writers = [PartWriter(parts, 0), PartWriter(parts, 0)]
-    for number, writer in enumerate(writers):
-        turn[0] = number
+    for writer in writers:
         writer.__enter__()
         writer._files["bin"].write(content)
-    for number in (first, second):
-        turn[0] = number
+    for number in order:
         writers[number].finish()
         assert isinstance(parts.look_at(0), shards.Part) and parts.path(0, "bin").read_bytes() == content
 
