@@ -133,7 +133,7 @@ def test_a_machine_that_does_not_share_the_folders_is_named(corpus: Corpus, monk
         on(FakeRay(), corpus, monkeypatch, inputs=["c.jsonl"])
     monkeypatch.setattr(cluster, "encode_unit", real)
     monkeypatch.setattr(cluster, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(shards.PartWriter, "_rename", lambda writer, kind: None)  # as on a disk of the other machine's own
+    monkeypatch.setattr(shards.PartWriter, "_rename", lambda writer, kind: None)  # as on another machine's own disk
     with pytest.raises(DataError, match="does not see it after 0 s. --output-prefix must be in a folder that all"):
         on(FakeRay(), corpus, monkeypatch)
 
