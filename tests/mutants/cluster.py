@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 PLACE = "megatron/data/preprocess"
 ON_RAY = "tests/data/preprocess/test_cluster.py"
+FOREIGN = "tests/data/preprocess/test_foreign_folders.py"
 SHARES = "tests/data/preprocess/test_shares.py"
 CLUSTER = (
     Mutant(
@@ -106,5 +107,48 @@ CLUSTER = (
         "                        number = number\n",
         (f"{ON_RAY}::test_a_machine_that_does_not_share_the_folders_is_named",),
         refuses=True,
+    ),
+    Mutant(
+        "what Spark is still writing is read",
+        f"{PLACE}/foreign_folders.py",
+        'name == "_temporary" or',
+        'name == "_temp" or',
+        (f"{FOREIGN}::test_what_spark_has_not_finished_is_refused[_temporary]",),
+    ),
+    Mutant(
+        "a transaction without its end is read",
+        f"{PLACE}/foreign_folders.py",
+        ") not in names\n    ]",
+        ") in names\n    ]",
+        (f"{FOREIGN}::test_what_spark_has_not_finished_is_refused[_started_5]",),
+    ),
+    Mutant(
+        "_SUCCESS is a document",
+        f"{PLACE}/foreign_folders.py",
+        """ or (name.startswith("_") and "=" not in name)""",
+        "",
+        (f"{FOREIGN}::test_partitions_of_a_table_are_read_in_the_order_of_their_names",),
+        refuses=True,
+    ),
+    Mutant(
+        "partitions whose column begins with an underscore are left out",
+        f"{PLACE}/foreign_folders.py",
+        """ or (name.startswith("_") and "=" not in name)""",
+        """ or name.startswith("_")""",
+        (f"{FOREIGN}::test_partitions_of_a_table_are_read_in_the_order_of_their_names",),
+    ),
+    Mutant(
+        "tasks of datatrove that did not complete are not missed",
+        f"{PLACE}/foreign_folders.py",
+        """if f"{task:05d}" not in completed]""",
+        """if f"{task:05d}" in ()]""",
+        (f"{FOREIGN}::test_datatroves_log_folder_is_left_out_and_says_whether_all_tasks_completed",),
+    ),
+    Mutant(
+        "the last row groups of a file are of no unit",
+        f"{PLACE}/corpus.py",
+        '        yield Unit(0, path, "parquet", start, len(sizes), size)\n',
+        '        yield Unit(0, path, "parquet", start, start + 1, size)\n',
+        (f"{FOREIGN}::test_tiny_row_groups_share_a_unit",),
     ),
 )

@@ -213,8 +213,10 @@ def _encode(
     """Have each unit of ``tally`` encoded that is not finished; ``corpus``: all units, if there are more."""
     units = list(tally.units.values())
     left = [unit for unit in units if not parts.path(unit.number, "json").exists()]
-    for unit in left:
-        parts.remove_unfinished(unit.number)
+    for number, paths in parts.unfinished().items():
+        if number in tally.units:
+            for path in paths:
+                path.unlink(missing_ok=True)
     plan.check_for_units(parts.folder, left, parts.dtype.itemsize)
     if job.use_gigatoken:
         tokenizer = fast_tokenizer(tokenizer, units if corpus is None else corpus, job.json_keys)

@@ -65,7 +65,7 @@ class Unit:
         if self.more:
             return f"{self.path} and {len(self.more)} more files"
         if self.format == "parquet":
-            return f"{self.path} row group {self.start}"
+            return f"{self.path} row groups {self.start}:{self.stop}"
         return self.path if is_whole(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
 
     @property

@@ -60,8 +60,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's errors are of these two
             raise DataError(
-                f"--input {unit.path} must be a whole parquet file; row group {unit.start} is damaged at row {number} "
-                f"({error})"
+                f"--input {unit.path} must be a whole parquet file; it is damaged at row {number} ({error})"
             ) from error
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +45,7 @@ from megatron.errors import DataError
 
 KINDS = ("bin", "len", "bad")
 PLAN, LOCK = "plan.json", "lock"
+_UNFINISHED = re.compile(r"unit-([0-9]{6,})\.[a-z]+\.tmp-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,24 +105,39 @@ class ShardFolder:
             return "damaged"
         return part if is_whole else "damaged"
 
-    def bad_lines(self, unit: int) -> Iterator[bytes]:
+    def bad_lines(self, unit: int, unfinished: Sequence[Path] = ()) -> Iterator[bytes]:
         """Yield the whole lines of JSON about the bad records of a unit, finished or not."""
-        path = self.path(unit, "bad")
-        unfinished = sorted(self.folder.glob(f"{path.name}.tmp-*"), key=lambda each: each.stat().st_mtime_ns)
-        for each in (path, *reversed(unfinished)):
-            if each.exists():
-                with open(each, "rb") as file:
+        for path in (self.path(unit, "bad"), *unfinished):
+            if path.exists():
+                with open(path, "rb") as file:
                     yield from (line for line in file if line.endswith(b"\n"))
                 return
 
-    def remove_unfinished(self, unit: int) -> None:
-        """Delete what a process that was killed has left of a unit."""
-        for path in self.folder.glob(f"unit-{unit:06d}.*.tmp-*"):
-            path.unlink(missing_ok=True)
+    def unfinished(self) -> dict[int, list[Path]]:
+        """Return the files of each unit that is being written, or was when its writer was killed."""
+        found: dict[int, list[Path]] = defaultdict(list)
+        for path in self.folder.iterdir():
+            if name := _UNFINISHED.match(path.name):
+                found[int(name[1])].append(path)
+        return found
+
+    def unfinished_bad(self) -> dict[int, list[Path]]:
+        """Return those of bad records, the latest of each unit first."""
+        return {
+            unit: sorted((path for path in paths if ".bad.tmp-" in path.name), key=_time_of, reverse=True)
+            for unit, paths in self.unfinished().items()
+        }
 
     def remove(self) -> None:
         """Delete all parts."""
         remove(self.folder)
+
+
+def _time_of(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # it has just been finished, or given up
+        return 0
 
 
 _numbers = itertools.count()
@@ -251,9 +269,9 @@ def gather(prefix: str, parts: ShardFolder, units: Iterable[int]) -> list[str]:
 
 
 def _records(parts: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any]]:
-    lines = _Lines()
+    lines, unfinished = _Lines(), parts.unfinished_bad()
     for unit in units:
-        for line in parts.bad_lines(unit):
+        for line in parts.bad_lines(unit, unfinished.get(unit, ())):
             record = orjson.loads(line)
             if record.get("line") == 0:
                 record["line"] = lines.number(record["file"], record["byte_offset"])
