@@ -77,8 +77,8 @@ OF_OTHERS = {
     "--array",
     "--cpus-per-task",
 }
-"""Flags of pytest's options here, of every parser, of srun and sbatch, pip, docker, SGLang, llama.cpp and ms-swift, and what
-tools/convert_hf.py reads ahead of its parser."""
+"""Flags of pytest's options here, of every parser, of srun and sbatch, pip, docker, SGLang, llama.cpp and ms-swift, and
+what tools/convert_hf.py reads ahead of its parser."""
 
 OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""
