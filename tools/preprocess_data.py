@@ -26,7 +26,7 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log, tokenizer
-from megatron.data import preprocess
+from megatron.data import preprocess, remote
 from megatron.errors import StopRequest, exit_code
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,6 +58,11 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return read
 
 
+def path_or_name(text: str) -> Path | str:
+    """Read a path, or leave a name of fsspec as it is."""
+    return text if remote.is_remote(text) else Path(text)
+
+
 def share(text: str) -> preprocess.Share:
     """Read a share of the units, such as 3/16."""
     try:
@@ -83,7 +88,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, help="files and folders, in this order; - for standard input")
+    add(
+        "--input", nargs="+", type=path_or_name, help="files and folders, also s3://..., in order; - for standard input"
+    )
     add("--output-prefix", required=True, help="path of the output without .bin/.idx")
     add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")

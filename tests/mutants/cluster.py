@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 PLACE = "megatron/data/preprocess"
 ON_RAY = "tests/data/preprocess/test_cluster.py"
 FOREIGN = "tests/data/preprocess/test_foreign_folders.py"
+REMOTE = "tests/data/preprocess/test_remote_inputs.py"
 SHARES = "tests/data/preprocess/test_shares.py"
 CLUSTER = (
     Mutant(
@@ -150,5 +151,27 @@ CLUSTER = (
         '        yield Unit(0, path, "parquet", start, len(sizes), size)\n',
         '        yield Unit(0, path, "parquet", start, start + 1, size)\n',
         (f"{FOREIGN}::test_tiny_row_groups_share_a_unit",),
+    ),
+    Mutant(
+        "a body that a store has cut short is taken as whole",
+        "megatron/data/remote.py",
+        "            if len(data) != stop - start:\n",
+        "            if not data:\n",
+        (f"{REMOTE}::test_what_a_store_fails_at_is_asked_for_again_and_said",),
+        refuses=True,
+    ),
+    Mutant(
+        "refused credentials are tried again",
+        "megatron/data/remote.py",
+        'if isinstance(error, PermissionError) or "Credential"',
+        'if "Credential"',
+        (f"{REMOTE}::test_what_fails_for_good_ends_the_job_and_leaves_nothing",),
+    ),
+    Mutant(
+        "what is not finished in a store is read",
+        f"{PLACE}/corpus.py",
+        "        check_is_finished(folder, inside)\n",
+        "        folder = str(folder)\n",
+        (f"{REMOTE}::test_what_is_no_input_is_refused",),
     ),
 )

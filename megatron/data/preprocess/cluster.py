@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
+from megatron.data import remote
 from megatron.data.preprocess.encode import Encoder
 from megatron.data.preprocess.job_types import Counts, Unit
 from megatron.data.preprocess.shards import Part, ShardFolder
@@ -51,7 +52,7 @@ def encode_unit(key: str, setup: bytes, folder: str, unit: Unit) -> Iterator[tup
     began = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        if not all(map(os.path.isabs, unit.paths)):
+        if not all(remote.is_remote(path) or os.path.isabs(path) for path in unit.paths):
             os.chdir(folder)
         if key not in _setups:
             _setups.clear()
@@ -205,7 +206,7 @@ class ClusterWorkers:
                         raise error_of(report, self._work.units[number].name())
                     else:
                         losses[number] = losses.get(number, 0) + 1
-                        self._say_lost(number, losses[number], report)
+                        self._report_lost(number, losses[number], report)
                         waiting.appendleft(number)
                 on_report(counts)
         self.use.look(num_cpus)
@@ -233,7 +234,7 @@ class ClusterWorkers:
         except (exceptions.RayError, StopIteration) as error:
             return error, 0.0
 
-    def _say_lost(self, number: int, times: int, error: Exception) -> None:
+    def _report_lost(self, number: int, times: int, error: Exception) -> None:
         unit = self._work.units[number].name()
         opening = str(error).strip().split("\n")[0][:200]
         reason = f"{type(error).__name__}{f': {opening}' if opening else ''}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron import log
+from megatron.data import remote
 from megatron.data.preprocess import readers
 from megatron.data.preprocess.encode import parse
 from megatron.data.preprocess.foreign_folders import OF_OTHER_TOOLS, check_is_finished, is_hidden, is_log_folder
@@ -32,12 +34,12 @@ _JSON = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 
 
-def find_inputs(paths: Sequence[Path | str]) -> list[Path]:
+def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
     """Return the files that ``paths`` name, in their order; a folder gives all files below it, sorted by their paths.
 
     Paths are compared folder by folder, each by the code points of its name. Names that begin with a dot, and with an
     underscore if they have no "=", are left out of folders, as Spark and pyarrow do. ``-`` is standard input. What is
-    named twice is read twice.
+    named twice is read twice. Names of fsspec (s3://bucket/corpus) stay text.
 
     Raises:
         DataError: a path does not exist or is no file, a folder holds no file or output of another tool that is not
@@ -45,7 +47,9 @@ def find_inputs(paths: Sequence[Path | str]) -> list[Path]:
     """
     if sum(str(path) == STDIN for path in paths) > 1:
         raise DataError("--input - (standard input) can be read once only; it was given more than once")
-    found = [file for path in paths for file in _files_of(Path(path))]
+    found: list[Path | str] = []
+    for path in paths:
+        found += _remote_files_of(str(path)) if remote.is_remote(path) else _files_of(Path(path))
     if not found:
         raise DataError("--input must name at least one file or folder")
     return found
@@ -65,6 +69,25 @@ def _files_of(path: Path) -> list[Path]:
             "give it on standard input: --input - < that"
         )
     raise DataError(f"--input {path} does not exist; check the path")
+
+
+def _remote_files_of(path: str) -> list[str]:
+    """Return the files that a name of fsspec stands for, left out and refused as in folders of this machine."""
+    if remote.is_file(path):
+        return [path]
+    below = remote.files_below(path)
+    names: dict[str, set[str]] = defaultdict(set)
+    for parts, _ in below:
+        for depth, name in enumerate(parts):
+            names["/".join((path.rstrip("/"), *parts[:depth]))].add(name)
+    for folder, inside in names.items():
+        check_is_finished(folder, inside)
+        if {"executor.json", "completions"} <= inside:
+            raise DataError(f"--input {folder} is the log folder of datatrove. Give the folders of text beside it.")
+    found = [name for parts, name in below if not any(map(is_hidden, parts))]
+    if not found:
+        raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
+    return found
 
 
 def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
@@ -177,7 +200,7 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
             raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
         yield Unit(0, path, format, 0, _TO_THE_END, 0)
         return
-    head, size = read_head(path), Path(path).stat().st_size
+    head, size = read_head(path), remote.status(path).size
     if format == "parquet":
         if compression_of(path):
             raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")

@@ -33,7 +33,7 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def check_is_finished(folder: Path, names: Collection[str]) -> None:
+def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
     """Check that no tool is still writing ``folder``, which has these ``names``.
 
     Raises:

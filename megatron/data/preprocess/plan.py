@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import files, log
-from megatron.data import index_format
+from megatron.data import index_format, remote
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.corpus import UNIT_BYTES, plan_units
 from megatron.data.preprocess.job_types import STDIN, Counts, Job, Share, Unit
@@ -119,7 +119,7 @@ def digest_of(units: Sequence[Unit]) -> str:
     """Return ``JobPlan.units``: another text for other units, wherever the job is started."""
     digest = hashlib.sha256()
     for unit in units:
-        paths = [path if path == STDIN else os.path.abspath(path) for path in unit.paths]
+        paths = [path if path == STDIN else _absolute(path) for path in unit.paths]
         digest.update(json.dumps([unit.format, unit.start, unit.stop, *paths]).encode() + b"\n")
     return digest.hexdigest()
 
@@ -173,10 +173,13 @@ def _number_of_jobs(plan: JobPlan) -> str:
 
 def _file_facts(path: str) -> tuple[str, int, int]:
     try:
-        status = os.stat(path)
+        return _absolute(path), *remote.status(path)
     except OSError as error:
         raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
-    return os.path.abspath(path), status.st_size, status.st_mtime_ns
+
+
+def _absolute(path: str) -> str:
+    return path if remote.is_remote(path) else os.path.abspath(path)
 
 
 def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> list[str]:
@@ -217,7 +220,7 @@ _WORKERS_OF_A_MACHINE, _MACHINES_OF_A_CLUSTER = 8, 8
 """Reckoned with where nobody knows them."""
 
 
-def check_resumable(job: Job, paths: Sequence[Path]) -> None:
+def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
     """Check that a job over ``paths`` can go on with what is finished, if that is asked for.
 
     Raises:
@@ -228,7 +231,7 @@ def check_resumable(job: Job, paths: Sequence[Path]) -> None:
         raise DataError(f"{flag} needs input that can be read again, got - (standard input); write it to a file first")
 
 
-def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
+def open_parts(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
     """Return the plan of ``job``, or that found if it goes on, its units and its parts. The caller locks them.
 
     Raises:
@@ -279,10 +282,10 @@ def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Pa
         )
 
 
-def _unit_bytes(job: Job, paths: Sequence[Path], earlier: JobPlan | None) -> int:
+def _unit_bytes(job: Job, paths: Sequence[Path | str], earlier: JobPlan | None) -> int:
     if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
         return found
-    total = sum(path.stat().st_size for path in paths if str(path) != STDIN)
+    total = sum(remote.status(path).size for path in paths if str(path) != STDIN)
     num_workers = job.num_workers
     if job.share or job.cluster:  # not by this machine's cores: all jobs must cut alike, and a cluster may grow
         num_workers = _WORKERS_OF_A_MACHINE * (job.share.num_jobs if job.share else _MACHINES_OF_A_CLUSTER)

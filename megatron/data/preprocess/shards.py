@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from megatron import files
-from megatron.data import file_io
+from megatron.data import file_io, remote
 from megatron.data.file_io import StreamedFile
 from megatron.data.preprocess.encode import Encoded
 from megatron.data.preprocess.job_types import ROWS, BadRecord, Counts
@@ -296,14 +296,14 @@ class _Lines:
             if path != self._path or self._file is None or offset < self._offset:
                 self._open(path)
             self._advance(offset)
-        except OSError:
+        except (OSError, DataError):
             return 0
         return self._line
 
     def _open(self, path: str) -> None:
         if self._file:
             self._file.close()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - one file at a time, closed above
+        self._file = remote.open_file(path, buffering=0)  # noqa: SIM115 - one file at a time, closed above
         self._path, self._offset, self._line = path, 0, 1
 
     def _advance(self, offset: int) -> None:

@@ -162,10 +162,10 @@ def test_bad_lines_are_limited_by_part_and_told_of_all(corpus: Corpus, tmp_path:
     corpus.write(b"x\n" + CONTENT + b"y\n")
     with pytest.raises(DataError, match=r"(?s)at most 0 bad lines .*c.jsonl:1 .*the same command goes on"):
         run_parts(corpus, [1])
-    told = corpus.folder / "out.part-1-of-3.bad.jsonl"
-    assert told.exists()
+    report = corpus.folder / "out.part-1-of-3.bad.jsonl"
+    assert report.exists()
     run_parts(corpus, max_bad_lines=1)
-    assert not told.exists() and len(joined(corpus)) == 3
+    assert not report.exists() and len(joined(corpus)) == 3
     text = (corpus.folder / "joined.bad.jsonl").read_text()
     assert [int(line) for line in re.findall(r'"line":(\d+)', text)] == [1, 62]
     assert joined(corpus) == whole(corpus, tmp_path, max_bad_lines=2)
