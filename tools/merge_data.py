@@ -2,6 +2,11 @@
 
     python tools/merge_data.py --input data/a data/b data/c --output-prefix data/all
 
+    python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
+
+The second line joins what jobs of tools/preprocess_data.py with --part K/N have made: the bytes of one job, if all of
+them are there. The folder stays; remove it when it is no longer needed.
+
 Inputs must have one token type and one vocabulary. Those of Megatron-LM, which have no .meta.json, can be joined too;
 what comes out then has none either. Memory does not grow with the files. The output appears whole or not at all.
 """
@@ -18,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron import log
+from megatron.data import preprocess
 from megatron.data.index_format import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
@@ -34,10 +40,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="paths without .bin and .idx, in this order"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="paths without .bin and .idx, in this order; or the one folder of parts, PREFIX.parts",
     )
     parser.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the output without .bin/.idx")
     return parser.parse_args(argv)
+
+
+def join_parts(inputs: Sequence[str], output_prefix: str) -> str:
+    """Join the folder of parts in ``inputs``, which must be alone; return the counts in words.
+
+    Raises:
+        DataError: it is not alone, or not all parts are there, whole and of one job.
+    """
+    if len(inputs) > 1:
+        raise DataError(f"--input takes one folder of parts alone, got {' '.join(inputs)}. Join them one by one first.")
+    done = preprocess.join(Path(inputs[0]), output_prefix)
+    if done.bad_path:
+        log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
+    return f"{done.num_documents} documents, {done.num_tokens} tokens of {done.num_units} units"
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
@@ -131,15 +155,18 @@ def main(argv: list[str] | None = None) -> int:
     """Join the files; return the exit code."""
     args = parse_args(argv)
     try:
-        writer = merge(args.input, args.output_prefix)
+        if any(Path(each).is_dir() for each in args.input):
+            counts = join_parts(args.input, args.output_prefix)
+        else:
+            writer = merge(args.input, args.output_prefix)
+            counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens of {len(args.input)} inputs"
     except KeyboardInterrupt:
         log.error("stopped")
         return INTERRUPTED
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)
-    counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens"
-    log.info(f"{args.output_prefix}.bin: {counts} of {len(args.input)} inputs")
+    log.info(f"{args.output_prefix}.bin: {counts}")
     return 0
 
 

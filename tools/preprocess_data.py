@@ -5,6 +5,11 @@
 writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus. Cut off,
 with Ctrl-C or by whatever else, it goes on where it was when --resume is added. With --verify and no --input the files
 of --output-prefix are read through and some of their documents shown.
+
+On several machines, inputs and outputs in a shared folder, a job array does it in parts, each again as often as needed:
+
+    python tools/preprocess_data.py --input ... --output-prefix data/corpus --part $SLURM_ARRAY_TASK_ID/16
+    python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log, tokenizer
-from megatron.data import preprocess
+from megatron.data import preprocess, remote
 from megatron.errors import StopRequest, exit_code
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -36,6 +41,8 @@ OF_INPUT = {
     "--max-bad-fraction": "max_bad_fraction",
     "--resume": "resume",
     "--unit-bytes": "unit_bytes",
+    "--part": "part",
+    "--cluster": "cluster",
 }
 """Flag -> its value: those that act on a job and not on a check of what is there."""
 
@@ -49,6 +56,19 @@ def at_least(lowest: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def path_or_name(text: str) -> Path | str:
+    """Read a path, or leave a name of fsspec as it is."""
+    return text if remote.is_remote(text) else Path(text)
+
+
+def share(text: str) -> preprocess.Share:
+    """Read a share of the units, such as 3/16."""
+    try:
+        return preprocess.Share.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def fraction(text: str) -> float:
@@ -68,7 +88,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, help="files and folders, in this order; - for standard input")
+    add(
+        "--input", nargs="+", type=path_or_name, help="files and folders, also s3://..., in order; - for standard input"
+    )
     add("--output-prefix", required=True, help="path of the output without .bin/.idx")
     add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
@@ -79,7 +101,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--gigatoken", action="store_true", help="encode BPE with gigatoken, if its ids agree on a sample of the corpus"
     )
-    add("--workers", type=at_least(1), default=CORES, help=f"processes that encode (default: one per core, {CORES})")
+    add("--workers", type=at_least(1), help=f"processes that encode (default: one per core, {CORES}, of a cluster all)")
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
     add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
     add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
@@ -90,6 +112,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=at_least(1 << 10),
         help="size of a unit of work (default: 4 to 64 MB, by input and workers)",
     )
+    add(
+        "--part",
+        type=share,
+        metavar="K/N",
+        help="encode every N-th unit from the K-th on (K from 1) into PREFIX.parts, which the jobs of all K fill at "
+        "any time and on any machine; tools/merge_data.py joins them. Goes on with what is finished",
+    )
+    add(
+        "--cluster",
+        metavar="ADDRESS",
+        help="encode on the machines of a Ray cluster, which all see inputs and output by the same paths: HOST:PORT, "
+        "or auto for the one that RAY_ADDRESS names, else one of this machine. Units of lost machines go again",
+    )
     add("--verify", action="store_true", help="read the output through and show some documents; alone without --input")
     add("--seed", type=int, default=0, help="of the choice of documents that --verify shows (default: 0)")
     args = parser.parse_args(argv)
@@ -98,6 +133,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     idle = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
     if idle and not args.input:
         parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
+    if args.part and args.cluster:
+        parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
+    if args.part and args.verify:
+        parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
     return args
 
 
@@ -121,13 +160,15 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
         format=args.format,
         json_keys=args.json_key,
         append_eod=not args.no_append_eod,
-        num_workers=args.workers,
+        num_workers=args.workers or (0 if args.cluster else CORES),
         max_bad_lines=args.max_bad_lines,
         max_bad_fraction=args.max_bad_fraction,
         max_document_chars=args.max_document_chars,
         unit_bytes=args.unit_bytes,
         resume=args.resume,
         use_gigatoken=args.gigatoken,
+        share=args.part,
+        cluster=args.cluster,
     )
 
 
@@ -137,8 +178,9 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     if done.bad_path:
         log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
     resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
+    what = f"part {args.part} of {args.output_prefix}" if args.part else f"{args.output_prefix}.bin"
     log.info(
-        f"{args.output_prefix}.bin: {done.num_documents} documents, {done.num_tokens} tokens from "
+        f"{what}: {done.num_documents} documents, {done.num_tokens} tokens from "
         f"{done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s "
         f"({done.num_empty} empty and {done.num_bad} bad left out{resumed})"
     )

@@ -32,6 +32,7 @@ PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
 TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
+OF_SLOW_TESTS = ("eval", "ray", "stores")
 PRESENT = "Requirement already satisfied"
 """How a line of pip begins that tells nothing new; a set-up has up to a hundred of them."""
 
@@ -64,7 +65,8 @@ def main() -> int:
     try:
         python = find_or_make("" if flags.purpose == "run" else "test")
         if flags.purpose == "all":
-            add(python, "eval")
+            for extra in OF_SLOW_TESTS:
+                add(python, extra)
         print(python)
     except SetUpError as error:
         print(f"error: {error}", file=sys.stderr)

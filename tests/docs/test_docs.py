@@ -56,6 +56,7 @@ MADE_FILES = {
     "stages.json",
     "checkpoints/",
     "__init__.py",
+    "executor.json",
 }
 """What a run, a tool or the user makes, and a name that stands for many files."""
 OF_DOCKER = {"--tag", "--rm", "--init", "--gpus", "--ipc", "--shm-size", "--ulimit", "--network", "--device"}
@@ -73,9 +74,11 @@ OF_OTHERS = {
     "--model-path",
     "--outfile",
     "--dataset",
+    "--array",
+    "--cpus-per-task",
 }
-"""Flags of pytest's options here, of every parser, of srun, pip, docker, SGLang, llama.cpp and ms-swift, and what
-tools/convert_hf.py reads ahead of its parser."""
+"""Flags of pytest's options here, of every parser, of srun and sbatch, pip, docker, SGLang, llama.cpp and ms-swift, and
+what tools/convert_hf.py reads ahead of its parser."""
 
 OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""

@@ -42,10 +42,13 @@ def lines(*texts: str) -> bytes:
 
 
 def texts(
-    paths: Sequence[Path | str], format: str | None = None, keys: Sequence[str] = ("text",)
+    paths: Sequence[Path | str],
+    format: str | None = None,
+    keys: Sequence[str] = ("text",),
+    unit_bytes: int = sys.maxsize,
 ) -> list[str | preprocess.BadRecord]:
     """Return the documents of a corpus in order, and what is bad."""
-    planned = preprocess.plan_units(paths, format, unit_bytes=sys.maxsize)
+    planned = preprocess.plan_units(paths, format, unit_bytes)
     return [text for unit in planned for _, text in corpus.unit_documents(unit, keys)]
 
 

@@ -8,6 +8,7 @@ from tests.mutants.callbacks import IN_CALLBACKS
 from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_LAYERS
 from tests.mutants.causal_kernel import CAUSAL_KERNEL
 from tests.mutants.chunked_loss import CHUNKED_LOSS
+from tests.mutants.cluster import CLUSTER
 from tests.mutants.config_file import CONFIG_FILE
 from tests.mutants.context_parallel import CONTEXT_PARALLEL
 from tests.mutants.contract import CONTRACT
@@ -87,7 +88,7 @@ from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
-IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
+IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
 IN_FAULTS = (
     *STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *ELASTIC, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS,

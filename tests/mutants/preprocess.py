@@ -33,23 +33,23 @@ PREPROCESS = (
     Mutant(
         "the small file that makes a unit finished comes before its tokens",
         "megatron/data/preprocess/shards.py",
-        "        for kind in KINDS:\n            _rename(self._parts.path(self._unit, kind))\n",
-        "        for kind in KINDS[1:]:\n            _rename(self._parts.path(self._unit, kind))\n",
+        "        for kind in KINDS:\n            self._rename(kind)\n",
+        "        for kind in KINDS[1:]:\n            self._rename(kind)\n",
         (KILLED,),
         refuses=True,
     ),
     Mutant(
         "a finished unit is taken at its word",
         "megatron/data/preprocess/shards.py",
-        "        return part if is_whole else None\n",
+        '        return part if is_whole else "damaged"\n',
         "        return part\n",
         (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
     ),
     Mutant(
         "a resumed unit is encoded again",
         "megatron/data/preprocess/workers.py",
-        "if part := work.parts.finished(unit.number):",
-        "if (part := work.parts.finished(unit.number)) and False:",
+        "if part := parts.finished(unit.number):",
+        "if (part := parts.finished(unit.number)) and False:",
         (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
     ),
     Mutant(
@@ -62,8 +62,8 @@ PREPROCESS = (
     Mutant(
         "the plan of the parts is deleted before the parts",
         "megatron/data/preprocess/shards.py",
-        "    for name in [*units, *plans]:\n",
-        "    for name in [*plans, *units]:\n",
+        "    for name in [*units, *locks, *plans]:\n",
+        "    for name in [*plans, *units, *locks]:\n",
         (f"{RESUMED}::test_the_plan_is_deleted_last",),
     ),
     Mutant(

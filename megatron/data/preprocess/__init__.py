@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.data.preprocess.corpus import UNIT_BYTES, find_inputs, guess_format, plan_units, read_unit
     from megatron.data.preprocess.encode import parse
-    from megatron.data.preprocess.job import run
-    from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Job, Record, Summary, Unit
+    from megatron.data.preprocess.job import join, run
+    from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Job, Record, Share, Summary, Unit
     from megatron.data.preprocess.verification import Verified, verify
 
 _MODULES = {
@@ -22,11 +22,13 @@ _MODULES = {
     "BadRecord": "job_types",
     "Job": "job_types",
     "Record": "job_types",
+    "Share": "job_types",
     "Summary": "job_types",
     "Unit": "job_types",
     "Verified": "verification",
     "find_inputs": "corpus",
     "guess_format": "corpus",
+    "join": "job",
     "parse": "encode",
     "plan_units": "corpus",
     "read_unit": "corpus",
@@ -41,11 +43,13 @@ __all__ = [
     "BadRecord",
     "Job",
     "Record",
+    "Share",
     "Summary",
     "Unit",
     "Verified",
     "find_inputs",
     "guess_format",
+    "join",
     "parse",
     "plan_units",
     "read_unit",

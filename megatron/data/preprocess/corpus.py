@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron import log
+from megatron.data import remote
 from megatron.data.preprocess import readers
 from megatron.data.preprocess.encode import parse
+from megatron.data.preprocess.foreign_folders import OF_OTHER_TOOLS, check_is_finished, is_hidden, is_log_folder
 from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Record, Unit, compression_of
 from megatron.data.preprocess.readers import (
     BOM,
@@ -30,17 +34,22 @@ _JSON = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 
 
-def find_inputs(paths: Sequence[Path | str]) -> list[Path]:
+def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
     """Return the files that ``paths`` name, in their order; a folder gives all files below it, sorted by their paths.
 
-    Names that begin with a dot are left out of folders. ``-`` is standard input. What is named twice is read twice.
+    Paths are compared folder by folder, each by the code points of its name. Names that begin with a dot, and with an
+    underscore if they have no "=", are left out of folders, as Spark and pyarrow do. ``-`` is standard input. What is
+    named twice is read twice. Names of fsspec (s3://bucket/corpus) stay text.
 
     Raises:
-        DataError: a path does not exist or is no file, a folder holds no file, or ``-`` is given twice.
+        DataError: a path does not exist or is no file, a folder holds no file or output of another tool that is not
+            whole, or ``-`` is given twice.
     """
     if sum(str(path) == STDIN for path in paths) > 1:
         raise DataError("--input - (standard input) can be read once only; it was given more than once")
-    found = [file for path in paths for file in _files_of(Path(path))]
+    found: list[Path | str] = []
+    for path in paths:
+        found += _remote_files_of(str(path)) if remote.is_remote(path) else _files_of(Path(path))
     if not found:
         raise DataError("--input must name at least one file or folder")
     return found
@@ -62,17 +71,45 @@ def _files_of(path: Path) -> list[Path]:
     raise DataError(f"--input {path} does not exist; check the path")
 
 
+def _remote_files_of(path: str) -> list[str]:
+    """Return the files that a name of fsspec stands for, left out and refused as in folders of this machine."""
+    if remote.is_file(path):
+        return [path]
+    below = remote.files_below(path)
+    names: dict[str, set[str]] = defaultdict(set)
+    for parts, _ in below:
+        for depth, name in enumerate(parts):
+            names["/".join((path.rstrip("/"), *parts[:depth]))].add(name)
+    for folder, inside in names.items():
+        check_is_finished(folder, inside)
+        if {"executor.json", "completions"} <= inside:
+            raise DataError(f"--input {folder} is the log folder of datatrove. Give the folders of text beside it.")
+    found = [name for parts, name in below if not any(map(is_hidden, parts))]
+    if not found:
+        raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
+    return found
+
+
 def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
     """Yield the files below ``folder``, links followed, each folder once."""
     if (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)
     try:
-        children = list(folder.iterdir())
+        children = sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"--input {folder} cannot be read: {error.strerror}") from error
-    for child in sorted(children):
-        if child.name.startswith("."):
+    names = {child.name for child in children}
+    check_is_finished(folder, names)
+    if is_log_folder(folder, names):
+        return
+    unknown = [name for name in sorted(names) if is_hidden(name) and not name.startswith((".", *OF_OTHER_TOOLS))]
+    if unknown:
+        log.warning(
+            f"{folder}: left out {', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}, hidden by an underscore"
+        )
+    for child in children:
+        if is_hidden(child.name):
             continue
         if child.is_dir():
             yield from _walk(child, seen)
@@ -111,8 +148,8 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
     """Return the units of a corpus in the order of ``paths``; they depend on the files and ``unit_bytes`` alone.
 
     A file that can be read from any byte is cut every ``unit_bytes`` (a document belongs where it begins); a compressed
-    one and standard input are one unit each, parquet has one per row group. Small files that follow one another and
-    are one document each share a unit.
+    one and standard input are one unit each. Row groups of a parquet file, and small files of one document each, share
+    a unit with those that follow as long as that is no larger than ``unit_bytes``.
 
     Args:
         format: of all files, one of FORMATS; None to guess that of each by its name.
@@ -163,12 +200,11 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
             raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
         yield Unit(0, path, format, 0, _TO_THE_END, 0)
         return
-    head, size = read_head(path), Path(path).stat().st_size
+    head, size = read_head(path), remote.status(path).size
     if format == "parquet":
         if compression_of(path):
             raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")
-        for number, group_size in enumerate(readers.row_groups(path)):
-            yield Unit(0, path, format, number, number + 1, group_size)
+        yield from _row_groups(path, unit_bytes)
         return
     check_is_compressed(path, head)
     if compression_of(path) or format == "text-file":
@@ -182,6 +218,19 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
     unit_bytes = max(unit_bytes, _SMALLEST_UNIT)
     for start in range(0, size, unit_bytes):
         yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))
+
+
+def _row_groups(path: str, unit_bytes: int) -> Iterator[Unit]:
+    """Yield neighbouring row groups as units of ``unit_bytes`` at most, or of one group: some tools write tiny ones."""
+    sizes = readers.row_groups(path)
+    start = size = 0
+    for number, group_size in enumerate(sizes):
+        if number > start and size + group_size > unit_bytes:
+            yield Unit(0, path, "parquet", start, number, size)
+            start, size = number, 0
+        size += group_size
+    if sizes:
+        yield Unit(0, path, "parquet", start, len(sizes), size)
 
 
 def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class Unit:
         if self.more:
             return f"{self.path} and {len(self.more)} more files"
         if self.format == "parquet":
-            return f"{self.path} row group {self.start}"
+            return f"{self.path} row groups {self.start}:{self.stop}"
         return self.path if is_whole(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
 
     @property
@@ -112,6 +113,45 @@ def compression_of(path: str | Path) -> str | None:
 # What a job is asked to do, and what it says when it is done.
 
 
+class Share(NamedTuple):
+    """Job ``number`` (from 1) of ``num_jobs`` that make one output and say nothing to each other.
+
+    Its units are those whose number divided by ``num_jobs`` leaves ``number - 1``: unit 0 is of job 1, unit 1 of job 2,
+    and so on, so that neighbours, which are often alike, are spread over all jobs.
+    """
+
+    number: int
+    num_jobs: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Read ``3/16``.
+
+        Raises:
+            ValueError: it is no such text, or 3 is not in 1 ... 16.
+        """
+        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if not found:
+            raise ValueError(f"must be the number of a job and how many there are, such as 3/16, got {text!r}")
+        number, count = int(found[1]), int(found[2])
+        if not 1 <= number <= count:
+            hint = "" if number else f"; give an array of SLURM --array=1-{count}"
+            raise ValueError(f"must be from 1/{max(count, 1)} to {max(count, 1)}/{max(count, 1)}, got {text}{hint}")
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.num_jobs}"
+
+    @property
+    def suffix(self) -> str:
+        """How names of files call it."""
+        return f"part-{self.number}-of-{self.num_jobs}"
+
+    def owns(self, unit: int) -> bool:
+        """Return whether the unit of this number is encoded by this job."""
+        return unit % self.num_jobs == self.number - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What to turn into what. The tokens do not depend on ``num_workers`` nor on ``unit_bytes``.
@@ -120,6 +160,7 @@ class Job:
         inputs: files and folders in order; ``-`` for standard input.
         output_prefix: path of the output without ``.bin``.
         make_tokenizer: called once.
+        num_workers: processes that encode; with ``cluster`` units at a time, 0 for as many as it has CPUs.
         format: of all inputs, one of ``FORMATS``; None for that which each file's name says.
         json_keys: where the text is; those of several keys are joined.
         max_bad_lines, max_bad_fraction: how much may be bad (``Limits``).
@@ -127,6 +168,8 @@ class Job:
         unit_bytes: size of the units of work; None for what suits the input and the workers.
         resume: go on with the finished units of a job that was cut off.
         use_gigatoken: encode with ``gigatoken`` where it gives the same ids.
+        share: encode the units of this share alone into the folder of parts, which other jobs fill too; None for all.
+        cluster: the Ray cluster that encodes, "auto" or HOST:PORT; None for processes of this machine.
     """
 
     inputs: Sequence[Path | str]
@@ -142,6 +185,8 @@ class Job:
     unit_bytes: int | None = None
     resume: bool = False
     use_gigatoken: bool = False
+    share: Share | None = None
+    cluster: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,20 @@ import hashlib
 import json
 import os
 import shlex
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron import files, log
-from megatron.data import index_format
+from megatron.data import index_format, remote
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.corpus import UNIT_BYTES, plan_units
-from megatron.data.preprocess.job_types import STDIN, Counts, Job, Unit
-from megatron.data.preprocess.shards import PLAN, ShardFolder
+from megatron.data.preprocess.job_types import STDIN, Counts, Job, Share, Unit
+from megatron.data.preprocess.shards import PLAN, ShardFolder, folder_of
 from megatron.errors import DataError
 from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
@@ -28,6 +30,8 @@ from megatron.tokenizer import Tokenizer
 
 FORMAT = 2
 _NAMED = 5
+_SHARES = "--part"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class JobPlan:
         options: value of each option of the tool that changes tokens or units.
         tokenizer: what is told apart of it, by name.
         committed: the output is in place, and this is what it came to; the parts only wait to be deleted.
+        num_units: how many there are.
+        eod_id: ends every document, None where nothing does.
     """
 
     inputs: Sequence[tuple[str, int, int]]
@@ -48,6 +54,38 @@ class JobPlan:
     tokenizer: Mapping[str, Any]
     committed: Mapping[str, Any] | None = None
     format: int = FORMAT
+    num_units: int = 0
+    eod_id: int | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """How many jobs with ``--part`` make this output, 0 where it is one without."""
+        return int(self.options.get(_SHARES) or 0)
+
+    def digest(self) -> str:
+        """Return what tells finished units of this plan from those of another."""
+        given = {name: value for name, value in self.options.items() if value is not None}
+        parts = [[list(facts) for facts in self.inputs], self.units, given, dict(self.tokenizer)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def publish(self, folder: Path) -> JobPlan | None:
+        """Put the plan into the folder unless one is there, and return the one that is there then.
+
+        Of jobs that start at once on several machines one puts it there, whole; None if it cannot be read.
+        """
+        own = folder / f".{PLAN}.tmp-{socket.gethostname()}-{os.getpid()}"
+        try:
+            files.write_bytes(own, json.dumps(dataclasses.asdict(self), indent=1).encode())
+            files.before_operation("link", folder / PLAN)
+            with suppress(FileExistsError):
+                os.link(own, folder / PLAN)
+        except OSError as error:
+            if error.errno not in _NO_LINKS or (folder / PLAN).exists():
+                raise
+            files.rename(own, folder / PLAN)  # a file system without links: the last of them counts, and all compare
+        finally:
+            own.unlink(missing_ok=True)
+        return read(folder)
 
     def write(self, folder: Path) -> None:
         """Put the plan into the folder of the parts."""
@@ -57,7 +95,12 @@ class JobPlan:
         """Return what is not as it was in ``earlier``, each in words."""
         if self.format != earlier.format:
             return ["the parts are those of another version of this tool"]
-        found = _changed("", earlier.options, self.options)
+        found = (
+            []
+            if self.num_shares == earlier.num_shares
+            else [f"the output was of {_number_of_jobs(earlier)}, now of {_number_of_jobs(self)}"]
+        )
+        found += [text for text in _changed("", earlier.options, self.options) if not text.startswith(f"{_SHARES} ")]
         found += _changed("the tokenizer's ", earlier.tokenizer, self.tokenizer)
         found += _changed_inputs(earlier.inputs, self.inputs)
         return found if found or self.units == earlier.units else ["the input is cut into other units"]
@@ -76,7 +119,7 @@ def digest_of(units: Sequence[Unit]) -> str:
     """Return ``JobPlan.units``: another text for other units, wherever the job is started."""
     digest = hashlib.sha256()
     for unit in units:
-        paths = [path if path == STDIN else os.path.abspath(path) for path in unit.paths]
+        paths = [path if path == STDIN else _absolute(path) for path in unit.paths]
         digest.update(json.dumps([unit.format, unit.start, unit.stop, *paths]).encode() + b"\n")
     return digest.hexdigest()
 
@@ -124,12 +167,19 @@ def _format_value(value: object) -> str:
     return shlex.join(value) if isinstance(value, list) else str(value)
 
 
+def _number_of_jobs(plan: JobPlan) -> str:
+    return f"{plan.num_shares} jobs (--part)" if plan.num_shares else "one job"
+
+
 def _file_facts(path: str) -> tuple[str, int, int]:
     try:
-        status = os.stat(path)
+        return _absolute(path), *remote.status(path)
     except OSError as error:
         raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
-    return os.path.abspath(path), status.st_size, status.st_mtime_ns
+
+
+def _absolute(path: str) -> str:
+    return path if remote.is_remote(path) else os.path.abspath(path)
 
 
 def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> list[str]:
@@ -166,26 +216,30 @@ _SMALLEST_UNIT = 4 << 20
 _UNITS_PER_WORKER = 8
 """So many at least, if they are not too small: the last ones then end at about the same time."""
 
+_WORKERS_OF_A_MACHINE, _MACHINES_OF_A_CLUSTER = 8, 8
+"""Reckoned with where nobody knows them."""
 
-def check_resumable(job: Job, paths: Sequence[Path]) -> None:
+
+def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
     """Check that a job over ``paths`` can go on with what is finished, if that is asked for.
 
     Raises:
         DataError: it reads standard input, which cannot be read again.
     """
-    if job.resume and STDIN in map(str, paths):
-        raise DataError("--resume needs input that can be read again, got - (standard input); write it to a file first")
+    flag = "--part" if job.share else "--cluster" if job.cluster else "--resume" if job.resume else ""
+    if flag and STDIN in map(str, paths):
+        raise DataError(f"{flag} needs input that can be read again, got - (standard input); write it to a file first")
 
 
-def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
+def open_parts(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
     """Return the plan of ``job``, or that found if it goes on, its units and its parts. The caller locks them.
 
     Raises:
         DataError: the parts to go on with belong to another job, or an input cannot be used.
     """
-    parts = ShardFolder(job.output_prefix, index_format.token_type(tokenizer.vocab_size))
-    earlier = read(parts.folder)
-    goes_on = job.resume and earlier is not None
+    folder = folder_of(job.output_prefix)
+    earlier = read(folder)
+    goes_on = job.resume and earlier is not None and not job.share
     unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
     units = plan_units(paths, job.format, unit_bytes)
     asked = JobPlan(
@@ -193,23 +247,49 @@ def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[J
         units=digest_of(units),
         options=_options(job, unit_bytes),
         tokenizer=_tokenizer_facts(tokenizer),
+        num_units=len(units),
+        eod_id=tokenizer.eod_id if job.append_eod else None,
     )
+    parts = folder_for(folder, asked, is_shared=bool(job.share or job.cluster))
+    if job.share:
+        _check_share(job.share, asked, asked.publish(folder), folder)
+        return asked, units, parts
     if goes_on and earlier is not None:
-        check_same(asked, earlier, parts.folder)
+        check_same(asked, earlier, folder)
         if earlier.committed is None or _is_in_place(job.output_prefix, earlier.committed):
             return earlier, units, parts
-        asked.write(parts.folder)
+        asked.write(folder)
         return asked, units, parts
     _remove_earlier(job, parts, earlier)
-    asked.write(parts.folder)
+    asked.write(folder)
     return asked, units, parts
 
 
-def _unit_bytes(job: Job, paths: Sequence[Path], earlier: JobPlan | None) -> int:
+def folder_for(folder: Path, plan: JobPlan, *, is_shared: bool) -> ShardFolder:
+    """Return the parts of ``plan`` in ``folder``."""
+    dtype = index_format.token_type(plan.tokenizer["size"])
+    return ShardFolder(folder, dtype, plan.digest(), is_shared=is_shared)
+
+
+def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Path) -> None:
+    """Check that the plan in ``folder`` is the one that every other job of ``share.num_jobs`` has made, too."""
+    if found is None:
+        raise DataError(f"{folder / PLAN} cannot be read. Remove {folder} and run all parts again.")
+    if differences := asked.differences(found):
+        raise DataError(
+            f"--part {share} needs in {folder} what its own jobs have made; {_named(differences)}. Give all parts the "
+            f"same inputs and options, give another --output-prefix, or remove {folder} if nobody needs it."
+        )
+
+
+def _unit_bytes(job: Job, paths: Sequence[Path | str], earlier: JobPlan | None) -> int:
     if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
         return found
-    total = sum(path.stat().st_size for path in paths if str(path) != STDIN)
-    return min(max(total // (job.num_workers * _UNITS_PER_WORKER), _SMALLEST_UNIT), UNIT_BYTES)
+    total = sum(remote.status(path).size for path in paths if str(path) != STDIN)
+    num_workers = job.num_workers
+    if job.share or job.cluster:  # not by this machine's cores: all jobs must cut alike, and a cluster may grow
+        num_workers = _WORKERS_OF_A_MACHINE * (job.share.num_jobs if job.share else _MACHINES_OF_A_CLUSTER)
+    return min(max(total // (num_workers * _UNITS_PER_WORKER), _SMALLEST_UNIT), UNIT_BYTES)
 
 
 def _options(job: Job, unit_bytes: int) -> dict[str, object]:
@@ -220,6 +300,7 @@ def _options(job: Job, unit_bytes: int) -> dict[str, object]:
         "--max-document-chars": job.max_document_chars,
         "--gigatoken": job.use_gigatoken,
         "--unit-bytes": unit_bytes,
+        **({_SHARES: job.share.num_jobs} if job.share else {}),
     }
 
 
@@ -241,9 +322,14 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> None:
+    if earlier and earlier.num_shares:
+        raise DataError(
+            f"{parts.folder} holds what jobs with --part have made. Join it (tools/merge_data.py --input "
+            f"{parts.folder}), give another --output-prefix, or remove it if nobody needs it."
+        )
     if job.resume:
         log.info(f"{parts.folder} holds no finished units: --resume starts from the beginning")
-    elif parts.has_any() and not (earlier and earlier.committed):
+    elif any(parts.folder.glob("unit-*.json")) and not (earlier and earlier.committed):
         log.info(f"removing the finished units of an earlier job, {parts.folder}; --resume would go on with them")
     parts.remove()
 

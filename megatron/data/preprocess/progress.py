@@ -88,10 +88,10 @@ def in_words(seconds: float) -> str:
 
 
 class JobProgress:
-    """Counts the units of a job; ``counts`` are those of the finished ones."""
+    """Counts the units that a job encodes; ``counts`` are those of the finished ones."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
+        self.units = {unit.number: unit for unit in units}
         self.counts = Counts()
         self.total_bytes = sum(unit.size for unit in units)
         self._has_bound = all(

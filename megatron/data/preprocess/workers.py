@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -61,7 +61,7 @@ Report = Running | Finished | Failed
 class Work:
     """All that a worker needs; it is inherited by the fork, never pickled."""
 
-    units: Sequence[Unit]
+    units: Mapping[int, Unit]
     encoder: Encoder
     parts: ShardFolder
 
@@ -71,7 +71,8 @@ def run(connection: Connection, work: Work, parent: int) -> None:
     _become_worker(parent)
     try:
         while (number := connection.recv()) is not None:
-            connection.send(_do(work, work.units[number], connection))
+            for report in reports(work.encoder, work.parts, work.units[number], _SECONDS_BETWEEN_REPORTS):
+                connection.send(report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the job is gone
 
@@ -85,23 +86,25 @@ def _become_worker(parent: int) -> None:
     gc.freeze()  # what is inherited stays shared: the collector would write to each page of it
 
 
-def _do(work: Work, unit: Unit, connection: Connection) -> Report:
+def reports(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: float) -> Iterator[Report]:
+    """Encode ``unit`` into its part unless that is there; yield how far it is, and at the end Finished or Failed."""
     try:
-        if part := work.parts.finished(unit.number):
-            return Finished(part, is_new=False)
-        return Finished(_encode(work, unit, connection), is_new=True)
+        if part := parts.finished(unit.number):
+            yield Finished(part, is_new=False)
+        else:
+            yield from _encoded(encoder, parts, unit, seconds_between)
     except DataError as error:
-        return Failed(str(error), is_data_error=True)
+        yield Failed(str(error), is_data_error=True)
     except OSError as error:
-        return Failed(str(error), error_number=error.errno or errno.EIO, where=traceback.format_exc())
+        yield Failed(str(error), error_number=error.errno or errno.EIO, where=traceback.format_exc())
     except Exception as error:
-        return Failed(f"{type(error).__name__}: {error}", where=traceback.format_exc())
+        yield Failed(f"{type(error).__name__}: {error}", where=traceback.format_exc())
 
 
-def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
-    encoder, counts, reported_s = work.encoder, Counts(), time.monotonic()
+def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: float) -> Iterator[Report]:
+    counts, reported_s = Counts(), time.monotonic()
     is_checked = compression_of(unit.path) is None
-    with PartWriter(work.parts, unit.number) as writer:
+    with PartWriter(parts, unit.number) as writer:
         for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
             encoded = encoder.encode(chunk, unit.format)
             if encoded.bad and not is_checked:  # behind a flipped bit comes rubbish, and the checksum only at the end
@@ -109,10 +112,11 @@ def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
                 is_checked = True
             counts = total((counts, encoded.counts))
             writer.add(encoded, counts)
-            if encoded.bad or time.monotonic() - reported_s >= _SECONDS_BETWEEN_REPORTS:
-                connection.send(Running(counts))
+            if encoded.bad or time.monotonic() - reported_s >= seconds_between:
+                yield Running(counts)
                 reported_s = time.monotonic()
-        return writer.finish()
+        part = writer.finish()
+    yield Finished(part, is_new=True)
 
 
 # Handing units to worker processes and watching over them: whatever goes wrong, no process is left behind.
@@ -222,11 +226,16 @@ class Workers:
         if report is None:
             each.process.join()
             return UnitError(f"a worker process {_end_of(each.process.exitcode)} while it encoded {unit}")
-        if report.is_data_error:
-            return DataError(report.reason)
-        if report.error_number:
-            return OSError(report.error_number, f"while a worker encoded {unit}: {report.reason}")
-        return UnitError(f"a worker process failed while it encoded {unit}: {report.reason}\n{report.where}".rstrip())
+        return error_of(report, unit)
+
+
+def error_of(report: Failed, unit: str) -> Exception:
+    """Return the error for the failure of the unit of this name."""
+    if report.is_data_error:
+        return DataError(report.reason)
+    if report.error_number:
+        return OSError(report.error_number, f"while a worker encoded {unit}: {report.reason}")
+    return UnitError(f"a worker process failed while it encoded {unit}: {report.reason}\n{report.where}".rstrip())
 
 
 def _end_of(code: int | None) -> str:

@@ -29,9 +29,9 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
     strings = arrow.Array.from_buffers(arrow.string(), 7, raw.buffers())
     table = arrow.table({"text": strings, "n": range(7), "meta": [{"title": f"t{row}"} for row in range(7)]})
     path = parquet_file(tmp_path / "c.parquet", table)
-    units = plan_units([path], None)
-    assert [unit.name() for unit in units] == [f"{path} row group {number}" for number in range(3)]
-    found = texts([path])
+    names = [unit.name() for unit in plan_units([path], None, unit_bytes=1)]
+    assert names == [f"{path} row groups {number}:{number + 1}" for number in range(3)]
+    found = texts([path], unit_bytes=1)
     assert [text for text in found if isinstance(text, str)] == ["a", "b\n", "c"]
     bad = [result for result in found if isinstance(result, BadRecord)]
     assert [result.to_json()["row"] for result in bad] == [4, 5, 6]
@@ -109,5 +109,5 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         texts([path])
     content[8:60] = bytes(52)
     path.write_bytes(content)
-    with pytest.raises(DataError, match="c.parquet must be a whole parquet file; row group 0 is damaged at row 0"):
+    with pytest.raises(DataError, match="c.parquet must be a whole parquet file; it is damaged at row 0"):
         texts([path])

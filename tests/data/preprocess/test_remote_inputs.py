@@ -1,0 +1,218 @@
+"""Inputs in an object store, by names of fsspec: the tokens of the same files on the disk, however it answers."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from megatron.data import remote
+from megatron.data.preprocess import find_inputs
+from megatron.errors import DataError
+from tests.helpers.preprocess_job import GOOD, Corpus, lines
+from tools import preprocess_data
+
+CONTENT = lines(*GOOD[:30])
+needs_moto = pytest.mark.skipif(
+    not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")),
+    reason="needs s3fs and moto: pip install -e '.[stores]'",
+)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryFileSystem:
+    """An empty store in memory, ranges of 700 bytes, no pauses."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
+    return fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path)
+
+
+def of_disk(corpus: Corpus, **changed: Any) -> tuple[bytes, ...]:
+    corpus.run(**changed)
+    return corpus.output()
+
+
+def parquet_bytes(texts: list[str]) -> bytes:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    parquet.write_table(arrow.table({"text": texts}), file, row_group_size=3)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1000])
+def test_any_reading_gives_the_bytes_of_the_file(
+    store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(remote, "BLOCK_BYTES", block_bytes)
+    content = random.Random(0).randbytes(300)
+    store.pipe("/b/c", content)
+    choose = random.Random(block_bytes)
+    with remote.open_file("memory://b/c") as file, io.BytesIO(content) as expected:
+        assert file.read() == content and file.seek(-3, io.SEEK_END) == 297
+        for _ in range(60):
+            place, count = choose.randrange(310), choose.randrange(40)
+            assert file.seek(place) == expected.seek(place)
+            assert file.read(count) == expected.read(count) and file.tell() == expected.tell()
+
+
+def test_a_folder_of_a_store_gives_the_bytes_of_one_on_the_disk(corpus: Corpus, store: MemoryFileSystem) -> None:
+    files = {
+        "a.jsonl": CONTENT,
+        "z=1/b.jsonl.gz": gzip.compress(lines("packed", "twice")),
+        "z=1/c.parquet": parquet_bytes([f"row {row}" for row in range(7)]),
+        "d.txt": "窗前\r\n有一盏灯".encode(),
+        "_SUCCESS": b"",
+        ".a.jsonl.crc": b"crc",
+    }
+    for name, content in files.items():
+        path = corpus.folder / "c" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        store.pipe(f"/bucket/c/{name}", content)
+    expected = of_disk(corpus, inputs=[corpus.folder / "c"])
+    for name in ("memory://bucket/c", "memory:///bucket/c/", f"file://{corpus.folder}/c"):
+        corpus.run(inputs=[name], unit_bytes=900, num_workers=2)
+        assert corpus.output() == expected
+    assert [name.removeprefix("memory://") for name in map(str, find_inputs(["memory://bucket/c"]))] == [
+        f"/bucket/c/{name}" for name in ("a.jsonl", "d.txt", "z=1/b.jsonl.gz", "z=1/c.parquet")
+    ]
+
+
+def test_bad_lines_are_told_with_their_number(corpus: Corpus, store: MemoryFileSystem) -> None:
+    store.pipe("/b/c.jsonl", CONTENT + b"x\n")
+    with pytest.raises(DataError, match=r"c.jsonl:31 \(byte \d+\): not JSON"):
+        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500)
+    corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True, max_bad_lines=1)
+    assert len(corpus.texts()) == 30
+
+
+def test_an_object_that_was_written_again_is_another_input(corpus: Corpus, store: MemoryFileSystem) -> None:
+    store.pipe("/b/c.jsonl", CONTENT + b"x\n")
+    with pytest.raises(DataError, match="--resume goes on"):
+        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500)
+    store.pipe("/b/c.jsonl", CONTENT)
+    with pytest.raises(DataError, match=rf"c.jsonl had {len(CONTENT) + 2} bytes, now {len(CONTENT)}"):
+        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True)
+
+
+@pytest.mark.parametrize("how", ["an error", "a short body"])
+def test_what_a_store_fails_at_is_asked_for_again_and_said(
+    corpus: Corpus, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, capfd, how: str
+) -> None:
+    """Every second answer is an error 500, or lacks its last byte."""
+    store.pipe("/b/c.jsonl", CONTENT)
+    corpus.write(CONTENT)
+    expected = of_disk(corpus)
+    answer, asked = MemoryFileSystem.cat_file, []
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        if len(asked) % 2:
+            if how == "an error":
+                raise OSError("500 Internal Server Error")
+            return answer(self, path, start, end)[:-1]
+        return answer(self, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    corpus.run(inputs=["memory://b/c.jsonl"])
+    said = capfd.readouterr().err
+    reason = "500 Internal" if how == "an error" else "699 of 700 bytes came"
+    assert corpus.output() == expected and f"reading bytes 0:700 failed (OSError: {reason}" in said
+    assert "trying again in 0.0 s" in said
+
+
+@pytest.mark.parametrize(
+    "error, text, times",
+    [
+        (OSError("503 Slow Down"), r"reading bytes 0:\d+ failed 3 times \(OSError: 503 Slow Down\)", 3),
+        (PermissionError("Forbidden"), r"the store refuses access \(PermissionError: Forbidden\). Check the cred", 1),
+        (FileNotFoundError("x"), "memory://b/c.jsonl does not exist; check the name", 1),
+    ],
+)
+def test_what_fails_for_good_ends_the_job_and_leaves_nothing(
+    corpus: Corpus, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, times: int
+) -> None:
+    store.pipe("/b/c.jsonl", CONTENT)
+    asked: list[int] = []
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        raise error
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with pytest.raises(DataError, match=text):
+        corpus.run(inputs=["memory://b/c.jsonl"])
+    assert asked.count(0) == times and corpus.names() == []
+
+
+def test_what_is_no_input_is_refused(corpus: Corpus, store: MemoryFileSystem, monkeypatch) -> None:
+    store.pipe("/b/spark/_temporary/0/x", b"")
+    store.pipe("/b/spark/part-0.jsonl", CONTENT)
+    store.pipe("/b/logs/executor.json", b"{}")
+    store.pipe("/b/logs/completions/00000", b"")
+    store.pipe("/b/empty/_SUCCESS", b"")
+    for name, text in (
+        ("memory://b/none", "memory://b/none does not exist; check the name"),
+        ("memory://b/spark", "memory://b/spark must be finished; _temporary says"),
+        ("memory://b/logs", "b/logs is the log folder of datatrove"),
+        ("memory://b/empty", "is a folder without any file"),
+        ("nosuch://b/c", "nosuch://b/c cannot be read: Protocol not known: nosuch"),
+    ):
+        with pytest.raises(DataError, match=text):
+            find_inputs([name])
+    if not importlib.util.find_spec("s3fs"):
+        with pytest.raises(DataError, match=r"s3://b/c needs a package: .*For s3:// it is pip install -e '.\[s3\]'"):
+            find_inputs(["s3://b/c"])
+    with pytest.raises(DataError, match="--output-prefix must be a path of this machine, got s3://b/c. Upload"):
+        corpus.run(CONTENT, output_prefix="s3://b/c")
+    args = preprocess_data.parse_args(["--input", "memory://b/c", "d", "--output-prefix", "o"])
+    assert args.input == ["memory://b/c", Path("d")]
+
+
+@needs_moto
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_s3_gives_the_bytes_of_the_disk(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto's server stands in for S3."""
+    from moto.server import ThreadedMotoServer
+
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 5000)
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "k"),
+        ("AWS_SECRET_ACCESS_KEY", "s"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        files.mkdir("bucket")
+        contents = {"a.jsonl": lines(*GOOD * 20), "b.jsonl.gz": gzip.compress(lines(*GOOD)), "_SUCCESS": b""}
+        for name, content in contents.items():
+            files.pipe(f"bucket/c/{name}", content)
+            (corpus.folder / "c").mkdir(exist_ok=True)
+            (corpus.folder / "c" / name).write_bytes(content)
+        expected = of_disk(corpus, inputs=[corpus.folder / "c"])
+        corpus.run(inputs=["s3://bucket/c"], num_workers=2, unit_bytes=20_000)
+        assert corpus.output() == expected
+        with pytest.raises(DataError, match="s3://bucket/none does not exist"):
+            find_inputs(["s3://bucket/none"])
+    finally:
+        server.stop()

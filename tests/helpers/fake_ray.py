@@ -1,0 +1,115 @@
+"""What ``megatron.data.preprocess.cluster`` asks of Ray, in this process, for tests that need no cluster.
+
+Tasks are generators that are advanced in turn. ``lose`` names what is to happen to the k-th task that is started.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class RayError(Exception):
+    """All errors of the system."""
+
+
+class RayTaskError(RayError):
+    """What a task itself raised."""
+
+
+class NodeDiedError(RayError):
+    """Its machine is gone."""
+
+
+class RuntimeEnvSetupError(RayError):
+    """Its environment cannot be made."""
+
+
+class TaskUnschedulableError(RayError):
+    """No machine can run it."""
+
+
+class FakeRay(types.SimpleNamespace):
+    """Stands in for the module.
+
+    Args:
+        num_cpus: of the cluster.
+        lose: number of a task -> after how many of its reports its worker is lost.
+    """
+
+    def __init__(self, num_cpus: int = 2, lose: dict[int, int] | None = None) -> None:
+        super().__init__()
+        self.num_cpus, self.lose = num_cpus, lose or {}
+        self.exceptions = types.SimpleNamespace(
+            RayError=RayError,
+            RayTaskError=RayTaskError,
+            RuntimeEnvSetupError=RuntimeEnvSetupError,
+            TaskUnschedulableError=TaskUnschedulableError,
+        )
+        self.started: list[tuple[Any, ...]] = []
+        self.most_at_once = 0
+        self.cancelled: list[Any] = []
+        self.is_shut_down = False
+        self.options: dict[str, Any] = {}
+        self.address: str | None = None
+
+    def init(self, address: str, **options: Any) -> None:
+        self.address, self.options = address, options
+
+    def nodes(self) -> list[dict[str, bool]]:
+        return [{"Alive": True}] * 2 + [{"Alive": False}]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": float(self.num_cpus)}
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def remote(self, function: Callable[..., Iterator[Any]]) -> Any:
+        def start(*arguments: Any) -> _Task:
+            number = len(self.started)
+            self.started.append(arguments)
+            return _Task(function(*arguments), self.lose.get(number))
+
+        made = types.SimpleNamespace(remote=start)
+        return types.SimpleNamespace(options=lambda **_: made)
+
+    def wait(self, tasks: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self.most_at_once = max(self.most_at_once, len(tasks))
+        return tasks[-num_returns:][::-1], tasks[:-num_returns]
+
+    def get(self, reference: Callable[[], Any]) -> Any:
+        return reference()
+
+    def cancel(self, task: Any, force: bool) -> None:
+        self.cancelled.append(task)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class _Task:
+    def __init__(self, reports: Iterator[Any], reports_left: int | None) -> None:
+        self._reports, self._left = reports, reports_left
+
+    def __next__(self) -> Callable[[], Any]:
+        if self._left is not None:
+            if not self._left:
+                return self._fail
+            self._left -= 1
+        try:
+            value = next(self._reports)
+        except StopIteration:
+            raise
+        except Exception as error:
+            wrapped = RayTaskError(f"{type(error).__name__}: {error}")
+            return lambda: _raise(wrapped)
+        return lambda: value
+
+    def _fail(self) -> None:
+        raise NodeDiedError("Task failed because the node it was running on is dead.\nmore of it")
+
+
+def _raise(error: Exception) -> None:
+    raise error
