@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -96,9 +96,19 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
         return
     yield "what makes it fit, the fastest first:"
     for remedy in found[:SHOWN_REMEDIES]:
-        yield (
-            f"  {' '.join(remedy.changes)}: {_gigabytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
-        )
+        flags = together(remedy.changes)
+        yield f"  {flags}: {_gigabytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
+
+
+def together(changes: Iterable[str]) -> str:
+    """Return the flags of ``changes``, one behind the other, each once: the last value counts, as on a command line."""
+    values: dict[str, str] = {}
+    for word in " ".join(changes).split():
+        if word.startswith("--"):
+            name, values[word] = word, ""
+        else:
+            values[name] += f" {word}"
+    return " ".join(name + value for name, value in values.items())
 
 
 def pasted(found: Estimate, question: Question) -> Iterator[str]:

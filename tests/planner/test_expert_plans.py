@@ -15,6 +15,7 @@ from megatron.mpu.topology import Topology
 from megatron.planner.estimate import DATA, EXPERT, Planner
 from megatron.planner.layout import Layout, layout_of, problems
 from megatron.planner.machine import Link, device
+from megatron.planner.report import together
 from megatron.planner.search import Search, candidates, changes, least_bytes, lower_bound, remedies, search
 from megatron.planner.time_model import Traffic
 from megatron.training.dry_run import plan_rows
@@ -194,3 +195,9 @@ def test_what_flags_say_of_experts_comes_into_the_layout_and_the_start_table() -
     assert shown["ZeRO"].endswith("4 replicas share masters and optimizer states, of experts 2 that have the same")
     assert "memory is that of an even load" in shown["experts"]
     assert Planner(asked, H100).estimate(layout).traffic[EXPERT] != Traffic()
+
+
+def test_a_flag_that_two_changes_set_is_told_once_with_its_last_value() -> None:
+    assert together(["--pipe-parallel-size 4 --gas 128", "--pipe-parallel-size 8 --gas 256 --sequence-parallel"]) == (
+        "--pipe-parallel-size 8 --gas 256 --sequence-parallel"
+    )
