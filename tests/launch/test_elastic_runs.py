@@ -44,7 +44,7 @@ def test_a_network_that_is_cut_for_five_seconds_loses_no_node(tmp_path: Path) ->
     preload = ["--preload", ",".join(machine.PRELOADED)]
     command = ["bash", str(TWO_HOSTS), "bash", str(script), *preload, str(ROOT / "pretrain_gpt2.py"), *argv]
     env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    env |= {"PYTHONPATH": str(ROOT)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     if done.returncode == 77:
         pytest.skip("this machine makes no network namespaces")

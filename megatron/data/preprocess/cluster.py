@@ -6,9 +6,7 @@ paths. A task is a generator that yields the same reports as a worker process do
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
 import socket
 import time
 from collections import deque
@@ -43,21 +41,15 @@ PATIENCE_S = 90.0
 
 # On the machine that encodes.
 
-_setups: dict[str, tuple[Encoder, ShardFolder]] = {}
-"""What this worker process has unpacked: the tokenizer is built once."""
 
-
-def encode_unit(key: str, setup: bytes, folder: str, unit: Unit) -> Iterator[tuple[Report, float]]:
+def encode_unit(setup: tuple[Encoder, ShardFolder], folder: str, unit: Unit) -> Iterator[tuple[Report, float]]:
     """Encode a unit; yield reports, each with the seconds that the unit has taken so far."""
     began = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         if not all(remote.is_remote(path) or os.path.isabs(path) for path in unit.paths):
             os.chdir(folder)
-        if key not in _setups:
-            _setups.clear()
-            _setups[key] = pickle.loads(setup)
-        encoder, parts = _setups[key]
+        encoder, parts = setup
         if not parts.folder.is_dir():
             raise DataError(f"{parts.folder} must be there on every machine of the cluster; {_here()} does not have it")
     except (OSError, DataError) as error:
@@ -126,9 +118,8 @@ class ClusterWorkers:
         absolute = ShardFolder(
             self._work.parts.folder.absolute(), self._work.parts.dtype, self._work.parts.plan, is_shared=True
         )
-        setup = pickle.dumps((self._work.encoder, absolute))
         self._join()
-        self._setup = hashlib.sha256(setup).hexdigest(), self._ray.put(setup), os.getcwd()
+        self._setup = self._ray.put((self._work.encoder, absolute)), os.getcwd()
         self._task = self._ray.remote(encode_unit).options(num_cpus=1, max_retries=0)
         return self
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,6 @@ def every_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tasks report after each chunk, of which a unit has several."""
     monkeypatch.setattr(cluster, "_SECONDS_BETWEEN_REPORTS", 0)
     monkeypatch.setattr("megatron.data.preprocess.encode.CHUNK_BYTES", 200)
-    monkeypatch.setattr(cluster, "_setups", {})
 
 
 def on(ray: FakeRay, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, **changed: object) -> preprocess.Summary:
@@ -123,8 +123,8 @@ def _raise(error: Exception) -> None:
 
 
 def test_a_machine_that_does_not_share_the_folders_is_named(corpus: Corpus, monkeypatch) -> None:
-    def task(key: str, setup: bytes, folder: str, unit: preprocess.Unit) -> Iterator[object]:
-        return real(key, setup, "/nowhere", unit)
+    def task(setup: tuple[Any, Any], folder: str, unit: preprocess.Unit) -> Iterator[object]:
+        return real(setup, "/nowhere", unit)
 
     real = cluster.encode_unit
     monkeypatch.setattr(cluster, "encode_unit", task)
@@ -186,6 +186,11 @@ def ended(job: subprocess.Popen[str]) -> str:
     return said
 
 
+def writers(parts: Path) -> set[str]:
+    """Return the processes that are at a unit now, one for each CPU of the cluster when all have begun."""
+    return {path.name.rsplit("-", 2)[1] for path in parts.glob("unit-*.bin.tmp-*")}
+
+
 def sha256(folder: Path, prefix: str) -> list[str]:
     return [hashlib.sha256((folder / f"{prefix}{suffix}").read_bytes()).hexdigest() for suffix in SUFFIXES]
 
@@ -195,7 +200,7 @@ def sha256(folder: Path, prefix: str) -> list[str]:
 @pytest.mark.timeout(900)
 def test_a_node_that_is_killed_in_the_middle_changes_no_byte(tmp_path: Path) -> None:
     """Two nodes on this machine; the second and all its processes end by SIGKILL while they encode."""
-    prepare(tmp_path, 200)
+    prepare(tmp_path, 300)
     ended(start(tmp_path, "one", "--workers", "2"))
     nodes = subprocess.Popen(
         [sys.executable, str(TWO_NODES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -203,10 +208,10 @@ def test_a_node_that_is_killed_in_the_middle_changes_no_byte(tmp_path: Path) -> 
     assert nodes.stdin and nodes.stdout
     try:
         address = nodes.stdout.readline().strip()
-        job = start(tmp_path, "two", "--cluster", address, "--unit-bytes", "200000")
-        while len(list((tmp_path / "two.parts").glob("unit-*.json"))) < 6:
+        job = start(tmp_path, "two", "--cluster", address, "--unit-bytes", "500000")
+        while len(writers(tmp_path / "two.parts")) < 2 or not list((tmp_path / "two.parts").glob("unit-*.json")):
             assert job.poll() is None, job.communicate()[1]
-            time.sleep(0.05)
+            time.sleep(0.02)
         nodes.stdin.write("kill\n")
         nodes.stdin.flush()
         assert nodes.stdout.readline().strip() == "killed" and job.poll() is None, "it must be killed in the middle"
