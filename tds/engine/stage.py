@@ -188,14 +188,16 @@ class Stage:
         span: marks of the clock around the actions of the last run.
     """
 
-    def __init__(self, module: Any, exchange: P2PCommunicator, device: torch.device) -> None:
+    def __init__(
+        self, module: Any, exchange: P2PCommunicator, device: torch.device, by_graph: bool | None = False
+    ) -> None:
         self.module = module
         self.exchange = exchange
         self.device = device
         self.index = exchange.links.stage
         self.num_stages = exchange.links.num_stages
         self.num_chunks = exchange.num_chunks
-        self.splitter = WeightGradStore()
+        self.splitter = WeightGradStore(module, self._forward_of, by_graph=by_graph)
         self.recompute = Recompute()
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
@@ -296,6 +298,10 @@ class Stage:
 
     def backward(self, action: Action, call: Call) -> None:
         """Run the whole backward of one micro-batch; send the gradients of what came in back."""
+        if self.splitter.modules.always_wait:
+            self._run_backward(action, call)
+            self.backward_weight(action, call)
+            return
         with self._making_final(action, call):
             self._run_backward(action, call)
         if call.reducer is not None and action in self._program.last:
@@ -327,10 +333,9 @@ class Stage:
         with call.part(BACKWARD):
             gradients.before_backward()
             with self._splitting(action), self._putting_off(action):
-                if state.loss is not None:
-                    state.loss.backward()
-                elif state.edges:
-                    torch.autograd.backward(state.edges, arrived)
+                roots, given = (state.edges, arrived) if state.loss is None else ([state.loss], [None])
+                if roots:
+                    self.splitter.backward(roots, given, state.leaves)
             gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
@@ -345,7 +350,13 @@ class Stage:
         return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
-        return self.splitter.deferring(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
+        is_wanted = isinstance(action, BackwardInput) or self.splitter.modules.always_wait
+        return self.splitter.deferring(_key(action)) if is_wanted else nullcontext()
+
+    def _forward_of(self) -> tuple[int, int] | None:
+        """Return the micro-batch and chunk whose forward runs in training."""
+        action = self.exchange.action
+        return _key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
