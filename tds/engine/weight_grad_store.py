@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -212,30 +212,30 @@ class WeightGradStore:
         self.split.update(leaf for each in self._put_off[key] for leaf in each.leaves())
 
     def backward(self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """Run autograd from ``roots``; within ``deferring`` put off by the graph what else can be.
+        """Run autograd from ``roots``, within ``deferring``; put off by the graph what else can be.
 
         Args:
             roots: a loss, or gradient edges with their ``grads``.
             inputs: the leaves whose gradients the previous stage waits for; none on the first.
         """
-        if self._current is None or not inputs or self.by_graph is False:
-            torch.autograd.backward(roots, grads)
-            return
-        if self.by_graph is None:
+        if self.by_graph is None and inputs:
             self.by_graph = graph_split.pays(roots, inputs, self._anchor)
-        if self.by_graph:
-            self._current += graph_split.backward(roots, grads, inputs, self._anchor)
-        else:
+        if self.by_graph and inputs:
+            self._waiting_now().extend(graph_split.backward(roots, grads, inputs, self._anchor))
+        elif roots:
             torch.autograd.backward(roots, grads)
 
     def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Take note of the gradients that ``weight`` and ``bias`` are owed."""
+        self._waiting_now().append(_LinearCall(x, grad, weight, bias))
+
+    def _waiting_now(self) -> list[PutOff]:
         if self._current is None:
             raise RuntimeError(
                 "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
                 'backward: use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
             )
-        self._current.append(_LinearCall(x, grad, weight, bias))
+        return self._current
 
     def waiting(self, key: Key) -> set[torch.Tensor]:
         """Return the weights and biases whose gradients are put off under ``key``."""
@@ -245,14 +245,15 @@ class WeightGradStore:
         """Compute what was put off under ``key`` and add it to the gradients; ``on_done`` hears of each leaf's last."""
         every = self._put_off.pop(key)
         left = Counter(leaf for each in every for leaf in each.leaves())
-        while every:
-            each = every.pop(0)  # and let go what it holds
-            leaves = each.leaves()
-            each.run()
-            left.subtract(leaves)
-            for leaf in leaves:
-                if on_done is not None and not left[leaf]:
-                    on_done(leaf)
+        with self.active() if self.by_graph else nullcontext():  # layers may be computed again
+            while every:
+                each = every.pop(0)  # and let go what it holds
+                leaves = each.leaves()
+                each.run()
+                left.subtract(leaves)
+                for leaf in leaves:
+                    if on_done is not None and not left[leaf]:
+                        on_done(leaf)
 
     def clear(self) -> None:
         """Forget what a call that failed has left."""
