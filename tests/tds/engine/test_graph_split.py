@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections import deque
 from typing import Any
 
@@ -57,11 +59,12 @@ class Net(nn.Module):
         self.shared, self.own = (nn.Parameter(torch.randn(8, 8, dtype=dtype)) for _ in range(2))
         self.cast = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
         self.table = nn.Parameter(torch.randn(5, 8, dtype=dtype))
+        self.beside = nn.Linear(8, 8, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.norm(self.first(x))) + self.second(x)
         x = torch.tanh(x @ self.shared) @ self.shared
-        x = self.linear(torch.tanh(x) + self.table)
+        x = self.linear(torch.tanh(x) + self.table) + self.beside(torch.ones_like(self.table.detach()))
         return Double.apply(torch.tanh(x), self.own) @ self.cast.to(x.dtype).t()
 
 
@@ -99,8 +102,33 @@ def test_hooks_run_once_when_the_gradient_comes_and_what_is_frozen_has_none() ->
     assert set(seen) == early, "a bias alone is no product"
     waiting = store.waiting((0, 0))
     store.run((0, 0))
-    assert len(seen) == len(set(seen)) == 11 and net.second.weight.grad is None
+    assert len(seen) == len(set(seen)) == 13 and net.second.weight.grad is None
     assert waiting == {p for name, p in net.named_parameters() if name in set(seen) - early}
+
+
+def test_a_graph_is_let_go_with_its_weights_turn() -> None:
+    """At once, not when Python next looks for circles."""
+    net, store, kept = Net(torch.float64), WeightGradStore(by_graph=True), weakref.WeakSet()
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+
+    class Saved:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor.detach()
+            kept.add(self)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with store.active(), store.deferring((0, 0)):
+            with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+                loss = net(x).sum()
+            store.backward([loss], [None], [x])
+        del loss
+        assert len(kept) > 0
+        store.run((0, 0))
+        assert len(kept) == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("module", "by_graph"), [(Addmm, True), (nn.Linear, False)])
