@@ -37,7 +37,7 @@ OF_LAUNCHERS = ("agents/", "node/", "run", "come/", "begin/")
 
 
 class LaunchRendezvous(RendezvousHandler):
-    """What ``LaunchAgent`` asks of a rendezvous, and what torch's elastic agent does, whose answers are always these."""
+    """What ``LaunchAgent`` asks of a rendezvous; what torch's own agent asks has always the same answers."""
 
     is_elastic = False
     restarts: int | None = None
