@@ -1,0 +1,245 @@
+#!/usr/bin/env bash
+# The examples for SLURM under a real one, on this machine alone, as root on Debian. From the repository:
+#   bash tests/launch/local_slurm.sh [PART ...]
+#
+#   tasks      examples/launch/srun.sh: two tasks, each of them a rank
+#   warned     examples/slurm/gpt2.sh on two nodes: warned ahead of its time limit, queued again, goes on
+#   cancelled  the same, ended by scancel: saved, and not queued again
+#   elastic    examples/slurm/elastic.sh: one of two nodes is lost, the run goes on, and takes it in again
+#
+# Losses of the first two are those of the same run without SLURM, to the bit; those of the last within 1e-12. Installs
+# slurm-wlm and munge where they are missing. The two nodes are 127.0.0.1 and 127.0.0.2, each with a slurmd of its own and
+# with as many CPUs and GPUs as the examples ask for, which are only counted: ranks are on the CPU, and few. All daemons
+# are ended and all files removed. Ends with 0 when all is well, with 77 where it cannot be run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+known="tasks warned cancelled elastic"
+parts=${*:-$known}
+for part in $parts; do
+  [[ " $known " == *" $part "* ]] || { echo "local_slurm.sh: no such part: $part" >&2; exit 2; }
+done
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
+  echo "local_slurm.sh: needs root and Debian's apt-get" >&2
+  exit 77
+fi
+if ! { command -v slurmctld && command -v slurmd && command -v munged; } > /dev/null; then
+  apt-get update > /dev/null
+  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge > /dev/null
+fi
+
+nodes=(127.0.0.1 127.0.0.2)
+port=${LOCAL_SLURM_PORT:-26817}                   # the controller's; a slurmd has one of the next two
+place=$(mktemp -d /tmp/local-slurm-XXXXXX)
+runs=$place/runs
+export PYTHON=${PYTHON:-python} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 SLURM_CONF=$place/slurm.conf
+
+# ---- the cluster
+
+configure() {
+  chmod 755 "$place"
+  mkdir "$place/state" "$place/munge" "$runs" "${nodes[@]/#/$place/}"
+  chmod 711 "$place/munge"
+  (umask 077; head -c 64 /dev/urandom > "$place/munge/key")
+  cat > "$SLURM_CONF" << END
+ClusterName=local
+SlurmctldHost=$(hostname -s)(127.0.0.1)
+SlurmctldPort=$port
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=$place/munge/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation=$place/state
+SlurmdSpoolDir=$place/%n
+SlurmctldPidFile=$place/slurmctld.pid
+SlurmdPidFile=$place/%n.pid
+SlurmctldLogFile=$place/slurmctld.log
+SlurmdLogFile=$place/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+GresTypes=gpu
+SlurmdParameters=config_overrides
+SlurmdTimeout=15
+ReturnToService=2
+NodeName=${nodes[0]} NodeAddr=${nodes[0]} Port=$((port + 1)) CPUs=64 Gres=gpu:8
+NodeName=${nodes[1]} NodeAddr=${nodes[1]} Port=$((port + 2)) CPUs=64 Gres=gpu:8
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+END
+  touch "$place"/gpu{0..7}
+  printf "NodeName=%s Name=gpu File=$place/gpu[0-7]\n" "${nodes[@]}" > "$place/gres.conf"
+}
+
+start_node() { LOCAL_SLURM_NODE=$1 slurmd -N "$1"; }
+
+start() {
+  munged --force --key-file="$place/munge/key" --socket="$place/munge/socket" --pid-file="$place/munge/pid" \
+    --log-file="$place/munge/log" --seed-file="$place/munge/seed"
+  slurmctld 2> "$place/slurmctld.err"
+  for node in "${nodes[@]}"; do start_node "$node"; done
+  await 60 "both nodes are idle" are_idle 2
+  echo "SLURM $(sinfo --version | cut -d ' ' -f 2): $(sinfo --noheader --format '%D nodes %T, %c CPUs and %G each')"
+}
+
+are_idle() { [ "$(sinfo --noheader --Node --states idle | wc -l)" -ge "$1" ]; }
+
+processes_with() {                                # processes_with VARIABLE=VALUE: what has it in its environment
+  (unset SLURM_CONF; grep -slzxF "$1" /proc/[0-9]*/environ | tr -cd '0-9\n')
+}
+
+clean_up() {
+  local code=$? pids signal
+  set +e
+  if [ "$code" -ne 0 ]; then tail -n 15 "$place"/*.log "$runs"/*.log; fi
+  for signal in TERM TERM KILL; do
+    if [ "$signal" = TERM ]; then squeue --noheader --format %i 2> /dev/null | xargs -r scancel 2> /dev/null; fi
+    for _ in $(seq 20); do
+      pids=$(processes_with "SLURM_CONF=$SLURM_CONF" | grep -vx "$$")
+      [ -n "$pids" ] || break 2
+      # shellcheck disable=SC2086 # several words
+      kill -s "$signal" $pids 2> /dev/null
+      sleep 0.5
+    done
+  done
+  rm -rf "$place"
+  exit "$code"
+}
+
+# ---- what the parts use
+
+await() {                                         # await SECONDS WHAT COMMAND ...: until the command succeeds
+  local end=$((SECONDS + $1)) what=$2
+  shift 2
+  until "$@"; do
+    if [ "$SECONDS" -ge "$end" ]; then
+      echo "local_slurm.sh: not in time: $what" >&2
+      squeue >&2
+      exit 1
+    fi
+    sleep 0.5
+  done
+}
+
+state() { scontrol --oneliner show job "$1" | grep -o ' JobState=[A-Z_]*' | cut -d = -f 2; }
+is_in() { [[ " $2 " == *" $(state "$1") "* ]]; }
+has_steps() { [ -f "$1/metrics.jsonl" ] && [ "$(grep -c '"kind":"train"' "$1/metrics.jsonl")" -ge "$2" ]; }
+
+restarts() { scontrol --oneliner show job "$1" | grep -o 'Restarts=[0-9]*'; }
+steps_in() {                                      # steps_in SECONDS: how many steps two ranks train in that time
+  undisturbed pace 2 --train-iters 40
+  "$PYTHON" -c 'import json, statistics, sys
+steps = [json.loads(line) for line in open(sys.argv[1])]
+print(round(int(sys.argv[2]) / statistics.median(step["step_s"] for step in steps if step["kind"] == "train")))' \
+    "$runs/pace/metrics.jsonl" "$1"
+}
+
+submit() { sbatch --parsable --output="$runs/%x-%j.log" "$@"; }
+
+compare() {                                       # compare RUN RUN BOUND: the losses of every step
+  "$PYTHON" - "$@" << 'END'
+import sys
+from pathlib import Path
+
+from megatron.training.callbacks.metrics_writer import read_metrics
+
+here, there = (
+    {each["step"]: each["loss"] for each in read_metrics(Path(run) / "metrics.jsonl") if each["kind"] == "train"}
+    for run in sys.argv[1:3]
+)
+apart = max(abs(here[step] - there[step]) for step in there)
+print(f"  losses of {len(here)} steps, the last {here[max(here)]:.6f}: apart by at most {apart:.1e}")
+sys.exit(list(here) != list(there) or apart > float(sys.argv[3]))
+END
+}
+
+tiny=(--model-parallel-size 1 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --batch-size 2
+  --gas 2 --log-interval 1 --eval-interval 0 --eval-iters 0 --lr 1e-3 --progress plain)
+undisturbed() {                                   # undisturbed NAME RANKS [flags]: without SLURM
+  local name=$1 ranks=$2
+  shift 2
+  GPUS_PER_NODE=$ranks bash run_gpt2.sh "${tiny[@]}" "$@" --save "$runs/$name" > "$runs/$name.log" 2>&1
+}
+
+# ---- the parts
+
+tasks() {
+  local job
+  job=$(submit --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 examples/launch/srun.sh "${tiny[@]}" \
+    --train-iters 20 --save "$runs/tasks")
+  await 200 "the job of two tasks ends" is_in "$job" "COMPLETED FAILED"
+  echo "  job $job: $(state "$job")"
+  is_in "$job" COMPLETED
+  "$PYTHON" -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 "${tiny[@]}" \
+    --train-iters 20 --data-path data/sample/gpt2_text_document --tokenizer-path data/sample/tokenizer.json \
+    --save "$runs/launch" > "$runs/launch.log" 2>&1
+  compare "$runs/tasks" "$runs/launch" 0
+}
+
+warned() {
+  local job steps
+  steps=$(steps_in 60)
+  echo "  $steps steps"
+  undisturbed whole 2 --train-iters "$steps"
+  # SLURM looks twice a minute: the warning comes 30 to 60 seconds after each start.
+  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/warned submit --gpus-per-node=1 --time=2 --signal=B:USR1@60 \
+    examples/slurm/gpt2.sh "${tiny[@]}" --train-iters "$steps")
+  await 900 "the warned job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
+  grep -h "^stopped\|resumed\|ended with" "$runs/gpt2-$job.log" | cut -c 1-110 | sed 's/^/  /'
+  echo "  job $job: $(state "$job"), $(restarts "$job")"
+  is_in "$job" COMPLETED && grep -q "ended with code 75" "$runs/gpt2-$job.log"
+  compare "$runs/warned" "$runs/whole" 0
+}
+
+cancelled() {
+  local job
+  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/cancelled submit --gpus-per-node=1 examples/slurm/gpt2.sh \
+    "${tiny[@]}" --train-iters 100000)
+  await 200 "the job trains" has_steps "$runs/cancelled" 5
+  scancel "$job"
+  await 120 "the cancelled job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
+  sleep 5
+  grep -h "saved\|^stopped\|ended with" "$runs/gpt2-$job.log" | cut -c 1-110 | sed 's/^/  /'
+  echo "  job $job: $(state "$job"), $(restarts "$job")"
+  is_in "$job" CANCELLED && grep -q "^stopped after step .* Everything is saved" "$runs/gpt2-$job.log"
+}
+
+elastic() {
+  local lost=${nodes[0]} run=$runs/elastic here there last
+  read -r here there <<< "$(HOSTS="127.0.0.[1-2]" MIN_NODES=1 MASTER_PORT=$((port + 3)) RUN_FOLDER=$run GPUS_PER_NODE=1 \
+    pp_size=1 SBATCH_FLAGS="--parsable --gpus-per-node=1 --output=$runs/%x-%j.log" bash examples/slurm/elastic.sh \
+    "${tiny[@]}" --fp64 --lr-decay-style constant --warmup 0 --train-iters 1000000 --save-interval 20 | xargs)"
+  await 200 "two hosts train" has_steps "$run" 30
+  for mark in LOCAL_SLURM_NODE SLURMD_NODENAME; do
+    processes_with "$mark=$lost" | xargs -r kill -KILL
+  done
+  echo "  $lost, which leads, is lost at step $(wc -l < "$run/metrics.jsonl")"
+  await 120 "the other host goes on" grep -q "start 1 has 1 of 2 nodes" "$runs/gpt2-elastic-$there.log"
+  await 200 "SLURM queues the lost host's job again" is_in "$here" PENDING
+  start_node "$lost"
+  await 300 "the host that is back is taken in" grep -q "start 2 has 2 of 2 nodes" "$runs/gpt2-elastic-$there.log"
+  last=$(grep -c '"kind":"train"' "$run/metrics.jsonl")
+  await 200 "two hosts train again" has_steps "$run" $((last + 30))
+  scancel --name=gpt2-elastic
+  for job in $here $there; do
+    await 100 "job $job ends" is_in "$job" CANCELLED
+    echo "  job $job: $(state "$job"), $(restarts "$job")"
+  done
+  grep -h "has . of 2 nodes\|lost\|saved; starting again\|ended with" "$runs/gpt2-elastic-$there.log" | sed 's/^/  /'
+  last=$("$PYTHON" -c 'import json, sys; print(json.loads(list(open(sys.argv[1]))[-1])["step"])' "$run/metrics.jsonl")
+  undisturbed steady 2 --fp64 --pipe-parallel-size 1 --lr-decay-style constant --warmup 0 --train-iters "$last"
+  compare "$run" "$runs/steady" 1e-12
+}
+
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+configure
+start
+"$PYTHON" tools/make_sample_data.py > /dev/null 2>&1
+for part in $parts; do
+  echo "== $part"
+  begun=$SECONDS
+  "$part"
+  echo "== $part: well, $((SECONDS - begun)) s"
+done
