@@ -93,8 +93,8 @@ clean_up() {
   local code=$? pids signal
   set +e
   if [ "$code" -ne 0 ]; then tail -n 15 "$place"/*.log "$runs"/*.log; fi
-  for signal in TERM TERM KILL; do
-    if [ "$signal" = TERM ]; then squeue --noheader --format %i 2> /dev/null | xargs -r scancel 2> /dev/null; fi
+  timeout 10 squeue --noheader --format %i 2> /dev/null | xargs -r timeout 10 scancel 2> /dev/null
+  for signal in TERM KILL; do
     for _ in $(seq 20); do
       pids=$(processes_with "SLURM_CONF=$SLURM_CONF" | grep -vx "$$")
       [ -n "$pids" ] || break 2
@@ -207,9 +207,11 @@ cancelled() {
 
 elastic() {
   local lost=${nodes[0]} run=$runs/elastic here there last
-  read -r here there <<< "$(HOSTS="127.0.0.[1-2]" MIN_NODES=1 MASTER_PORT=$((port + 3)) RUN_FOLDER=$run GPUS_PER_NODE=1 \
-    pp_size=1 SBATCH_FLAGS="--parsable --gpus-per-node=1 --output=$runs/%x-%j.log" bash examples/slurm/elastic.sh \
-    "${tiny[@]}" --fp64 --lr-decay-style constant --warmup 0 --train-iters 1000000 --save-interval 20 | xargs)"
+  # A launcher's port is that of all addresses of its machine, so on this one each has another.
+  read -r here there <<< "$(HOSTS="127.0.0.[1-2]" MIN_NODES=1 GPUS_PER_NODE=1 pp_size=1 RUN_FOLDER=$run \
+    NODE_LIST=${nodes[0]}:$((port + 3)),${nodes[1]}:$((port + 4)) \
+    SBATCH_FLAGS="--parsable --gpus-per-node=1 --output=$runs/%x-%j.log" \
+    bash examples/slurm/elastic.sh "${tiny[@]}" --fp64 --lr-decay-style constant --warmup 0 --train-iters 1000000 --save-interval 20 | xargs)"
   await 200 "two hosts train" has_steps "$run" 30
   for mark in LOCAL_SLURM_NODE SLURMD_NODENAME; do
     processes_with "$mark=$lost" | xargs -r kill -KILL
