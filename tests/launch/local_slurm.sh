@@ -168,6 +168,8 @@ tasks() {
   local job
   job=$(submit --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 examples/launch/srun.sh "${tiny[@]}" \
     --train-iters 20 --save "$runs/tasks")
+  await 200 "two ranks train" has_steps "$runs/tasks" 1
+  scontrol show step "$job.0" | grep -o "Tasks=2\|CPUs=8" | sort | paste -sd ' ' | sed "s/^/  step $job.0: /"
   await 200 "the job of two tasks ends" is_in "$job" "COMPLETED FAILED"
   echo "  job $job: $(state "$job")"
   is_in "$job" COMPLETED
@@ -213,9 +215,9 @@ elastic() {
     SBATCH_FLAGS="--parsable --gpus-per-node=1 --output=$runs/%x-%j.log" \
     bash examples/slurm/elastic.sh "${tiny[@]}" --fp64 --lr-decay-style constant --warmup 0 --train-iters 1000000 --save-interval 20 | xargs)"
   await 200 "two hosts train" has_steps "$run" 30
-  for mark in LOCAL_SLURM_NODE SLURMD_NODENAME; do
-    processes_with "$mark=$lost" | xargs -r kill -KILL || true
-  done
+  # As by a power cut: at first what could report the end of the others.
+  { pgrep -f "^slurmstepd: \[$here\."; processes_with "LOCAL_SLURM_NODE=$lost"; processes_with "SLURMD_NODENAME=$lost"; } |
+    xargs kill -KILL || true
   echo "  $lost, which leads, is lost at step $(wc -l < "$run/metrics.jsonl")"
   await 120 "the other host goes on" grep -q "start 1 has 1 of 2 nodes" "$runs/gpt2-elastic-$there.log"
   await 200 "SLURM queues the lost host's job again" is_in "$here" PENDING
