@@ -8,25 +8,12 @@
 #
 # Installs openmpi-bin where it is missing. Ends with 0 when all is well, with 77 where it cannot be run.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-
-known="ranks killed warned"
-parts=${*:-$known}
-for part in $parts; do
-  [[ " $known " == *" $part "* ]] || { echo "local_mpirun.sh: no such part: $part" >&2; exit 2; }
-done
-if ! command -v mpirun > /dev/null; then
-  if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
-    echo "local_mpirun.sh: needs mpirun, or root and Debian's apt-get" >&2
-    exit 77
-  fi
-  apt-get update > /dev/null
-  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends openmpi-bin > /dev/null
-fi
+# shellcheck source=tests/launch/local_runs.sh
+source "$(dirname "${BASH_SOURCE[0]}")/local_runs.sh" "ranks killed warned" "$@"
+if ! command -v mpirun > /dev/null; then install openmpi-bin; fi
 
 place=$(mktemp -d /tmp/local-mpirun-XXXXXX)
-export PYTHON=${PYTHON:-python} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 NUM_RANKS=2
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=${LOCAL_MPI_PORT:-29617}
+export NUM_RANKS=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=${LOCAL_MPI_PORT:-29617}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1        # two ranks on one core, too
 
@@ -47,44 +34,12 @@ ranks_of() {                                      # ranks_of PATH: the processes
   done
 }
 
-await() {                                         # await SECONDS WHAT COMMAND ...: until the command succeeds
-  local end=$((SECONDS + $1)) what=$2
-  shift 2
-  until "$@"; do
-    if [ "$SECONDS" -ge "$end" ]; then
-      echo "local_mpirun.sh: not in time: $what" >&2
-      exit 1
-    fi
-    sleep 0.2
-  done
-}
-
-has_steps() { [ -f "$1/metrics.jsonl" ] && [ "$(grep -c '"kind":"train"' "$1/metrics.jsonl")" -ge "$2" ]; }
 has_no_ranks() { [ -z "$(ranks_of "$1")" ]; }
-
-compare() {                                       # compare RUN RUN: the losses of every step, to the bit
-  "$PYTHON" - "$@" << 'END'
-import sys
-from pathlib import Path
-
-from megatron.training.callbacks.metrics_writer import read_metrics
-
-here, there = (
-    {each["step"]: each["loss"] for each in read_metrics(Path(run) / "metrics.jsonl") if each["kind"] == "train"}
-    for run in sys.argv[1:]
-)
-print(f"  losses of {len(here)} steps, the last {here[max(here)]:.6f}: {'the same' if here == there else 'differ'}")
-sys.exit(here != there)
-END
-}
-
-flags=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --batch-size 2 --gas 2
-  --log-interval 1 --eval-interval 0 --eval-iters 0 --lr 1e-3 --progress plain)
 
 job() {                                           # job NAME [flags]: by mpirun
   local name=$1
   shift
-  bash examples/launch/mpirun.sh "${flags[@]}" --save "$place/$name" "$@" > "$place/$name.log" 2>&1
+  bash examples/launch/mpirun.sh "${tiny[@]}" --save "$place/$name" "$@" > "$place/$name.log" 2>&1
 }
 
 # ---- the parts
@@ -99,9 +54,7 @@ ranks() {
     [ "$cores" = "$(grep Cpus_allowed_list /proc/$$/status | cut -f 2)" ]
   done
   wait "$mpirun"
-  "$PYTHON" -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 "${flags[@]}" \
-    --train-iters 20 --data-path data/sample/gpt2_text_document --tokenizer-path data/sample/tokenizer.json \
-    --save "$place/launch" > "$place/launch.log" 2>&1
+  by_our_launcher "$place/launch" --train-iters 20
   compare "$place/ranks" "$place/launch"
 }
 
@@ -136,10 +89,4 @@ warned() {
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 mpirun --version | head -n 1
-"$PYTHON" tools/make_sample_data.py > /dev/null 2>&1
-for part in $parts; do
-  echo "== $part"
-  begun=$SECONDS
-  "$part"
-  echo "== $part: well, $((SECONDS - begun)) s"
-done
+run_parts

@@ -12,27 +12,19 @@
 # with as many CPUs and GPUs as the examples ask for, which are only counted: ranks are on the CPU, and few. All daemons
 # are ended and all files removed. Ends with 0 when all is well, with 77 where it cannot be run.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-
-known="tasks warned cancelled elastic"
-parts=${*:-$known}
-for part in $parts; do
-  [[ " $known " == *" $part "* ]] || { echo "local_slurm.sh: no such part: $part" >&2; exit 2; }
-done
-if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
-  echo "local_slurm.sh: needs root and Debian's apt-get" >&2
+# shellcheck source=tests/launch/local_runs.sh
+source "$(dirname "${BASH_SOURCE[0]}")/local_runs.sh" "tasks warned cancelled elastic" "$@"
+if [ "$(id -u)" -ne 0 ]; then
+  echo "local_slurm.sh: needs root" >&2
   exit 77
 fi
-if ! { command -v slurmctld && command -v slurmd && command -v munged; } > /dev/null; then
-  apt-get update > /dev/null
-  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge > /dev/null
-fi
+if ! { command -v slurmctld && command -v slurmd && command -v munged; } > /dev/null; then install slurm-wlm munge; fi
 
 nodes=(127.0.0.1 127.0.0.2)
 port=${LOCAL_SLURM_PORT:-26817}                   # the controller's; a slurmd has one of the next two
 place=$(mktemp -d /tmp/local-slurm-XXXXXX)
 runs=$place/runs
-export PYTHON=${PYTHON:-python} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 SLURM_CONF=$place/slurm.conf
+export SLURM_CONF=$place/slurm.conf
 
 # ---- the cluster
 
@@ -109,23 +101,8 @@ clean_up() {
 
 # ---- what the parts use
 
-await() {                                         # await SECONDS WHAT COMMAND ...: until the command succeeds
-  local end=$((SECONDS + $1)) what=$2
-  shift 2
-  until "$@"; do
-    if [ "$SECONDS" -ge "$end" ]; then
-      echo "local_slurm.sh: not in time: $what" >&2
-      squeue >&2
-      exit 1
-    fi
-    sleep 0.5
-  done
-}
-
 state() { scontrol --oneliner show job "$1" | grep -o ' JobState=[A-Z_]*' | cut -d = -f 2; }
 is_in() { [[ " $2 " == *" $(state "$1") "* ]]; }
-has_steps() { [ -f "$1/metrics.jsonl" ] && [ "$(grep -c '"kind":"train"' "$1/metrics.jsonl")" -ge "$2" ]; }
-
 restarts() { scontrol --oneliner show job "$1" | grep -o 'Restarts=[0-9]*'; }
 steps_in() {                                      # steps_in SECONDS: how many steps two ranks train in that time
   undisturbed pace 2 --train-iters 40
@@ -137,25 +114,7 @@ print(round(int(sys.argv[2]) / statistics.median(step["step_s"] for step in step
 
 submit() { sbatch --parsable --output="$runs/%x-%j.log" "$@"; }
 
-compare() {                                       # compare RUN RUN BOUND: the losses of every step
-  "$PYTHON" - "$@" << 'END'
-import sys
-from pathlib import Path
-
-from megatron.training.callbacks.metrics_writer import read_metrics
-
-here, there = (
-    {each["step"]: each["loss"] for each in read_metrics(Path(run) / "metrics.jsonl") if each["kind"] == "train"}
-    for run in sys.argv[1:3]
-)
-apart = max(abs(here[step] - there[step]) for step in there)
-print(f"  losses of {len(here)} steps, the last {here[max(here)]:.6f}: apart by at most {apart:.1e}")
-sys.exit(list(here) != list(there) or apart > float(sys.argv[3]))
-END
-}
-
-tiny=(--model-parallel-size 1 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --batch-size 2
-  --gas 2 --log-interval 1 --eval-interval 0 --eval-iters 0 --lr 1e-3 --progress plain)
+tiny+=(--model-parallel-size 1)
 undisturbed() {                                   # undisturbed NAME RANKS [flags]: without SLURM
   local name=$1 ranks=$2
   shift 2
@@ -165,18 +124,18 @@ undisturbed() {                                   # undisturbed NAME RANKS [flag
 # ---- the parts
 
 tasks() {
-  local job
+  local job step
   job=$(submit --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 examples/launch/srun.sh "${tiny[@]}" \
     --train-iters 20 --save "$runs/tasks")
   await 200 "two ranks train" has_steps "$runs/tasks" 1
-  scontrol show step "$job.0" | grep -o "Tasks=2\|CPUs=8" | sort | paste -sd ' ' | sed "s/^/  step $job.0: /"
+  step=$(scontrol show step "$job.0" | grep -o "Tasks=[0-9]*\|CPUs=[0-9]*" | sort | paste -sd ' ')
+  echo "  step $job.0: $step"
+  [ "$step" = "CPUs=8 Tasks=2" ]
   await 200 "the job of two tasks ends" is_in "$job" "COMPLETED FAILED"
   echo "  job $job: $(state "$job")"
   is_in "$job" COMPLETED
-  "$PYTHON" -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 "${tiny[@]}" \
-    --train-iters 20 --data-path data/sample/gpt2_text_document --tokenizer-path data/sample/tokenizer.json \
-    --save "$runs/launch" > "$runs/launch.log" 2>&1
-  compare "$runs/tasks" "$runs/launch" 0
+  by_our_launcher "$runs/launch" --train-iters 20
+  compare "$runs/tasks" "$runs/launch"
 }
 
 warned() {
@@ -191,7 +150,7 @@ warned() {
   grep -h "^stopped\|resumed\|ended with" "$runs/gpt2-$job.log" | cut -c 1-110 | sed 's/^/  /'
   echo "  job $job: $(state "$job"), $(restarts "$job")"
   is_in "$job" COMPLETED && grep -q "ended with code 75" "$runs/gpt2-$job.log"
-  compare "$runs/warned" "$runs/whole" 0
+  compare "$runs/warned" "$runs/whole"
 }
 
 cancelled() {
@@ -221,6 +180,8 @@ elastic() {
   echo "  $lost, which leads, is lost at step $(wc -l < "$run/metrics.jsonl")"
   await 120 "the other host goes on" grep -q "start 1 has 1 of 2 nodes" "$runs/gpt2-elastic-$there.log"
   await 200 "SLURM queues the lost host's job again" is_in "$here" PENDING
+  # A job waits two minutes by default, here cred_expire: what SLURM still sends to its last start would end the next one.
+  scontrol update "JobId=$here" StartTime=now+90
   start_node "$lost"
   await 300 "the host that is back is taken in" grep -q "start 2 has 2 of 2 nodes" "$runs/gpt2-elastic-$there.log"
   last=$(grep -c '"kind":"train"' "$run/metrics.jsonl")
@@ -240,10 +201,4 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 configure
 start
-"$PYTHON" tools/make_sample_data.py > /dev/null 2>&1
-for part in $parts; do
-  echo "== $part"
-  begun=$SECONDS
-  "$part"
-  echo "== $part: well, $((SECONDS - begun)) s"
-done
+run_parts

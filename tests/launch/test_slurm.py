@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {name: Path(__file__).with_name(f"local_{name}.sh") for name in ("slurm", "mpirun")}
+SHARED = Path(__file__).with_name("local_runs.sh")
 PROGRAMS = {"slurm": ("slurmctld", "slurmd", "munged"), "mpirun": ("mpirun",)}
 CANNOT = 77
 
@@ -27,7 +28,7 @@ def lint(script: Path) -> str:
 EXAMPLES = sorted([*(ROOT / "examples" / "launch").glob("*.sh"), *(ROOT / "examples" / "slurm").glob("*.sh")])
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS.values(), *EXAMPLES], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SCRIPTS.values(), SHARED, *EXAMPLES], ids=lambda path: path.name)
 def test_scripts_are_bash(script: Path) -> None:
     assert lint(script) == ""
 
@@ -37,7 +38,7 @@ def test_each_part_of_the_head_is_there_and_is_run(name: str) -> None:
     text = SCRIPTS[name].read_text()
     head, _, code = text.partition("set -euo pipefail")
     named = [line.split()[1] for line in head.splitlines() if line.startswith("#   ") and "  " in line[4:]]
-    assert f'known="{" ".join(named)}"' in code
+    assert f'local_runs.sh" "{" ".join(named)}" "$@"' in code
     assert all(f"\n{part}() {{\n" in code for part in named)
 
 

@@ -182,8 +182,8 @@ LAUNCH = (
         (f"{EXAMPLES}::test_a_job_of_kubernetes_starts_the_run_script_once_in_each_pod",),
     ),
     Mutant(
-        "no part of the script for a real SLURM is refused",
-        "tests/launch/local_slurm.sh",
+        "no part of the scripts for a real SLURM and MPI is refused",
+        "tests/launch/local_runs.sh",
         'no such part: $part" >&2; exit 2; }',
         'no such part: $part" >&2; exit 3; }',
         ("tests/launch/test_slurm.py::test_a_part_that_is_not_there_is_refused_ahead_of_any_daemon",),
