@@ -32,7 +32,7 @@ PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
 TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
-OF_SLOW_TESTS = ("eval", "ray", "stores")
+OF_SLOW_TESTS = ("eval", "ray", "stores", "kubernetes")
 PRESENT = "Requirement already satisfied"
 """How a line of pip begins that tells nothing new; a set-up has up to a hundred of them."""
 

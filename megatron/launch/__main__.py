@@ -22,6 +22,7 @@ from megatron.launch.options import Options, parse
 if TYPE_CHECKING:
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.launch.processes import Signals
+    from megatron.launch.rendezvous import LaunchRendezvous
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +57,7 @@ def _launch(options: Options) -> int:
     gc.enable()
     gc.freeze()  # a collection in a forked rank would go over all of it, and copy its pages
     folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # a TemporaryDirectory goes when a fork ends
-    rendezvous: NodeRendezvous | ElasticRendezvous
+    rendezvous: LaunchRendezvous
     if options.is_elastic:
         assert listener is not None
         rendezvous = _elastic(options, listener, folder / PROGRESS, signals)

@@ -21,12 +21,11 @@ from torch.distributed.elastic.events import Event, EventSource
 
 from megatron import log
 from megatron.launch.attempt import BOARD_S, MEET_S, RankGroup
-from megatron.launch.elastic import ElasticRendezvous
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
 from megatron.launch.outcome import RESTARTED, Restarts, job_result
 from megatron.launch.processes import RESUMABLE, Signals
-from megatron.launch.rendezvous import NodeRendezvous
+from megatron.launch.rendezvous import LaunchRendezvous
 from megatron.training import failure
 
 PROGRESS = "progress"
@@ -44,7 +43,7 @@ class LaunchAgent(SimpleElasticAgent):
         self,
         spec: WorkerSpec,
         options: Options,
-        rendezvous: NodeRendezvous | ElasticRendezvous,
+        rendezvous: LaunchRendezvous,
         signals: Signals,
         folder: Path,
     ) -> None:

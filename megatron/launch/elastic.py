@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import cast
 
 from torch.distributed import HashStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from megatron import log
 from megatron.config.elastic import VARIABLE
@@ -31,6 +31,7 @@ from megatron.errors import ConfigError, PeerError
 from megatron.launch.control import BEAT_S, Control, ask
 from megatron.launch.outcome import POLL_S, Exit, NodeBoard
 from megatron.launch.processes import RESUMABLE, Signals
+from megatron.launch.rendezvous import LaunchRendezvous
 from megatron.training.exit_signals import REGROUP_VARIABLE
 
 ASK_AGAIN_S = 0.5
@@ -44,8 +45,8 @@ class JobEnded(Exception):
         self.code = code
 
 
-class ElasticRendezvous(RendezvousHandler):
-    """Joins the launchers that are there; see the table of ``NodeRendezvous`` for what an agent asks of it.
+class ElasticRendezvous(LaunchRendezvous):
+    """Joins the launchers that are there; when one is lost or comes, the next start has others.
 
     Args:
         fewest, most: MIN and MAX of --nnodes.
@@ -70,12 +71,10 @@ class ElasticRendezvous(RendezvousHandler):
 
     @property
     def number(self) -> int:
-        """The number of the start, from 0."""
         return self.control.number
 
     @property
     def run_id(self) -> str:
-        """The job's name, the same in all of its starts."""
         return str(self.control.job["run"])
 
     @property
@@ -94,7 +93,6 @@ class ElasticRendezvous(RendezvousHandler):
 
     @property
     def node_rank(self) -> int:
-        """The place of this node in the start."""
         return self.nodes.index(self.control.node)
 
     @property
@@ -102,16 +100,13 @@ class ElasticRendezvous(RendezvousHandler):
         return len(self.nodes)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return what the ranks are told beside what they are always told."""
         span = f"{self.fewest * self._nproc}:{self.most * self._nproc}"
         return {VARIABLE: span, REGROUP_VARIABLE: str(folder / "regroup")}
 
     def board(self, store: Store, signals: Signals) -> NodeBoard:
-        """Return what the nodes tell each other about the end of this start."""
         return ElasticBoard(self.control, signals, self._silence_s)
 
     def pass_on_waiting(self, folder: Path) -> None:
-        """Let the ranks of this node know whether a node waits to be taken in."""
         control = self.control
         if control.leads:
             waits = "1" if control.waiting() else ""
@@ -268,31 +263,8 @@ class ElasticRendezvous(RendezvousHandler):
         return RESUMABLE if self._durable() is not None else self._signals.code
 
     def close(self, code: int) -> None:
-        """Tell the nodes that wait that the job has ended."""
         if self.control.leads:
             self.control.end(code, f"the job has ended with code {code}")
-
-    def get_backend(self) -> str:
-        return "megatron"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        return None
-
-    def num_nodes_waiting(self) -> int:
-        return 0  # torch's agent would end the ranks at once; here they save first
-
-    def get_run_id(self) -> str:
-        return self.run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class ElasticBoard(NodeBoard):

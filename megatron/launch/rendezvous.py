@@ -36,8 +36,70 @@ STORE_TIMEOUT_S = 10.0
 OF_LAUNCHERS = ("agents/", "node/", "run", "come/", "begin/")
 
 
-class NodeRendezvous(RendezvousHandler):
+class LaunchRendezvous(RendezvousHandler):
+    """What ``LaunchAgent`` asks of a rendezvous; what torch's own agent asks has always the same answers."""
+
+    is_elastic = False
+    restarts: int | None = None
+    """Starts after the first that have counted, where the nodes agree on their number; else each counts its own."""
+
+    @property
+    def number(self) -> int:
+        """The number of the start, from 0."""
+        raise NotImplementedError
+
+    @property
+    def run_id(self) -> str:
+        """The job's name, the same in all of its starts."""
+        raise NotImplementedError
+
+    @property
+    def node_rank(self) -> int:
+        """The place of this node in the start."""
+        raise NotImplementedError
+
+    def board(self, store: Store, signals: Signals) -> NodeBoard:
+        """Return what the nodes tell each other about the end of this start."""
+        raise NotImplementedError
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return what the ranks of a start are told beside what they are always told; ``folder`` is of the start."""
+        return {}
+
+    def pass_on_waiting(self, folder: Path) -> None:
+        """Let the ranks of this node know whether a node waits to be taken in."""
+
+    def close(self, code: int) -> None:
+        """Tell the nodes that wait that the job has ended with ``code``."""
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def get_backend(self) -> str:
+        return "megatron"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # else torch's agent would end the ranks at once; here they save first
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class NodeRendezvous(LaunchRendezvous):
     """Joins ``num_nodes`` launchers over the store of node 0; ``listener`` is node 0's open socket."""
+
+    node_rank = 0
+    run_id = ""
 
     def __init__(
         self,
@@ -51,34 +113,18 @@ class NodeRendezvous(RendezvousHandler):
     ) -> None:
         self.host, self.port = host, port
         self.node_rank, self.num_nodes = node_rank, num_nodes
-        self.run_id = ""
-        self.restarts: int | None = None
         self._listener = listener
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._restart = 0
 
-    is_elastic = False
-
     @property
     def number(self) -> int:
-        """The number of the start, from 0."""
         return self._restart
 
-    def environment(self, folder: Path) -> dict[str, str]:
-        """Return what the ranks of a start are told beside what they are always told; ``folder`` is of the start."""
-        return {}
-
     def board(self, store: Store, signals: Signals) -> NodeBoard:
-        """Return what the nodes tell each other about the end of this start."""
         return NodeBoard(store, self.node_rank, self.num_nodes, signals)
-
-    def pass_on_waiting(self, folder: Path) -> None:
-        """Let the ranks know whether a node waits to be taken in: here the nodes are always the same."""
-
-    def close(self, code: int) -> None:
-        """Tell the nodes that wait that the job has ended with ``code``."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store, this node's number and the number of nodes, when all nodes have come.
@@ -191,28 +237,6 @@ class NodeRendezvous(RendezvousHandler):
             f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({why}): is node 0 up? "
             "Start it with the same MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
         )
-
-    def get_backend(self) -> str:
-        return "megatron"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        return None
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self.run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def listen(host: str, port: int, num_nodes: int) -> socket.socket:

@@ -186,7 +186,7 @@ def check_command(words: list[str]) -> None:
     if "MEGATRON_ACCELERATOR" in variables:  # its device is none here: tests/test_accelerators.py has one
         flags = ["cpu" if before == "--device" else flag for before, flag in zip(["", *flags], flags, strict=False)]
     for variable in set(variables) - OF_THE_PROGRAMS:
-        assert f"${{{variable}:-" in (ROOT / script).read_text(), f"{script} has no {variable}"
+        assert re.search(rf"\$\{{{variable}:[-?]", (ROOT / script).read_text()), f"{script} has no {variable}"
     family = next((name for name in FAMILIES if re.search(rf"(run|pretrain)_{name}\b", script)), "gpt2")
     if program in ("srun", "torchrun"):
         assert any((ROOT / word).is_file() for word in words)

@@ -24,7 +24,6 @@ from tests.helpers.runs import TOKENIZER, flags, start_script, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "examples" / "launch"
-SCRIPTS = sorted(PLACE.glob("*.sh"))
 TWO_HOSTS = PLACE / "two_hosts.sh"
 NOTE = '#!/usr/bin/env bash\nprintf "%s\\n" "$0" "$@" > "$NOTES"\nenv > "$NOTES.env"\n'
 CANNOT = 77
@@ -61,12 +60,6 @@ def training_flags(words: list[str], corpus: Path, world_size: int) -> Config:
     return parse([ours.get(word, word) for word in given], world_size=world_size)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_bash(script: Path) -> None:
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_torchrun_takes_its_flags_and_the_script_its_own(corpus: Path, tmp_path: Path) -> None:
     words = words_of("torchrun.sh", tmp_path, "--lr", "1e-5", NNODES="2", NODE_RANK="1", MASTER_ADDR="node0")
     found = get_args_parser().parse_args(words)
@@ -88,19 +81,19 @@ def test_deepspeed_reads_its_hostfile_and_flags(corpus: Path, tmp_path: Path) ->
 def test_mpirun_starts_python_and_is_told_where_ranks_meet(corpus: Path, tmp_path: Path) -> None:
     words = words_of("mpirun.sh", tmp_path, NUM_RANKS="16", HOSTS="node0:8,node1:8", MASTER_ADDR="node0")
     assert words[: words.index("python")] == shlex.split(
-        "-n 16 --host node0:8,node1:8 -x MASTER_ADDR -x MASTER_PORT=29500"
+        "-n 16 --bind-to none --host node0:8,node1:8 -x MASTER_ADDR -x MASTER_PORT=29500"
     )
     assert training_flags(words, corpus, 16).parallel.pipe_parallel_size == 2
-    assert words_of("mpirun.sh", tmp_path)[:3] == ["-n", "2", "python"]
+    assert words_of("mpirun.sh", tmp_path)[:5] == ["-n", "2", "--bind-to", "none", "python"]
 
 
 def test_srun_starts_a_task_for_each_rank_and_names_the_first_host(corpus: Path, tmp_path: Path) -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (PLACE / "srun.sh").read_text(), re.M))
     assert options["ntasks-per-node"] == options["gpus-per-node"] == "8"
-    words = words_of("srun.sh", tmp_path, SLURM_JOB_ID="77", SLURM_JOB_NODELIST="n[4-5]")
+    words = words_of("srun.sh", tmp_path, SLURM_JOB_ID="77", SLURM_JOB_NODELIST="n[4-5]", SLURM_CPUS_PER_TASK="4")
     assert words[: words.index("python")] == ["--kill-on-bad-exit=1"]
     env = (tmp_path / "words.env").read_text().splitlines()
-    assert {"MASTER_ADDR=n4", "MASTER_PORT=20077"} < set(env)
+    assert {"MASTER_ADDR=n4", "MASTER_PORT=20077", "SRUN_CPUS_PER_TASK=4"} < set(env)
     world_size = int(options["nodes"]) * int(options["ntasks-per-node"])
     assert training_flags(words, corpus, world_size).parallel.data_parallel_size(world_size) == 4
 
@@ -110,28 +103,38 @@ def documents(name: str) -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all((PLACE / "kubernetes" / name).read_text())}
 
 
-def test_the_job_of_kubernetes_starts_the_run_script_once_in_each_pod(corpus: Path, tmp_path: Path) -> None:
-    found = documents("job.yaml")
+@pytest.mark.parametrize("file", ["job.yaml", "elastic.yaml"])
+def test_a_job_of_kubernetes_starts_the_run_script_once_in_each_pod(file: str, corpus: Path, tmp_path: Path) -> None:
+    found = documents(file)
     service, job = found["Service"], found["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     name = found["Job"]["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"] is True
     assert pod["subdomain"] == service["metadata"]["name"] and pod["restartPolicy"] == "Never"
     env = {each["name"]: each.get("value") for each in container["env"]}
-    assert set(env) <= set(NAMES) and env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert set(env) <= {*NAMES, "NODE_LIST"}
+    pods = [f"{name}-{index}.{pod['subdomain']}" for index in range(job["completions"])]
+    if file == "job.yaml":
+        assert env["MASTER_ADDR"] == pods[0]
+    else:
+        assert env["NODE_LIST"].split(",") == pods
     assert job["completionMode"] == "Indexed"
-    assert job["completions"] == job["parallelism"] == int(env["NNODES"])
+    assert job["completions"] == job["parallelism"] == int(env["NNODES"].rpartition(":")[2])
     assert int(env["GPUS_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(env["MASTER_PORT"]) == container["ports"][0]["containerPort"]
     index = next(each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"] if "valueFrom" in each)
     assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    codes = {rule["action"]: rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"]}
+    codes = {rule["action"]: rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     assert (codes["FailJob"]["values"], codes["Ignore"]["values"]) == ([2, 3, 5], [75])
     assert {codes[action]["containerName"] for action in codes} == {container["name"]}
     bash, script, *words = container["command"]
     assert (bash, script) == ("bash", "run_gpt2.sh") and all(isinstance(word, str) for word in words)
     cut = words.index("--max-restarts")
-    parse_launch([*words[cut:], str(ROOT / script)], {"DS_ACCELERATOR": "cpu"})
+    nodes = ["--nnodes", env["NNODES"], "--node-list", env.get("NODE_LIST", "")]
+    options = parse_launch([*words[cut:], *nodes, str(ROOT / script)], {"DS_ACCELERATOR": "cpu"})
+    assert options.is_elastic == (file == "elastic.yaml")
     parse([*words[:cut], *flags(corpus, tmp_path)[:-2]], world_size=1)
     volumes = {each["name"] for each in pod["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes

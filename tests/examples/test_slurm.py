@@ -1,4 +1,7 @@
-"""The example for SLURM: its options parse, and it requeues the job on 75 and on nothing else."""
+"""The examples for SLURM: their options parse, a job is queued again on 75 alone, an elastic run is one for each host.
+
+tests/launch/local_slurm.sh runs them under a real SLURM.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from megatron.launch.options import parse as parse_launch
 from tests.helpers.runs import SIZES, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
+JOB = ROOT / "examples" / "slurm" / "gpt2.sh"
+ELASTIC = JOB.with_name("elastic.sh")
 
 SRUN = """\
 #!/usr/bin/env bash
-echo "$@" > "$PLACE/srun"
+echo "$SRUN_CPUS_PER_TASK $@" > "$PLACE/srun"
 trap 'exit {on_warning}' USR1
 trap 'exit {on_term}' TERM
 touch "$PLACE/started"
@@ -29,10 +33,8 @@ while :; do sleep 0.02; done
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_examples_are_bash_and_their_flags_exist(script, tmp_path):
-    assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
-    text = script.read_text()
+def test_the_options_and_flags_of_the_job_exist(tmp_path):
+    text = JOB.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", text, re.M))
     assert options["ntasks-per-node"] == "1"
     assert re.fullmatch(r"B:USR1@\d+", options["signal"])
@@ -43,7 +45,7 @@ def test_examples_are_bash_and_their_flags_exist(script, tmp_path):
     cut = words.index("--max-restarts")
     others = [*SIZES, "--seq-length", "32", "--data-path", str(write_corpus(tmp_path))]
     parse([*others, *words[:cut], *words[cut + 2 :]], world_size=1)
-    assert parse_launch([*words[cut : cut + 2], str(script)], {"DS_ACCELERATOR": "cpu"}).max_restarts > 0
+    assert parse_launch([*words[cut : cut + 2], str(JOB)], {"DS_ACCELERATOR": "cpu"}).max_restarts > 0
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,8 @@ def test_the_job_is_requeued_on_75_alone(code, number, state, ends, is_requeued,
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "PLACE": str(tmp_path)}
-    job = subprocess.Popen(["bash", str(SCRIPTS[0]), "--lr", "1e-3"], env=env, stdout=subprocess.DEVNULL)
+    env["SLURM_CPUS_PER_TASK"] = "32"
+    job = subprocess.Popen(["bash", str(JOB), "--lr", "1e-3"], env=env, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 20
     while not (tmp_path / "started").exists():
         assert time.monotonic() < end
@@ -79,4 +82,67 @@ def test_the_job_is_requeued_on_75_alone(code, number, state, ends, is_requeued,
     assert (tmp_path / "scontrol").exists() == is_requeued
     if is_requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    assert (tmp_path / "srun").read_text().endswith("--lr 1e-3\n")
+    words = (tmp_path / "srun").read_text()
+    assert words.startswith("32 --kill-on-bad-exit=0 bash run_gpt2.sh") and words.endswith("--lr 1e-3\n")
+
+
+SBATCH = """\
+#!/usr/bin/env bash
+[ "$LOST" != "$NODE_RANK" ] || exit 1
+echo "$@" >> "$PLACE/jobs"
+echo "NNODES=$NNODES NODE_RANK=$NODE_RANK NODE_LIST=$NODE_LIST PORT=$MASTER_PORT RUN=$RUN_FOLDER" >> "$PLACE/jobs"
+"""
+
+
+def submitted(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run elastic.sh, whose jobs are noted in ``tmp_path`` / "jobs"."""
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$3" > "$PLACE/hosts"; printf "n4\\nn5\\nn9\\n"\n')
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(ELASTIC), "--lr", "1e-3"], capture_output=True, text=True, timeout=20,
+        env={**os.environ, "PATH": path, "PLACE": str(tmp_path), "LOST": "", **env},
+    )  # fmt: skip
+
+
+def test_an_elastic_run_is_a_job_for_each_host_with_the_same_nodes_port_and_folder(tmp_path):
+    done = submitted(tmp_path, HOSTS="n[4-5],n9", MIN_NODES="2", SBATCH_FLAGS="--gpus-per-node=4 --partition=long")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "hosts").read_text() == "n[4-5],n9\n"
+    lines = (tmp_path / "jobs").read_text().splitlines()
+    jobs, variables = lines[::2], lines[1::2]
+    folder = variables[0].rpartition("=")[2]
+    assert folder.startswith("runs/gpt2-elastic-20")
+    for rank, host in enumerate(("n4", "n5", "n9")):
+        assert variables[rank] == f"NNODES=2:3 NODE_RANK={rank} NODE_LIST=n4,n5,n9 PORT=29500 RUN={folder}"
+        head, script, flags = jobs[rank].partition(" examples/slurm/gpt2.sh ")
+        assert (
+            script and f"--nodes=1 --nodelist={host} " in head and head.endswith("--gpus-per-node=4 --partition=long")
+        )
+        launch, _, others = flags.partition(" --lr ")
+        assert others == "1e-3"
+        nodes = ["--nnodes", "2:3", "--node-list", "n4,n5,n9", "--node-rank", str(rank)]
+        assert parse_launch([*launch.split(), *nodes, str(JOB)], {"DS_ACCELERATOR": "cpu"}).is_elastic
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "message"),
+    [
+        ({"MIN_NODES": "2", "HOSTS": ""}, 1, "HOSTS: must name the hosts, as in HOSTS=node[0-7]"),
+        ({"MIN_NODES": "", "HOSTS": "n4"}, 1, "MIN_NODES: must be the fewest hosts that train"),
+        ({"MIN_NODES": "4", "HOSTS": "n4"}, 2, "MIN_NODES must be 1 to 3, the number of hosts, got 4"),
+        ({"MIN_NODES": "two", "HOSTS": "n4"}, 2, "MIN_NODES must be 1 to 3, the number of hosts, got two"),
+        (
+            {"MIN_NODES": "2", "HOSTS": "n4", "LOST": "1"},
+            1,
+            "refused the job of host n5; `scancel --name=gpt2-elastic` ends",
+        ),
+    ],
+    ids=["no hosts", "no fewest", "too many", "no number", "refused by sbatch"],
+)
+def test_what_no_elastic_run_can_be_made_of_is_refused(env, code, message, tmp_path):
+    done = submitted(tmp_path, **env)
+    assert done.returncode == code and message in done.stderr
+    assert (tmp_path / "jobs").exists() == ("LOST" in env)

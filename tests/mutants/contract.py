@@ -228,6 +228,6 @@ CONTRACT = (
         "examples/launch/kubernetes/job.yaml",
         "      subdomain: gpt2\n",
         "      subdomain: gpt\n",
-        ("tests/examples/test_examples.py::test_the_job_of_kubernetes_starts_the_run_script_once_in_each_pod",),
+        ("tests/examples/test_examples.py::test_a_job_of_kubernetes_starts_the_run_script_once_in_each_pod",),
     ),
 )

@@ -8,6 +8,8 @@ RESTARTS = "tests/launch/test_restarts.py"
 SIGNALS = "tests/launch/test_signals.py"
 DEATHS = "tests/launch/test_deaths.py"
 STOP = "tests/training/test_stop.py"
+SLURM = "tests/examples/test_slurm.py"
+EXAMPLES = "tests/examples/test_examples.py"
 
 LAUNCH = (
     Mutant(
@@ -142,5 +144,48 @@ LAUNCH = (
         "    if crowded := machine.crowding(options.nproc_per_node):\n",
         "    if crowded := machine.crowding(1):\n",
         ("tests/launch/test_machine.py::test_the_launcher_warns_once_of_more_ranks_than_cores",),
+    ),
+    Mutant(
+        "a node's task under SLURM has one CPU",
+        "examples/slurm/gpt2.sh",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
+        ":",
+        (f"{SLURM}::test_the_job_is_requeued_on_75_alone",),
+        refuses=True,
+    ),
+    Mutant(
+        "a rank's task under SLURM has one CPU",
+        "examples/launch/srun.sh",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
+        ":",
+        (f"{EXAMPLES}::test_srun_starts_a_task_for_each_rank_and_names_the_first_host",),
+    ),
+    Mutant(
+        "Open MPI gives each rank one core",
+        "examples/launch/mpirun.sh",
+        "where=(--bind-to none) ",
+        "where=() ",
+        (f"{EXAMPLES}::test_mpirun_starts_python_and_is_told_where_ranks_meet",),
+    ),
+    Mutant(
+        "the jobs of an elastic run have ports of their own",
+        "examples/slurm/elastic.sh",
+        "export NODE_LIST NNODES MASTER_PORT RUN_FOLDER",
+        "export NODE_LIST NNODES RUN_FOLDER",
+        (f"{SLURM}::test_an_elastic_run_is_a_job_for_each_host_with_the_same_nodes_port_and_folder",),
+    ),
+    Mutant(
+        "the pods of an elastic run are in another order than their indices",
+        "examples/launch/kubernetes/elastic.yaml",
+        "gpt2-elastic-6.gpt2-elastic,gpt2-elastic-7.gpt2-elastic",
+        "gpt2-elastic-7.gpt2-elastic,gpt2-elastic-6.gpt2-elastic",
+        (f"{EXAMPLES}::test_a_job_of_kubernetes_starts_the_run_script_once_in_each_pod",),
+    ),
+    Mutant(
+        "no part of the scripts for a real SLURM and MPI is refused",
+        "tests/launch/local_runs.sh",
+        'no such part: $part" >&2; exit 2; }',
+        'no such part: $part" >&2; exit 3; }',
+        ("tests/launch/test_slurm.py::test_a_part_that_is_not_there_is_refused_ahead_of_any_daemon",),
     ),
 )
