@@ -64,6 +64,8 @@ class Run:
     taken_in: int = 0
     back_in_saves: int = 0
     """Hosts that came back while a checkpoint was being written."""
+    too_late: int = 0
+    """Hosts that came back when the job had just ended, and were alone."""
     to_next_step_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -132,11 +134,12 @@ class Hosts(Record):
         ]
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
+        self.folders: dict[int, Path] = {}
         self._started = 0
 
     def start(self, node: int) -> None:
         """Start the launcher of a host."""
-        folder = self.place / f"launcher-{self._started}-of-{node}"
+        folder = self.folders[node] = self.place / f"launcher-{self._started}-of-{node}"
         folder.mkdir()
         self._started += 1
         argv = [*self._launch, "--node-rank", str(node), str(SCRIPT), *self._argv]
@@ -161,6 +164,11 @@ class Hosts(Record):
                 del self.pids[node]
                 self.codes[node] = os.waitstatus_to_exitcode(status)
         return not self.pids
+
+    def late(self) -> list[int]:
+        """Return the hosts that found no job any more: nobody led when they came, and they were too few."""
+        said = {node: (self.folders[node] / "output").read_text() for node, code in self.codes.items() if code == 4}
+        return [node for node, text in said.items() if text.startswith("error: 1 of at least ")]
 
     def end(self) -> None:
         """Kill what is left."""
@@ -191,7 +199,9 @@ def kill_one_run(place: Path, corpus: Path, layout: str, steps: int, whole: Reco
             _disturb(hosts, run, draw, began + DEADLINE_S)
         while not hosts.poll() and time.monotonic() < began + DEADLINE_S:
             time.sleep(0.01)
-        if hosts.pids or set(hosts.codes.values()) != {0}:
+        late = hosts.late()
+        run.too_late = len(late)
+        if hosts.pids or {code for node, code in hosts.codes.items() if node not in late} != {0}:
             run.problems.append(f"codes {hosts.codes}, still running {sorted(hosts.pids)}:\n{hosts.output()}")
         elif whole is not None:
             run.problems += _differences(hosts, whole)
@@ -280,7 +290,7 @@ def _newest_start(hosts: Hosts) -> int:
 
 def _differences(hosts: Hosts, whole: Record) -> list[str]:
     found = []
-    wanted, got = _losses(whole.run), _losses(hosts.run)
+    wanted, got = losses(whole.run), losses(hosts.run)
     if [step for step, *_ in got] != [step for step, *_ in wanted]:
         found.append(f"steps {[step for step, *_ in got]} in the metrics")
     lines = [line for line in hosts.lines() if "step" in line or "begins" in line]
@@ -324,7 +334,8 @@ def _starts(lines: list[dict[str, Any]]) -> list[int]:
     return sorted({line["start"][1] for line in lines})
 
 
-def _losses(folder: Path) -> list[tuple[int, float, float]]:
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    """Return (step, loss, gradient norm) of the metrics of a run."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records]
 
@@ -383,6 +394,7 @@ def _summary(runs: list[Run], seconds: float) -> dict[str, Any]:
         "leaders_lost": sum(run.lost_leaders for run in runs),
         "nodes_taken_in": sum(run.taken_in for run in runs),
         "nodes_back_in_saves": sum(run.back_in_saves for run in runs),
+        "nodes_back_too_late": sum(run.too_late for run in runs),
         "runs": len(runs),
         "runs_with_problems": sum(bool(run.problems) for run in runs),
         "kill_to_next_step_s": {"median": median(waits or [0.0]), "most": max(waits, default=0.0)},

@@ -83,7 +83,6 @@ def _launch(options: Options) -> int:
         return agent.job_code
     except JobEnded as end:
         log.error(f"launch: {end}, code {end.code}")
-        rendezvous.close(end.code)
         return end.code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
