@@ -272,12 +272,12 @@ class Trainer:
         self.pause_s += time.perf_counter() - began
         reason, saves = self.agree()
         self.phases.step_done()
+        if reason and self.has_steps_left:
+            self.stop_text = reason
         if saves:
             began = time.perf_counter()
             self.call("on_save")
             self.pause_s += time.perf_counter() - began
-        if reason and self.has_steps_left:
-            self.stop_text = reason
         return True
 
     def agree(self) -> tuple[str, bool]:
