@@ -205,7 +205,8 @@ class Trainer:
         self._updates = progress.updates
         self.call("on_step_start")
         try:
-            result = self.engine.train_step(self.batches, progress.step, self.samples.num_micro_batches)
+            share = self.samples.share(self.world.grid.data.rank)
+            result = self.engine.train_step(self.batches, progress.step, share)
         except NumericsError as error:
             raise self._placed(error) from error
         progress.step += 1

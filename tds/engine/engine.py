@@ -251,6 +251,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
+        self.mean_micro_batches: float | None = None
         self.agrees_on_data = True
         self._compares_data = build.compares_data(self.pipeline_section)
         self.on_micro_batch: Callable[[int], None] | None = None
@@ -404,7 +405,10 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {description}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
-        return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)
+        return LossMeter(
+            num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses,
+            self.mean_micro_batches,
+        )  # fmt: skip
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read training data from ``iterator`` from now on."""
