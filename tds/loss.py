@@ -31,7 +31,8 @@ from tds.device import upload
 #
 # The weight of a micro-batch is known only when all have run, so each backward runs on ``loss / nominal`` and the
 # gradients are multiplied by ``nominal / total`` once, when they are reduced. For a plain tensor ``nominal`` is the
-# number of micro-batches (of a replica on the mean: they may have unequal numbers), for ``Weighted`` a power of two that the engine chooses: dividing by it loses nothing.
+# number of micro-batches (of a replica on the mean: they may have unequal numbers), for ``Weighted`` a power of two
+# that the engine chooses: dividing by it loses nothing.
 
 LOSS_STRUCTURES = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
 NO_LOSS_FN = (

@@ -304,7 +304,8 @@ def _become_reader(parent: int, number: int) -> None:
 #
 # A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone,
 # constant or growing (``megatron.config.batch``); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of
-# them, micro-batch after micro-batch; where B is no multiple of b d, the first replicas have one more each. So "samples consumed" is all that there is to resume, with any b, m, d.
+# them, micro-batch after micro-batch; where B is no multiple of b d, the first replicas have one micro-batch more each.
+# So "samples consumed" is all that there is to resume, with any b, m, d.
 #
 # A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
 # ``GPTDataset``, has an item for any index.

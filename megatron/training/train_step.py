@@ -195,7 +195,7 @@ class StepEngine(Protocol):
     def busy(self) -> tuple[float, int]: ...
 
 
-def nominal_weight(tokens_per_step: int) -> float:
+def nominal_weight(tokens_per_step: float) -> float:
     """Return the power of two nearest to the tokens of a step.
 
     Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
@@ -266,15 +266,15 @@ class SingleStageEngine:
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
-            share = meter.add(as_weighted(loss), micro_batch)
+            trained = meter.add(as_weighted(loss), micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
-            self.micro_losses[micro_batch] = share.detach()
+            self.micro_losses[micro_batch] = trained.detach()
             if self.routers is not None:
                 self._scale_routers(self.routers, number)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
-            self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
+            self.engine.backward(trained * self.optimizer.loss_scale, scale_wrt_gas=False)
             if works_in_backward:
                 self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
