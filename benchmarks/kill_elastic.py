@@ -44,9 +44,10 @@ LAYOUTS = {
     "d": (1, 1, ""),
     "t2": (2, 1, "--model-parallel-size 2"),
     "p2": (2, 1, "--pipe-parallel-size 2 --zero-stage 1"),
+    "unequal": (2, 1, "--gas 1 --zero-stage 1"),
     "all": (1, NODES, "--hidden-dropout 0.1 --attention-dropout 0.1"),
 }
-"""name -> (ranks of a host, MIN, flags); a step has 12 samples, which 1, 2 and 3 replicas share alike.
+"""name -> (ranks of a host, MIN, flags); a step has 6 micro-batches: 1, 2, 3 and 6 replicas share them alike, 4 do not.
 
 With "all" the job waits for the hosts that are lost: the layout is always the same, and so must all bits be.
 """

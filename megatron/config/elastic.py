@@ -74,7 +74,8 @@ def with_replicas(config: Config, span: Span, count: int) -> Config:
     batch = config.batch
     total = batch.global_batch_size(span.most // config.parallel.replica_size)
     most = -(-total // (batch.batch_size * count))
-    return replace(config, batch=replace(batch, gas=most, requested_global_batch_size=total))
+    requested = total if total < most * batch.batch_size * count else batch.requested_global_batch_size
+    return replace(config, batch=replace(batch, gas=most, requested_global_batch_size=requested))
 
 
 def describe(config: Config, span: Span, num_ranks: int, count: int) -> str:

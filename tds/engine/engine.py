@@ -231,6 +231,9 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
+        mean_micro_batches
+                          micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
+                          many as here
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
         on_action         called with each action of a call ahead of it, in training and in evaluation
         agrees_on_data    False: leave out the small messages ahead of and behind each call by which all ranks learn of
