@@ -123,8 +123,7 @@ class Share(NamedTuple):
 def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
     """Return a replica's part of the micro-batches of a step; of those left over, the first replicas take one each."""
     number, more = divmod(num_micro_batches, replicas)
-    first = replica * number + min(replica, more)
-    return Share(first, number + int(replica < more), num_micro_batches / replicas)
+    return Share(replica * number + min(replica, more), number + int(replica < more), num_micro_batches / replicas)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -354,30 +354,29 @@ class DataLoader:
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
         self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
+        wrong = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
+        if wrong:
+            raise ValueError(
+                f"a step must be whole micro-batches of {micro_batch_size}, one or more on each of {data_size} "
+                f"replicas, got {wrong[0]} samples"
+            )
         self.lengths = lengths
 
     def share_at(self, samples_consumed: int) -> Share:
         """Return this replica's micro-batches of the step that begins after so many samples."""
-        size = self.sizes.at(samples_consumed)
-        if size % self.micro_batch_size or size < self.micro_batch_size * self.data_size:
-            raise ValueError(
-                f"a step must be whole micro-batches of {self.micro_batch_size}, one or more on each of "
-                f"{self.data_size} replicas, got {size} samples"
-            )
-        return share_of(size // self.micro_batch_size, self.data_size, self.data_rank)
+        return share_of(self.sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the samples of each micro-batch of this replica and their length, without an end."""
         start = self.samples_consumed
         while True:
             share = self.share_at(start)
-            stop = start + self.sizes.at(start)
             length = self.length_at(start)
             own = start + share.first * self.micro_batch_size
             for micro_batch in range(share.number):
                 first = own + micro_batch * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
-            start = stop
+            start += self.sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
         """Return the length of the pieces of the step that begins after so many samples; None: samples are whole."""

@@ -254,8 +254,7 @@ class SingleStageEngine:
         set_micro_batches(self.engine, number)
         self.engine.train()
         reported: dict[str, torch.Tensor] = {}
-        nominal = nominal_weight(self.micro_batch_tokens * mean)
-        meter = LossMeter(number, nominal, self.device, lambda: reported, mean)
+        meter = LossMeter(number, nominal_weight(self.micro_batch_tokens * mean), self.device, lambda: reported, mean)
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
         sums_gradients = self.optimizer.sums_gradients
@@ -358,14 +357,11 @@ class PipelineStepEngine:
         engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
-        """Run this replica's micro-batches of step number ``step`` through the stages and update the weights.
-
-        Collective.
-        """
-        self._first, number, mean = share or self.share
+        """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
+        self._step, (self._first, number, mean) = step, share or self.share
         set_micro_batches(self.engine, number)
         self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
-        self.engine.mean_micro_batches, self._step = mean, step
+        self.engine.mean_micro_batches = mean
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:

@@ -205,8 +205,7 @@ class Trainer:
         self._updates = progress.updates
         self.call("on_step_start")
         try:
-            share = self.samples.share(self.world.grid.data.rank)
-            result = self.engine.train_step(self.batches, progress.step, share)
+            result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
         except NumericsError as error:
             raise self._placed(error) from error
         progress.step += 1

@@ -408,10 +408,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {description}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
-        return LossMeter(
-            num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses,
-            self.mean_micro_batches,
-        )  # fmt: skip
+        more = self.module.get_additional_losses
+        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_micro_batches)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read training data from ``iterator`` from now on."""

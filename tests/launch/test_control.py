@@ -13,8 +13,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.launch import __main__ as launcher
-from megatron.launch import control as controls
-from megatron.launch import elastic
+from megatron.launch import control, elastic
 from megatron.launch.attempt import RankGroup
 from megatron.launch.control import RUNS, Control
 from megatron.launch.elastic import ElasticRendezvous, JobEnded
@@ -30,8 +29,8 @@ class Launchers:
     """The ends of two launchers in one process, which beat and look around quickly."""
 
     def __init__(self, place: Path) -> None:
-        controls.BEAT_S = elastic.BEAT_S = 0.05
-        controls.HEARD_S, elastic.ASK_AGAIN_S, elastic.POLL_S = 0.1, 0.02, 0.005
+        control.BEAT_S = elastic.BEAT_S = 0.05
+        control.HEARD_S, elastic.ASK_AGAIN_S, elastic.POLL_S = 0.1, 0.02, 0.005
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         self.hosts = [("127.0.0.1", each.getsockname()[1]) for each in self.listeners]
         self._place = place
@@ -41,18 +40,18 @@ class Launchers:
         listener = listener or self.listeners[node]
         return Control(self.hosts, node, listener, {"nnodes": [1, 2]}, 5.0, self._place / f"progress-{node}")
 
-    def rendezvous(self, control: Control, *, signal: int | None = None, durable: int | None = None) -> Any:
+    def rendezvous(self, end: Control, *, signal: int | None = None, durable: int | None = None) -> Any:
         signals: Any = SimpleNamespace(is_asked_to_stop=signal is not None, first_name="SIGTERM", code=143)
         return ElasticRendezvous(
-            control, fewest=1, most=2, nproc=1, timeout_s=INIT_S, silence_s=5.0, signals=signals,
+            end, fewest=1, most=2, nproc=1, timeout_s=INIT_S, silence_s=5.0, signals=signals,
             durable=lambda: durable,
         )  # fmt: skip
 
 
-def begin(control: Control, nodes: list[int]) -> None:
-    """Let ``control`` lead a start of these nodes."""
-    control.lead()
-    control.begin({"start": 3, "nodes": nodes, "host": "127.0.0.1", "port": 1, "job": {"run": "a", "restarts": 0}})
+def begin(end: Control, nodes: list[int]) -> None:
+    """Let the node of ``end`` lead a start of these nodes."""
+    end.lead()
+    end.begin({"start": 3, "nodes": nodes, "host": "127.0.0.1", "port": 1, "job": {"run": "a", "restarts": 0}})
 
 
 def alone(function: Callable[[Launchers], None], place: Path) -> None:
@@ -122,10 +121,10 @@ def test_a_signal_between_two_starts_ends_the_nodes_that_wait_with_the_same_code
         leader, waiting = launchers.control(0), launchers.control(1)
         begin(leader, [0])
         assert waiting.join(0) == ""
-        for control, signal in ((leader, 15), (waiting, None)):
-            with pytest.raises(JobEnded) as end:
-                launchers.rendezvous(control, signal=signal, durable=durable).next_rendezvous()
-            assert end.value.code == code
+        for end, signal in ((leader, 15), (waiting, None)):
+            with pytest.raises(JobEnded) as found:
+                launchers.rendezvous(end, signal=signal, durable=durable).next_rendezvous()
+            assert found.value.code == code
 
     alone(asked, tmp_path)
 

@@ -62,22 +62,22 @@ ELASTIC = (
     Mutant(
         "a replica weighs sums of losses by its own micro-batches",
         "megatron/training/train_step.py",
-        "        nominal = nominal_weight(self.micro_batch_tokens * mean)\n",
-        "        nominal = nominal_weight(self.micro_batch_tokens * number)\n",
+        "LossMeter(number, nominal_weight(self.micro_batch_tokens * mean), self.device",
+        "LossMeter(number, nominal_weight(self.micro_batch_tokens * number), self.device",
         (f"{SHARES}::{TWO}",),
     ),
     Mutant(
         "a replica weighs means of micro-batches by its own number of them",
         "megatron/training/train_step.py",
-        "LossMeter(number, nominal, self.device, lambda: reported, mean)",
-        "LossMeter(number, nominal, self.device, lambda: reported)",
+        "self.device, lambda: reported, mean)",
+        "self.device, lambda: reported)",
         (f"{SHARES}::{PLAIN}[]",),
     ),
     Mutant(
         "a pipeline weighs means of micro-batches by its own number of them",
         "tds/engine/engine.py",
-        "            self.mean_micro_batches,\n",
-        "",
+        "self.device, more, self.mean_micro_batches)",
+        "self.device, more)",
         (f"{SHARES}::{PLAIN}[--pipe-parallel-size 2]",),
     ),
     Mutant(
