@@ -15,8 +15,8 @@ TRAIN = (
     Mutant(
         "a step of a ramp skips to the end of a whole batch",
         "megatron/data/data_loader.py",
-        "            stop = start + self.sizes.at(start)\n",
-        "            stop = start + self.sizes.full\n",
+        "            start += self.sizes.at(start)\n",
+        "            start += self.sizes.full\n",
         (GROWS,),
     ),
     Mutant(
