@@ -48,6 +48,7 @@ from benchmarks.kill_job import (
     Stuck,
     draw_moments,
     preload,
+    saving_now,
     write_corpus,
 )
 from megatron.checkpoint import open_checkpoint
@@ -371,14 +372,6 @@ def spoil_hint(run: Path, draw: random.Random) -> bool:
     return hint.exists()
 
 
-def saving_now(run: Path) -> str:
-    """Return "being written", "being removed" or "", by what lies among the checkpoints at this moment."""
-    names = [path.name for path in (run / CHECKPOINTS).iterdir()] if (run / CHECKPOINTS).is_dir() else []
-    if any(name.startswith(".tmp-") for name in names):
-        return "being written"
-    return "being removed" if any(name.startswith(".deleted-") for name in names) else ""
-
-
 def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """Yield what a run that is done has left beside its results.
 
@@ -445,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     parser.add_argument("--kills", type=int, default=300, help="at least so many; default: 300")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random here; default: 0")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
-    parser.add_argument("--steps", type=int, default=12, help="of each run; default: 12, with --elastic 40")
+    parser.add_argument("--steps", type=int, help="of each run; default: 12, with --elastic 40")
     parser.add_argument(
         "--elastic", action="store_true", help="kill hosts of elastic jobs (benchmarks/kill_elastic.py)"
     )
@@ -461,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> Tally:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
     if args.elastic:
-        _kill_elastic(args, steps=args.steps if "--steps" in (argv or sys.argv) else 40)
+        _kill_elastic(args)
     place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     tally = _kill_all(args, place)
     _print(tally)
@@ -475,9 +468,9 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     return tally
 
 
-def _kill_elastic(args: argparse.Namespace, steps: int) -> NoReturn:
+def _kill_elastic(args: argparse.Namespace) -> NoReturn:
     """Run ``benchmarks/kill_elastic.py``, and end with its code."""
-    runs, summary = kill_elastic.kill_all(args.kills, args.seed, steps, args.folder)
+    runs, summary = kill_elastic.kill_all(args.kills, args.seed, args.steps or 40, args.folder)
     if args.json:
         args.json.write_text(json.dumps({"summary": summary, "runs": [asdict(run) for run in runs]}, indent=1) + "\n")
     sys.exit(1 if summary["runs_with_problems"] else 0)
@@ -489,7 +482,7 @@ def _kill_all(args: argparse.Namespace, place: Path) -> Tally:
     for number in count():
         if tally.kills >= args.kills:
             return tally
-        case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps)
+        case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps or 12)
         if case.layout not in wholes:
             wholes[case.layout] = run_whole(Case(case.layout, case.steps), corpus, place / f"whole-{case.layout}")
         own = random.Random(draw.random())

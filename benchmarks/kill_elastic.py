@@ -1,10 +1,10 @@
 """Kill hosts of an elastic job at random moments, let them come back, and compare it with the undisturbed run.
 
-``python benchmarks/kill.py --elastic --kills 100`` runs it. A host is a launcher with its ranks, all ended by SIGKILL
-at once; the leader, with the store and rank 0, is hit as often as the others. Each run has three hosts, of which one
-must be there: one is killed, or two at once, then those that are missing come back one after the other at random
-moments, also in the midst of a save. The tiny GPT-2 of kill_job.py trains in fp64 without dropout, so that losses with
-other numbers of replicas can be compared.
+``python benchmarks/kill.py --elastic --kills 100`` runs it: runs of ``--steps`` steps in turn, until there were so many
+kills. A host is a launcher with its ranks, all ended by SIGKILL at once; the leader, with the store and rank 0, is hit
+as often as the others. Each run has three hosts, of which one must be there: one is killed, or two at once, then those
+that are missing come back one after the other at random moments, also in the midst of a save. The tiny GPT-2 of
+kill_job.py trains in fp64 without dropout, so that losses with other numbers of replicas can be compared.
 
 Checked: each step has the loss and the gradient norm of the undisturbed run (1e-12), where the layout stays the same to
 the bit; of the starts that count, the ranks together have read each sample of each step once; the run ends by itself
@@ -31,20 +31,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kill_job import MODULES, SIZES, fork_launcher, write_corpus
+from benchmarks.kill_job import MODULES, SIZES, fork_launcher, saving_now, write_corpus
 from megatron.training.callbacks.metrics_writer import read_metrics
 
 SCRIPT = Path(__file__).with_name("kill_job.py")
 NODES = 3
 BOUND = 1e-12
 DEADLINE_S = 300.0
+MOST_WRONG = 3
+"""After so many runs with problems there is no further one."""
 LAYOUTS = {
     "d": (1, 1, ""),
     "t2": (2, 1, "--model-parallel-size 2"),
     "p2": (2, 1, "--pipe-parallel-size 2 --zero-stage 1"),
+    "unequal": (2, 1, "--gas 1 --zero-stage 1"),
     "all": (1, NODES, "--hidden-dropout 0.1 --attention-dropout 0.1"),
 }
-"""name -> (ranks of a host, MIN, flags); a step has 12 samples, which 1, 2 and 3 replicas share alike.
+"""name -> (ranks of a host, MIN, flags); a step has 6 micro-batches: 1, 2, 3 and 6 replicas share them alike, 4 do not.
 
 With "all" the job waits for the hosts that are lost: the layout is always the same, and so must all bits be.
 """
@@ -57,18 +60,50 @@ class Run:
     layout: str
     lost: int = 0
     lost_leaders: int = 0
+    in_saves: int = 0
+    """Kills while a checkpoint was being written."""
     taken_in: int = 0
+    back_in_saves: int = 0
+    """Hosts that came back while a checkpoint was being written."""
+    too_late: int = 0
+    """Hosts that came back when the job had just ended, and were alone."""
     to_next_step_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def kills(self) -> int:
+        """Kills behind which the run went on."""
+        return len(self.to_next_step_s)
 
-class Hosts:
+
+class Record:
+    """What a run leaves in its folder ``place``."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.run, self.record = place, place / "run", place / "record"
+        self._lines: list[dict[str, Any]] = []
+        self._offsets: dict[Path, int] = {}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what the ranks have recorded so far, in the order of time, each with its rank."""
+        for path in self.record.glob("rank-*.jsonl"):
+            rank = int(path.stem.removeprefix("rank-"))
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole + end)
+            self._lines += [json.loads(line) | {"rank": rank} for line in whole.splitlines()]
+        self._lines.sort(key=lambda line: line["at"])
+        return self._lines
+
+
+class Hosts(Record):
     """The launchers of one run."""
 
     def __init__(self, place: Path, corpus: Path, layout: str, steps: int, interval: int) -> None:
+        super().__init__(place)
         place.mkdir(parents=True)
-        self.place, self.run, self.record = place, place / "run", place / "record"
         self.record.mkdir()
         nproc, fewest, flags = LAYOUTS[layout]
         self.is_waiting = fewest == NODES
@@ -100,11 +135,12 @@ class Hosts:
         ]
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
+        self.folders: dict[int, Path] = {}
         self._started = 0
 
     def start(self, node: int) -> None:
         """Start the launcher of a host."""
-        folder = self.place / f"launcher-{self._started}-of-{node}"
+        folder = self.folders[node] = self.place / f"launcher-{self._started}-of-{node}"
         folder.mkdir()
         self._started += 1
         argv = [*self._launch, "--node-rank", str(node), str(SCRIPT), *self._argv]
@@ -130,6 +166,11 @@ class Hosts:
                 self.codes[node] = os.waitstatus_to_exitcode(status)
         return not self.pids
 
+    def late(self) -> list[int]:
+        """Return the hosts that found no job any more: nobody led when they came, and they were too few."""
+        said = {node: (self.folders[node] / "output").read_text() for node, code in self.codes.items() if code == 4}
+        return [node for node, text in said.items() if text.startswith("error: 1 of at least ")]
+
     def end(self) -> None:
         """Kill what is left."""
         self.lose(list(self.pids))
@@ -147,16 +188,8 @@ class Hosts:
         """Return the last words of all launchers."""
         return "\n".join(f"{p.parent.name}:\n{p.read_text()[-4000:]}" for p in self.place.glob("launcher-*/output"))
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Return what the ranks have recorded, in the order of time, each with its rank."""
-        found = []
-        for path in self.record.glob("rank-*.jsonl"):
-            rank = int(path.stem.removeprefix("rank-"))
-            found += [json.loads(line) | {"rank": rank} for line in path.read_bytes().splitlines()]
-        return sorted(found, key=lambda line: line["at"])
 
-
-def kill_one_run(place: Path, corpus: Path, layout: str, steps: int, whole: Hosts | None, draw: random.Random) -> Run:
+def kill_one_run(place: Path, corpus: Path, layout: str, steps: int, whole: Record | None, draw: random.Random) -> Run:
     """Run once, disturbed if there is a ``whole`` run to compare with; what was without fault is removed."""
     run, began = Run(layout), time.monotonic()
     hosts = Hosts(place, corpus, layout, steps, draw.choice((1, 2)))
@@ -164,13 +197,16 @@ def kill_one_run(place: Path, corpus: Path, layout: str, steps: int, whole: Host
         for node in range(NODES):
             hosts.start(node)
         if whole is not None:
-            _disturb(hosts, run, draw)
+            _disturb(hosts, run, draw, began + DEADLINE_S)
         while not hosts.poll() and time.monotonic() < began + DEADLINE_S:
             time.sleep(0.01)
-        if hosts.pids or set(hosts.codes.values()) != {0}:
+        late = hosts.late()
+        run.too_late = len(late)
+        if hosts.pids or {code for node, code in hosts.codes.items() if node not in late} != {0}:
             run.problems.append(f"codes {hosts.codes}, still running {sorted(hosts.pids)}:\n{hosts.output()}")
         elif whole is not None:
             run.problems += _differences(hosts, whole)
+            run.problems += [] if run.kills else ["the run was over before a host was killed: give it more --steps"]
     finally:
         hosts.end()
     run.seconds = time.monotonic() - began
@@ -179,30 +215,29 @@ def kill_one_run(place: Path, corpus: Path, layout: str, steps: int, whole: Host
     return run
 
 
-def _disturb(hosts: Hosts, run: Run, draw: random.Random) -> None:
+def _disturb(hosts: Hosts, run: Run, draw: random.Random, deadline: float) -> None:
     """Kill one host or two, and let them come back, until the run is nearly done."""
-    while not hosts.poll():
-        steps = {line["at"] for line in hosts.lines() if "step" in line}
-        if not steps or not _wait(hosts, draw.uniform(0.0, 1.5)):
-            if hosts.poll() or not _wait(hosts, 0.05):
-                return
-            continue
+    if not _until(hosts, lambda: any("step" in line for line in hosts.lines())):
+        return
+    while _wait(hosts, draw.uniform(0.0, 1.5)) and time.monotonic() < deadline:
         leader = hosts.leader()
         victims = draw.sample(sorted(hosts.pids), min(draw.choice((1, 1, 2)), len(hosts.pids) - 1))
         if not victims:
             return
+        is_saving = bool(saving_now(hosts.run))
         at = hosts.lose(victims)
-        if hosts.is_waiting and not _bring_back(hosts, victims, draw, 0.3):
+        if hosts.is_waiting and not _bring_back(hosts, run, victims, draw, 0.3):
             return
         following = _next_step(hosts, at)
         if following is None:
             return  # the run was at its end
         run.lost += len(victims)
         run.lost_leaders += leader in victims
+        run.in_saves += is_saving
         run.to_next_step_s.append(following - at)
         if hosts.is_waiting:
             continue
-        if not _bring_back(hosts, victims, draw, 1.0):
+        if not _bring_back(hosts, run, victims, draw, 1.0):
             return
         starts = _newest_start(hosts)
         if draw.random() < 0.7:  # else the next kill comes while they wait
@@ -210,11 +245,12 @@ def _disturb(hosts: Hosts, run: Run, draw: random.Random) -> None:
             run.taken_in += _newest_start(hosts) > starts
 
 
-def _bring_back(hosts: Hosts, nodes: list[int], draw: random.Random, within_s: float) -> bool:
+def _bring_back(hosts: Hosts, run: Run, nodes: list[int], draw: random.Random, within_s: float) -> bool:
     """Start hosts again, one after the other; return False if a launcher has ended by itself meanwhile."""
     for node in nodes:
         if not _wait(hosts, draw.uniform(0.0, within_s)):
             return False
+        run.back_in_saves += bool(saving_now(hosts.run))
         hosts.start(node)
     return True
 
@@ -253,9 +289,9 @@ def _newest_start(hosts: Hosts) -> int:
     return max((line["start"][1] for line in hosts.lines() if "begins" in line), default=-1)
 
 
-def _differences(hosts: Hosts, whole: Hosts) -> list[str]:
+def _differences(hosts: Hosts, whole: Record) -> list[str]:
     found = []
-    wanted, got = _losses(whole.run), _losses(hosts.run)
+    wanted, got = losses(whole.run), losses(hosts.run)
     if [step for step, *_ in got] != [step for step, *_ in wanted]:
         found.append(f"steps {[step for step, *_ in got]} in the metrics")
     lines = [line for line in hosts.lines() if "step" in line or "begins" in line]
@@ -271,7 +307,7 @@ def _differences(hosts: Hosts, whole: Hosts) -> list[str]:
     return found + _samples_differ(hosts, whole)
 
 
-def _samples_differ(hosts: Hosts, whole: Hosts) -> list[str]:
+def _samples_differ(hosts: Hosts, whole: Record) -> list[str]:
     """Compare the samples that ranks of the first stage have read in the steps that count: each once a tensor rank."""
     counted, undisturbed = _counted(hosts), _counted(whole)
     return [
@@ -282,7 +318,7 @@ def _samples_differ(hosts: Hosts, whole: Hosts) -> list[str]:
     ]
 
 
-def _counted(hosts: Hosts) -> dict[int, Counter[int]]:
+def _counted(hosts: Record) -> dict[int, Counter[int]]:
     """Return the samples of each step as the last start that did it read them."""
     newest: dict[int, int] = {}
     for line in hosts.lines():
@@ -299,7 +335,8 @@ def _starts(lines: list[dict[str, Any]]) -> list[int]:
     return sorted({line["start"][1] for line in lines})
 
 
-def _losses(folder: Path) -> list[tuple[int, float, float]]:
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    """Return (step, loss, gradient norm) of the metrics of a run."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records]
 
@@ -321,34 +358,24 @@ def free_ports(number: int) -> list[int]:
 
 
 def kill_all(kills: int, seed: int, steps: int, folder: Path | None = None) -> tuple[list[Run], dict[str, Any]]:
-    """Lose at least ``kills`` hosts over several runs; print and return the runs and a summary."""
+    """Kill ``kills`` times at least, over several runs; print and return the runs and a summary."""
     place = Path(tempfile.mkdtemp(prefix="kill-elastic-", dir=folder))
-    draw, runs = random.Random(seed), []
-    corpus, wholes = write_corpus(place), dict[str, Hosts]()
+    draw, runs = random.Random(seed), list[Run]()
+    corpus, wholes = write_corpus(place), dict[str, Record]()
     began = time.monotonic()
-    while sum(run.lost for run in runs) < kills:
+    while sum(run.kills for run in runs) < kills and sum(bool(run.problems) for run in runs) < MOST_WRONG:
         layout = list(LAYOUTS)[len(runs) % len(LAYOUTS)]
         if layout not in wholes:
             path = place / f"whole-{layout}"
             whole = kill_one_run(path, corpus, layout, steps, None, draw)
             if whole.problems:
                 raise RuntimeError("\n".join(whole.problems))
-            wholes[layout] = _of_folder(path)
+            wholes[layout] = Record(path)
         number = len(runs)
         own = random.Random(draw.random())
         runs.append(kill_one_run(place / f"run-{number}", corpus, layout, steps, wholes[layout], own))
         _say(runs)
-    waits = [seconds for run in runs for seconds in run.to_next_step_s]
-    summary = {
-        "hosts_lost": sum(run.lost for run in runs),
-        "kills": len(waits),
-        "leaders_lost": sum(run.lost_leaders for run in runs),
-        "nodes_taken_in": sum(run.taken_in for run in runs),
-        "runs": len(runs),
-        "runs_with_problems": sum(bool(run.problems) for run in runs),
-        "kill_to_next_step_s": {"median": median(waits or [0.0]), "most": max(waits, default=0.0)},
-        "seconds": time.monotonic() - began,
-    }
+    summary = _summary(runs, time.monotonic() - began)
     for name, value in summary.items():
         shown = ", ".join(f"{k} {v:.3g}" for k, v in value.items()) if isinstance(value, dict) else value
         print(f"{name:24} {shown}")
@@ -359,19 +386,31 @@ def kill_all(kills: int, seed: int, steps: int, folder: Path | None = None) -> t
     return runs, summary
 
 
-def _of_folder(place: Path) -> Hosts:
-    """Return what an undisturbed run has left, to compare with."""
-    found = Hosts.__new__(Hosts)
-    found.place, found.run, found.record = place, place / "run", place / "record"
-    return found
+def _summary(runs: list[Run], seconds: float) -> dict[str, Any]:
+    waits = [each for run in runs for each in run.to_next_step_s]
+    return {
+        "kills": len(waits),
+        "kills_in_saves": sum(run.in_saves for run in runs),
+        "hosts_lost": sum(run.lost for run in runs),
+        "leaders_lost": sum(run.lost_leaders for run in runs),
+        "nodes_taken_in": sum(run.taken_in for run in runs),
+        "nodes_back_in_saves": sum(run.back_in_saves for run in runs),
+        "nodes_back_too_late": sum(run.too_late for run in runs),
+        "runs": len(runs),
+        "runs_with_problems": sum(bool(run.problems) for run in runs),
+        "kill_to_next_step_s": {"median": median(waits or [0.0]), "most": max(waits, default=0.0)},
+        "seconds": round(seconds, 1),
+    }
 
 
 def _say(runs: list[Run]) -> None:
     run = runs[-1]
     verdict = "WRONG" if run.problems else "as undisturbed"
+    waits = ", ".join(f"{seconds:.1f}" for seconds in run.to_next_step_s)
     print(
-        f"{sum(one.lost for one in runs):4} hosts lost | {run.layout}: {run.lost} in {len(run.to_next_step_s)} kills, "
-        f"{run.lost_leaders} of them led, {run.taken_in} times taken in, {run.seconds:.1f} s, {verdict}",
+        f"{sum(one.kills for one in runs):4} kills | {run.layout}: {run.lost} hosts lost in {run.kills} kills, "
+        f"{run.lost_leaders} of them led, {run.taken_in} times taken in, to the next step {waits} s, "
+        f"in all {run.seconds:.1f} s, {verdict}",
         flush=True,
     )
     for problem in run.problems:

@@ -45,6 +45,7 @@ from megatron.tokenizer import build
 from megatron.training import Callback, data, entrypoint, failure
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.checkpointer import Checkpointer
+from megatron.training.train_state import CHECKPOINTS
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tokenizer.json"
 SIZES = (
@@ -364,6 +365,14 @@ def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def saving_now(run: Path) -> str:
+    """Return "being written", "being removed" or "", by what lies among the checkpoints at this moment."""
+    names = [path.name for path in (run / CHECKPOINTS).iterdir()] if (run / CHECKPOINTS).is_dir() else []
+    if any(name.startswith(".tmp-") for name in names):
+        return "being written"
+    return "being removed" if any(name.startswith(".deleted-") for name in names) else ""
 
 
 # What a rank executes.

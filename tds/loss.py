@@ -31,7 +31,8 @@ from tds.device import upload
 #
 # The weight of a micro-batch is known only when all have run, so each backward runs on ``loss / nominal`` and the
 # gradients are multiplied by ``nominal / total`` once, when they are reduced. For a plain tensor ``nominal`` is the
-# number of micro-batches, for ``Weighted`` a power of two that the engine chooses: dividing by it loses nothing.
+# number of micro-batches (of a replica on the mean: they may have unequal numbers), for ``Weighted`` a power of two
+# that the engine chooses: dividing by it loses nothing.
 
 LOSS_STRUCTURES = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
 NO_LOSS_FN = (
@@ -64,6 +65,7 @@ class LossMeter:
 
     Args:
         nominal_weight: what ``Weighted`` totals are divided by in the backward.
+        mean_micro_batches: what others are divided by: the micro-batches of a replica on the mean; None: of this one.
         additional: gives more losses to report after each micro-batch, or None; a module's ``get_additional_losses``.
 
     Attributes:
@@ -75,6 +77,7 @@ class LossMeter:
     nominal_weight: float
     device: torch.device
     additional: Callable[[], Mapping[str, Any] | None] | None = None
+    mean_micro_batches: float | None = None
     sums: dict[str, Sum] = field(default_factory=dict, init=False)
     num_own: int = field(default=0, init=False)
 
@@ -90,7 +93,7 @@ class LossMeter:
             losses = _with_additional(losses, more)
         if not self.sums:
             self.num_own = num_own
-            nominal = {True: self.nominal_weight, False: float(self.num_micro_batches)}
+            nominal = {True: self.nominal_weight, False: float(self.mean_micro_batches or self.num_micro_batches)}
             self.sums = {name: Sum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()}
         if (list(losses), num_own) != (list(self.sums), self.num_own):
             raise self._other_names(losses, micro_batch)

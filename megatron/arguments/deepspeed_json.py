@@ -441,7 +441,7 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     engine["timers"] = {"throughput": off, **engine.get("timers", {})}
     engine.setdefault("zero_allow_untested_optimizer", True)
     engine.update(
-        train_batch_size=config.batch.global_batch_size(d * context),
+        train_batch_size=config.batch.batch_size * config.batch.gas * d * context,
         train_micro_batch_size_per_gpu=config.batch.batch_size,
         gradient_accumulation_steps=config.batch.gas,
         gradient_clipping=0.0,

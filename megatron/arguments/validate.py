@@ -247,6 +247,8 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
+    if config.batch.rampup_batch_size is None:
+        return
     try:
         sizes = config.batch.sizes(replicas).all()
     except ValueError as error:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from megatron.config.option import option
 from megatron.config.seq_length import SeqLengths, parse_lengths
@@ -104,12 +105,34 @@ def indivisible(sizes: Iterable[int], divisor: int) -> list[int]:
     return [size for size in sizes if size % divisor]
 
 
-# How many samples a step takes, how long they are, and how many steps there are.
+# Which micro-batches of a step a replica takes, how many samples it has, how long they are, and how many steps there
+# are.
+
+
+class Share(NamedTuple):
+    """A replica's part of a step: ``number`` micro-batches behind the ``first`` ones, which earlier replicas take.
+
+    ``mean`` is what a replica takes on the mean: losses are weighed by it, the same on all.
+    """
+
+    first: int
+    number: int
+    mean: float
+
+
+def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
+    """Return a replica's part of the micro-batches of a step; of those left over, the first replicas take one each."""
+    number, more = divmod(num_micro_batches, replicas)
+    return Share(replica * number + min(replica, more), number + int(replica < more), num_micro_batches / replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode."""
+    """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode.
+
+    In an elastic job the last replicas may take a micro-batch less than ``gas`` (``megatron.config.elastic``): the
+    requested global batch is then below the product, by less than a micro-batch of each.
+    """
 
     batch_size: int = option(
         4,
@@ -169,7 +192,17 @@ class BatchConfig:
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Return the samples of one step over all replicas; with a ramp of the steps behind it."""
-        return self.batch_size * self.gas * data_parallel_size
+        full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
+        return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
+
+    def share(self, data_parallel_size: int, replica: int) -> Share:
+        """Return what a replica takes of a step; with a ramp of the steps behind it."""
+        return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
+
+    def gas_text(self, data_parallel_size: int) -> str:
+        """Return "4", or "3 or 4" where some replicas take one less."""
+        least = self.share(data_parallel_size, data_parallel_size - 1).number
+        return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property
     def lengths(self) -> SeqLengths:

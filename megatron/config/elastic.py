@@ -5,12 +5,11 @@ The rule, a function of the flags and the number of ranks alone, so that every r
 * The flags say what they say for all ranks that there may be, MAX nodes of ``--nnodes MIN:MAX``: so the global batch is
   the same with any number, and so is the order of the samples.
 * Tensor, pipe and context sizes and the micro-batch are kept.
-* There are as many replicas as the ranks allow, but so that each takes the same number of whole micro-batches in every
-  step (of each size of --rampup-batch-size), and all else that the flags ask for fits (experts, ZeRO).
+* There are as many replicas as the ranks allow, with one whole micro-batch or more each in every step. Where the
+  micro-batches of a step cannot be shared out alike, the first replicas take one more.
+* Replicas that meet within a micro-batch take equal numbers, so there may be fewer of them: with experts, and from ZeRO
+  2 on. So do those of a run whose batch grows (--rampup-batch-size).
 * Ranks that are left over have no work. They end at once, and their nodes stand by.
-
-Unequal numbers of micro-batches would be more than another rule here: replicas of ZeRO 2 and 3 and of experts meet in
-every micro-batch, and sums of gradients are means over replicas.
 """
 
 from __future__ import annotations
@@ -59,23 +58,33 @@ def replica_counts(config: Config, span: Span, num_ranks: int) -> list[int]:
     """Return the numbers of replicas that ``num_ranks`` may be used for, the largest first."""
     each, batch = config.parallel.replica_size, config.batch
     sizes = batch.sizes(span.most // each).all()
-    possible = range(min(num_ranks, span.most) // each, 0, -1)
+    possible = range(min(num_ranks, span.most, sizes[0] // batch.batch_size * each) // each, 0, -1)
+    if may_be_unequal(config):
+        return list(possible)
     return [count for count in possible if not any(size % (batch.batch_size * count) for size in sizes)]
+
+
+def may_be_unequal(config: Config) -> bool:
+    """Whether replicas may take unequal numbers of micro-batches: they meet behind the last one alone."""
+    return config.optimizer.zero_stage < 2 and not config.model.num_experts and config.batch.rampup_batch_size is None
 
 
 def with_replicas(config: Config, span: Span, count: int) -> Config:
     """Return ``config`` with the same global batch on ``count`` replicas."""
     batch = config.batch
     total = batch.global_batch_size(span.most // config.parallel.replica_size)
-    return replace(config, batch=replace(batch, gas=total // (batch.batch_size * count)))
+    most = -(-total // (batch.batch_size * count))
+    requested = total if total < most * batch.batch_size * count else batch.requested_global_batch_size
+    return replace(config, batch=replace(batch, gas=most, requested_global_batch_size=requested))
 
 
 def describe(config: Config, span: Span, num_ranks: int, count: int) -> str:
     """Return in words what ``num_ranks`` of the most do."""
     each, batch = config.parallel.replica_size, config.batch
     idle = num_ranks - count * each
+    gas = batch.gas_text(count)
     stand_by = f"; {idle} rank{'' if idle == 1 else 's'} stand{'s' if idle == 1 else ''} by" if idle else ""
     return (
-        f"elastic: {num_ranks} of {span.most} ranks: {count} of {span.most // each} replicas, each with {batch.gas} "
+        f"elastic: {num_ranks} of {span.most} ranks: {count} of {span.most // each} replicas, each with {gas} "
         f"micro-batches of {batch.batch_size} a step, {batch.global_batch_size(count)} samples as with all{stand_by}"
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.child_process import die_with_parent
-from megatron.config.batch import BatchSizes
+from megatron.config.batch import BatchSizes, Share, share_of
 from megatron.config.seq_length import SeqLengths
 from megatron.data.blended_dataset import as_ordered
 from megatron.errors import DataError, SampleError
@@ -304,7 +304,8 @@ def _become_reader(parent: int, number: int) -> None:
 #
 # A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone,
 # constant or growing (``megatron.config.batch``); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of
-# them, micro-batch after micro-batch. So "samples consumed" is all that there is to resume, with any b, m, d.
+# them, micro-batch after micro-batch; where B is no multiple of b d, the first replicas have one micro-batch more each.
+# So "samples consumed" is all that there is to resume, with any b, m, d.
 #
 # A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
 # ``GPTDataset``, has an item for any index.
@@ -320,7 +321,7 @@ class DataLoader:
     Args:
         num_micro_batches: of every step; with ``sizes`` of a whole one.
         samples_consumed: samples of all replicas that earlier steps have read.
-        sizes: samples of a step over all replicas where they change; each a multiple of b d.
+        sizes: samples of a step over all replicas, where they change or replicas take unequal parts of them.
         lengths: at which samples are read, by tokens consumed; None: they are left whole.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each of them reads ahead.
@@ -353,27 +354,29 @@ class DataLoader:
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
         self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
+        wrong = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
+        if wrong:
+            raise ValueError(
+                f"a step must be whole micro-batches of {micro_batch_size}, one or more on each of {data_size} "
+                f"replicas, got {wrong[0]} samples"
+            )
         self.lengths = lengths
 
-    def num_micro_batches_at(self, samples_consumed: int) -> int:
-        """Return the micro-batches on each replica of the step that begins after so many samples."""
-        size, share = self.sizes.at(samples_consumed), self.micro_batch_size * self.data_size
-        if size % share:
-            raise ValueError(f"a step must be a multiple of micro-batch x replicas = {share} samples, got {size}")
-        return size // share
+    def share_at(self, samples_consumed: int) -> Share:
+        """Return this replica's micro-batches of the step that begins after so many samples."""
+        return share_of(self.sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the samples of each micro-batch of this replica and their length, without an end."""
         start = self.samples_consumed
         while True:
-            number = self.num_micro_batches_at(start)
-            stop = start + self.sizes.at(start)
+            share = self.share_at(start)
             length = self.length_at(start)
-            own = start + self.data_rank * self.micro_batch_size * number
-            for micro_batch in range(number):
+            own = start + share.first * self.micro_batch_size
+            for micro_batch in range(share.number):
                 first = own + micro_batch * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
-            start = stop
+            start += self.sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
         """Return the length of the pieces of the step that begins after so many samples; None: samples are whole."""

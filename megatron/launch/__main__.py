@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -9,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.launch.processes import Signals
     from megatron.launch.rendezvous import LaunchRendezvous
+
+PORT_WAIT_S = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +88,6 @@ def _launch(options: Options) -> int:
         return agent.job_code
     except JobEnded as end:
         log.error(f"launch: {end}, code {end.code}")
-        rendezvous.close(end.code)
         return end.code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,14 +122,7 @@ def _open_port(options: Options) -> socket.socket:
     from megatron.launch.rendezvous import listen
 
     if options.is_elastic:
-        host, port = options.node_list[options.node_rank]
-        try:
-            return listen(host, port, options.nnodes)
-        except OSError as error:
-            raise ConfigError(
-                f"the port of this node's entry in --node-list must be free here, got {host}:{port}: "
-                f"{error.strerror}. Does another launcher have this NODE_RANK? Or choose another port, on all nodes."
-            ) from error
+        return _open_own_port(options)
     try:
         listener = listen(options.master_addr, options.master_port, options.nnodes)
     except OSError as error:
@@ -137,6 +133,25 @@ def _open_port(options: Options) -> socket.socket:
     if listener.getsockname()[1] != options.master_port:
         log.warning(f"port {options.master_port} is in use; taking {listener.getsockname()[1]}")
     return listener
+
+
+def _open_own_port(options: Options) -> socket.socket:
+    """Open the port of this node's entry in --node-list; a launcher that was killed just now may be on it yet."""
+    from megatron.launch.rendezvous import listen
+
+    host, port = options.node_list[options.node_rank]
+    end = time.monotonic() + PORT_WAIT_S
+    while True:
+        try:
+            return listen(host, port, options.nnodes)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < end:
+                time.sleep(PORT_WAIT_S / 40)
+                continue
+            raise ConfigError(
+                f"the port of this node's entry in --node-list must be free here, got {host}:{port}: "
+                f"{error.strerror}. Does another launcher have this NODE_RANK? Or choose another port, on all nodes."
+            ) from error
 
 
 if __name__ == "__main__":

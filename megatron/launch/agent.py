@@ -118,7 +118,8 @@ class LaunchAgent(SimpleElasticAgent):
         goes_on, reason = self._agree(code)
         end = self._of_this_start().end(code)
         if goes_on and code == RESUMABLE:
-            log.info(f"launch: all is saved; starting again {reason}, with the node that has come")
+            lost = f"{self._lost_text()}; " if self._board.lost() else ""
+            log.info(f"launch: {lost}all is saved; starting again {reason}, with the node that has come")
         elif goes_on:
             self._restarts.done += 1
             which = f"restart {self._restarts.done} of {self._restarts.most}"

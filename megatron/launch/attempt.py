@@ -179,8 +179,11 @@ class RankGroup:
         )
 
     def is_regrouping(self) -> bool:
-        """Whether the ranks of this node, if it has any, have left so that a node can be taken in."""
-        return all(one.state == failure.REGROUP for one in self._exits)
+        """Whether those ranks of this node, if any, that have left with 75 did so for a node to be taken in.
+
+        Others may have been ended by the launcher, where a node was lost at that moment.
+        """
+        return all(one.state == failure.REGROUP for one in self._exits if one.status == RESUMABLE)
 
     def _late(self) -> str:
         late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]

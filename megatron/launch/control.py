@@ -37,6 +37,8 @@ ASK_S = 1.0
 SEND_S = 2.0
 HEARD_S = 1.0
 MOST_BYTES = 1 << 24
+RUNS = -2
+"""In the place of the start that a node waits behind: it has ranks yet."""
 Address = tuple[str, int]
 Message = dict[str, Any]
 
@@ -47,7 +49,7 @@ class Peer:
     def __init__(self, connection: socket.socket, node: int | None = None) -> None:
         self.socket, self.node = connection, node
         self.heard_at = time.monotonic()
-        self.ready = -2
+        self.ready = RUNS
         """The number of the start behind which it waits for the next one; -1 ahead of its first."""
         self._rest = b""
         self._sending = threading.Lock()
@@ -106,6 +108,7 @@ class Control:
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
         self._table: dict[str, str] = {}
+        self._end: Message | None = None
         self._facts, self._silence_s, self._progress = dict(facts), silence_s, progress
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
@@ -172,12 +175,13 @@ class Control:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Tell all who have joined that the job has ended, and wait until those that only wait have heard it."""
+        """Tell all who have joined, or join yet, that the job has ended; wait until those without ranks have left."""
         with self._lock:
+            self._end = self._end or {"end": code, "why": why}
             for peer in self.members.values():
-                peer.send({"end": code, "why": why})
+                peer.send(self._end)
         end = time.monotonic() + HEARD_S
-        while self.waiting() and time.monotonic() < end:
+        while any(ready > RUNS for ready in self.joined().values()) and time.monotonic() < end:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
@@ -216,7 +220,7 @@ class Control:
                 self._lose(node)
 
     def joined(self) -> dict[int, int]:
-        """Return the nodes that have joined, with the start behind which each is ready; -2: it has ranks yet."""
+        """Return the nodes that have joined, with the start behind which each waits for the next one, or ``RUNS``."""
         with self._lock:
             return {node: peer.ready for node, peer in self.members.items()}
 
@@ -327,6 +331,8 @@ class Control:
             peer.node, peer.ready = node, int(message["ready"])
             self.members[node] = peer
             peer.send({"welcome": self.number, "nodes": self.round, "job": self.job})
+            if self._end is not None:
+                peer.send(self._end)
 
     def _learn(self, welcome: Message) -> None:
         """Know what the leader knows: a node that waits may be the last that is left."""
@@ -339,7 +345,7 @@ class Control:
         self.job = message["job"]
         for peer in self.members.values():
             if peer.node in self.round:
-                peer.ready = -2
+                peer.ready = RUNS
 
 
 def _first_answers(peer: Peer) -> list[Message]:

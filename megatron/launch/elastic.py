@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from megatron import log
 from megatron.config.elastic import VARIABLE
 from megatron.errors import ConfigError, PeerError
-from megatron.launch.control import BEAT_S, Control, ask
+from megatron.launch.control import BEAT_S, RUNS, Control, ask
 from megatron.launch.outcome import POLL_S, Exit, NodeBoard
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import LaunchRendezvous
@@ -64,6 +64,7 @@ class ElasticRendezvous(LaunchRendezvous):
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._since = self._deadline = 0.0
         self._began_to_lead = self._asked_at = 0.0
+        self._is_taken = False
         self._gone: set[int] = set()
         self._store: Store | None = None
 
@@ -127,16 +128,16 @@ class ElasticRendezvous(LaunchRendezvous):
             JobEnded: the job has ended, or this node is asked to stop, before it had a part in the next start.
         """
         self._store = None
-        self._since, self._asked_at = time.monotonic(), 0.0
-        self._deadline = self._since + self._timeout_s
+        self._count_from_now()
         self.control.report_ready()
         while True:
             if self._signals.is_asked_to_stop:
-                raise JobEnded(self._code_on_request(), f"{self._signals.first_name} came between two starts")
+                self._end_on_request()
             if self.control.leads:
                 message = self._lead()
             elif self.control.leader is not None:
                 message = self._follow()
+                self._count_from_now()  # a node may wait for hours, and lose its leader then
             else:
                 message = self._find_leader()
             if message is not None:
@@ -147,11 +148,24 @@ class ElasticRendezvous(LaunchRendezvous):
         info = RendezvousStoreInfo(message["host"], message["port"])
         return RendezvousInfo(self._store or HashStore(), self.node_rank, self.num_nodes, info)
 
+    def _count_from_now(self) -> None:
+        """Let --init-timeout begin."""
+        self._since, self._asked_at = time.monotonic(), 0.0
+        self._deadline = self._since + self._timeout_s
+
+    def _end_on_request(self) -> NoReturn:
+        code = RESUMABLE if self._durable() is not None else self._signals.code
+        self.close(code)
+        raise JobEnded(code, f"{self._signals.first_name} came between two starts")
+
     def _lead(self) -> dict | None:
         """Begin the next start if all are there that can be waited for."""
         control, now = self.control, time.monotonic()
         joined = control.joined()
-        ready = [node for node, behind in sorted(joined.items()) if behind > -2]
+        ready = [node for node, behind in sorted(joined.items()) if behind > RUNS]
+        if now > self._deadline and len(ready) < len(joined):
+            self._give_up(sorted(set(joined) - set(ready)))
+            return None
         others = [node for node in range(self.most) if node != control.node and node not in joined]
         has_all = len(ready) == len(joined) and not self._is_expecting(joined)
         if control.number == -1:
@@ -168,6 +182,13 @@ class ElasticRendezvous(LaunchRendezvous):
             raise PeerError(why)
         return None
 
+    def _give_up(self, nodes: list[int]) -> None:
+        """Count nodes as lost whose ranks do not end, as in a driver or a file system that hangs."""
+        which = ", ".join(map(str, nodes))
+        log.error(f"launch: the ranks of node {which} have not ended after {self._timeout_s:g} s; going on without it")
+        for node in nodes:
+            self.control.drop(node)
+
     def _look_around(self, others: list[int]) -> None:
         """Find out who of the last start is gone, and whether another node leads that is to be followed."""
         control = self.control
@@ -179,6 +200,7 @@ class ElasticRendezvous(LaunchRendezvous):
                 self._gone.add(node)
             elif answer["leads"] and (answer["number"], -answer["node"]) > own:
                 control.abdicate()
+                self._count_from_now()
                 return
 
     def _is_expecting(self, joined: dict[int, int]) -> bool:
@@ -212,6 +234,7 @@ class ElasticRendezvous(LaunchRendezvous):
         """Join whoever leads, or lead."""
         control = self.control
         if time.monotonic() > self._deadline:
+            self._refuse_twin()
             raise PeerError(self._too_few([node for node in range(self.most) if node != control.node]))
         others = {node: host for node, host in enumerate(control.hosts) if node != control.node}
         found = ask(others)
@@ -243,13 +266,17 @@ class ElasticRendezvous(LaunchRendezvous):
                 "every node needs the same --nnodes, --nproc-per-node and --node-list, got others on node "
                 f"{self.control.node} than on node {leader}, which has {refused.removeprefix('differs: ')}"
             )
-        if refused == "taken" and time.monotonic() > self._deadline:
+        self._is_taken = refused == "taken"
+        if not refused and number > known:
+            log.info(f"launch: node {leader} leads; this node is taken in with the next start, at the next save")
+
+    def _refuse_twin(self) -> None:
+        """Check that no other launcher has this NODE_RANK: the leader has refused this one for it to the last."""
+        if self._is_taken:
             raise ConfigError(
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.control.node} twice. "
                 f"Number the nodes from 0 to {self.most - 1}, in the order of --node-list."
             )
-        if not refused and number > known:
-            log.info(f"launch: node {leader} leads; this node is taken in with the next start, at the next save")
 
     def _too_few(self, others: list[int]) -> str:
         return (
@@ -258,9 +285,6 @@ class ElasticRendezvous(LaunchRendezvous):
             "with --init-timeout, or lower MIN of --nnodes MIN:MAX; with --resume the same command goes on from the "
             "newest checkpoint"
         )
-
-    def _code_on_request(self) -> int:
-        return RESUMABLE if self._durable() is not None else self._signals.code
 
     def close(self, code: int) -> None:
         if self.control.leads:

@@ -38,12 +38,13 @@ def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
 class DropoutKey:
     """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0.
 
-    ``num_micro_batches`` is how many the step has on each replica; streams that know no samples do not look at it.
+    ``first`` is how many micro-batches of the step earlier replicas take; streams that know no samples do not look at
+    it.
     """
 
     step: int = 0
     micro_batch: int = 0
-    num_micro_batches: int = 1
+    first: int = 0
 
 
 class DropoutStreams:
@@ -395,7 +396,7 @@ class PhiloxDropout(DropoutStreams):
     def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
         """Return the number within the global batch of the first of ``samples``, pieces included, of a micro-batch."""
         at = at or self.position
-        return (self.data_rank * at.num_micro_batches + at.micro_batch) * samples
+        return (at.first + at.micro_batch) * samples
 
 
 def dropped_mask(

@@ -142,7 +142,7 @@ def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     """Say which settings and which parts of the machine are not those of the checkpoint. Rank 0 speaks."""
     changed = list(settings_changed(state.get("config", {}), now))
     if elastic.span_of(os.environ):  # micro-batches follow from the replicas, and the global batch is the same
-        changed = [text for text in changed if not text.startswith("gas:")]
+        changed = [text for text in changed if not text.startswith(("gas:", "requested_global_batch_size:"))]
     if changed:
         log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
     here = machine(kind)

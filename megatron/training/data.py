@@ -16,6 +16,7 @@ import torch
 from megatron import device, log
 from megatron.checkpoint import former
 from megatron.config import Config
+from megatron.config.batch import BatchSizes
 from megatron.config.seq_length import SeqLengths
 from megatron.data import BlendSchedule, DataLoader, resumed_order
 from megatron.data.blended_dataset import SAME_LENGTH, as_ordered
@@ -234,7 +235,7 @@ class RunData:
         if dataset is None:
             return None
         is_training = kind == "train"
-        ordered = as_ordered(dataset)
+        ordered, replicas = as_ordered(dataset), world.grid.data.size
         lengths = config.batch.lengths if is_training else SeqLengths(config.batch.seq_length)
         if length is not None:
             lengths = SeqLengths(lengths.full, ((0, length),))
@@ -243,9 +244,9 @@ class RunData:
             micro_batch_size=config.batch.batch_size,
             num_micro_batches=config.batch.gas,
             data_rank=world.grid.data.rank,
-            data_size=world.grid.data.size,
+            data_size=replicas,
             samples_consumed=samples_consumed,
-            sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
+            sizes=config.batch.sizes(replicas) if is_training else BatchSizes(config.batch.global_batch_size(replicas)),
             lengths=lengths,
             num_workers=config.data.num_workers if is_training else 0,
             prefetch_factor=config.data.prefetch_factor,

@@ -146,7 +146,7 @@ def plan_rows(
     yield (
         "tokens per step",
         f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
-        f"{batch.gas} micro-batches x {d} replicas",
+        f"{batch.gas_text(d)} micro-batches x {d} replicas",
     )
     if batch.rampup_batch_size is not None:
         sizes = batch.sizes(d)

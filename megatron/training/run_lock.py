@@ -24,8 +24,9 @@ from megatron.training.initialize import World, run_on_rank_0
 from megatron.training.run_folder import job
 
 NAME = "run.lock"
-RESTART_WAIT_S = 30.0
-"""A restart of the same job waits so long for the rank 0 before it, which may still be ending."""
+RESTART_WAIT_S = 150.0
+"""A restart of the same job waits so long for the rank 0 before it, which may still be ending. The lock of a host that
+has lost its power is free when its lease with the NFS server is over, after 90 seconds by default."""
 _SILENCE_S = 1.0  # between taking the lock and writing who did
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 

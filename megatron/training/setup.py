@@ -269,7 +269,7 @@ def build_engine(
     optimizer.cut_weights(module)
     batch, replicas = config.batch, world.grid.data.size
     numbers: dict[str, Any] = {
-        "num_micro_batches": batch.num_micro_batches,
+        "share": batch.share(replicas, world.grid.data.rank),
         "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
     }
     if config.model.num_experts:

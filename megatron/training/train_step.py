@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.config.batch import Share, share_of
 from megatron.errors import DataError, NumericsError
 from megatron.models.common.router import ExpertLoad, Routers
 from megatron.mpu.groups import Grid
@@ -185,7 +186,7 @@ class StepEngine(Protocol):
     has_weighted_loss: bool | None
     engine: Any
 
-    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
+    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult: ...
 
     def evaluate_batch(self, data: DataIterator) -> float: ...
 
@@ -194,7 +195,7 @@ class StepEngine(Protocol):
     def busy(self) -> tuple[float, int]: ...
 
 
-def nominal_weight(tokens_per_step: int) -> float:
+def nominal_weight(tokens_per_step: float) -> float:
     """Return the power of two nearest to the tokens of a step.
 
     Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
@@ -219,14 +220,14 @@ class SingleStageEngine:
         *,
         grid: Grid,
         streams: DropoutStreams,
-        num_micro_batches: int,
+        share: Share,
         micro_batch_tokens: int,
         routers: Routers | None = None,
     ) -> None:
         """Take over ``engine``.
 
         Args:
-            num_micro_batches: of a step for which nothing else is said, and of an evaluation.
+            share: this replica's of a step for which nothing else is said, and of an evaluation.
             micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
                 weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
             routers: of this rank's layers with experts; None: the model is dense.
@@ -236,7 +237,7 @@ class SingleStageEngine:
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.forward_step = forward_step
         self.grid, self.streams = grid, streams
-        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.routers = routers
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
@@ -247,33 +248,32 @@ class SingleStageEngine:
         self._busy = BubbleTimer(self._clock)
         engine.enable_backward_allreduce = False
 
-    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
-        """Run all micro-batches of step number ``step`` and update the weights. Collective."""
-        number = num_micro_batches or self.num_micro_batches
+    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
+        """Run this replica's micro-batches of step number ``step`` and update the weights. Collective."""
+        first, number, mean = share or self.share
         set_micro_batches(self.engine, number)
         self.engine.train()
         reported: dict[str, torch.Tensor] = {}
-        nominal = nominal_weight(self.micro_batch_tokens * number)
-        meter = LossMeter(number, nominal, self.device, lambda: reported)
+        meter = LossMeter(number, nominal_weight(self.micro_batch_tokens * mean), self.device, lambda: reported, mean)
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
         sums_gradients = self.optimizer.sums_gradients
         works_in_backward = sums_gradients or self.optimizer.gathers_weights
         began = self._clock.mark()
         for micro_batch in range(number):
-            self.streams.position = DropoutKey(step, micro_batch, number)
+            self.streams.position = DropoutKey(step, micro_batch, first)
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
-            share = meter.add(as_weighted(loss), micro_batch)
+            trained = meter.add(as_weighted(loss), micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
-            self.micro_losses[micro_batch] = share.detach()
+            self.micro_losses[micro_batch] = trained.detach()
             if self.routers is not None:
                 self._scale_routers(self.routers, number)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
-            self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
+            self.engine.backward(trained * self.optimizer.loss_scale, scale_wrt_gas=False)
             if works_in_backward:
                 self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
@@ -292,10 +292,10 @@ class SingleStageEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         self.engine.eval()
-        nominal = nominal_weight(self.micro_batch_tokens * self.num_micro_batches)
-        meter = LossMeter(self.num_micro_batches, nominal, self.device)
+        nominal = nominal_weight(self.micro_batch_tokens * self.share.mean)
+        meter = LossMeter(self.share.number, nominal, self.device, mean_micro_batches=self.share.mean)
         with random_numbers_kept(self.device):  # a user's layers and samples may draw some
-            for micro_batch in range(self.num_micro_batches):
+            for micro_batch in range(self.share.number):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
@@ -333,7 +333,7 @@ class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
     def __init__(
-        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, micro_batch_tokens: int,
+        self, engine: Any, *, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
         routers: Routers | None = None,
     ) -> None:  # fmt: skip
         """As ``SingleStageEngine``."""
@@ -341,26 +341,27 @@ class PipelineStepEngine:
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.streams = streams
-        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.routers, self.device = routers, torch.device(engine.device)
-        self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
+        self._step, self._first, self._micro_batch = 0, share.first, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
         engine.agrees_on_data = False  # DataLoader never end
-        engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
+        engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean)
+        engine.mean_micro_batches = share.mean
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
         engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
 
-    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
-        """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
-        number = num_micro_batches or self.num_micro_batches
+    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
+        """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
+        self._step, (self._first, number, mean) = step, share or self.share
         set_micro_batches(self.engine, number)
-        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * number)
-        self._step, self._number = step, number
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
+        self.engine.mean_micro_batches = mean
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
@@ -374,7 +375,7 @@ class PipelineStepEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         with _raising_data_error():
-            self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
+            self.engine.eval_batch(data, num_micro_batches=self.share.number)
         return _loss_values(self.engine.means)[0]  # which the host has read; what eval_batch returns it has not
 
     def bubble(self) -> float | None:
@@ -391,7 +392,7 @@ class PipelineStepEngine:
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         self._micro_batch = micro_batch
-        self.streams.position = DropoutKey(self._step, micro_batch, self._number)
+        self.streams.position = DropoutKey(self._step, micro_batch, self._first)
 
     def _recording_losses(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
@@ -454,8 +455,12 @@ class StepSamples:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches on each replica."""
-        return self.count // (self.micro_batch_size * self.replicas)
+        """Micro-batches on a replica, the most of all."""
+        return self.share(0).number
+
+    def share(self, replica: int) -> Share:
+        """Return the micro-batches of a replica."""
+        return share_of(self.count // self.micro_batch_size, self.replicas, replica)
 
     @property
     def last(self) -> int:
@@ -468,7 +473,7 @@ class StepSamples:
 
     def of_micro_batch(self, replica: int, micro_batch: int) -> str:
         """Say which samples micro-batch ``micro_batch`` of a replica holds."""
-        first = self.first + (replica * self.num_micro_batches + micro_batch) * self.micro_batch_size
+        first = self.first + (self.share(replica).first + micro_batch) * self.micro_batch_size
         return range_text(first, first + self.micro_batch_size - 1)
 
 

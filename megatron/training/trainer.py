@@ -205,7 +205,7 @@ class Trainer:
         self._updates = progress.updates
         self.call("on_step_start")
         try:
-            result = self.engine.train_step(self.batches, progress.step, self.samples.num_micro_batches)
+            result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
         except NumericsError as error:
             raise self._placed(error) from error
         progress.step += 1
@@ -272,12 +272,12 @@ class Trainer:
         self.pause_s += time.perf_counter() - began
         reason, saves = self.agree()
         self.phases.step_done()
+        if reason and self.has_steps_left:
+            self.stop_text = reason
         if saves:
             began = time.perf_counter()
             self.call("on_save")
             self.pause_s += time.perf_counter() - began
-        if reason and self.has_steps_left:
-            self.stop_text = reason
         return True
 
     def agree(self) -> tuple[str, bool]:

@@ -231,6 +231,9 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
+        mean_micro_batches
+                          micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
+                          many as here
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
         on_action         called with each action of a call ahead of it, in training and in evaluation
         agrees_on_data    False: leave out the small messages ahead of and behind each call by which all ranks learn of
@@ -251,6 +254,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
+        self.mean_micro_batches: float | None = None
         self.agrees_on_data = True
         self._compares_data = build.compares_data(self.pipeline_section)
         self.on_micro_batch: Callable[[int], None] | None = None
@@ -404,7 +408,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {description}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
-        return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)
+        more = self.module.get_additional_losses
+        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_micro_batches)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read training data from ``iterator`` from now on."""

@@ -30,13 +30,18 @@ def fitted(flags: str, span: Span, num_ranks: int) -> tuple[int, int, int]:
         ("--batch-size 2 --gas 3", (1, 4), 4, (4, 3, 4)),
         ("--batch-size 2 --gas 3", (1, 4), 3, (3, 4, 3)),
         ("--batch-size 2 --gas 3", (1, 4), 2, (2, 6, 2)),
-        ("--batch-size 2 --gas 2", (1, 4), 3, (2, 4, 2)),
-        ("--batch-size 2 --gas 1", (1, 5), 4, (1, 5, 1)),
+        ("--batch-size 2 --gas 2", (1, 4), 3, (3, 3, 3)),
+        ("--batch-size 2 --gas 2 --zero-stage 1", (1, 4), 3, (3, 3, 3)),
+        ("--batch-size 2 --gas 2 --zero-stage 2", (1, 4), 3, (2, 4, 2)),
+        ("--batch-size 2 --gas 1", (1, 5), 4, (4, 2, 4)),
+        ("--batch-size 2 --gas 1 --zero-stage 3", (1, 5), 4, (1, 5, 1)),
+        ("--model-parallel-size 2 --batch-size 1 --gas 1", (2, 10), 8, (4, 2, 8)),
         ("--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 1 --gas 3", (4, 16), 15, (3, 4, 12)),
         ("--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 1 --gas 3", (4, 16), 7, (1, 12, 4)),
         ("--global-batch-size 24 --batch-size 2", (1, 4), 3, (3, 4, 3)),
         ("--batch-size 2 --gas 4 --rampup-batch-size 16 8 800", (1, 4), 3, (2, 8, 2)),
         ("--batch-size 1 --gas 3 --num-experts 4 --expert-model-parallel-size 2", (2, 4), 3, (2, 6, 2)),
+        ("--batch-size 1 --gas 2 --num-experts 4", (1, 4), 3, (2, 4, 2)),
     ],
 )
 def test_fewer_ranks_take_the_same_samples_by_the_rule(flags, span, num_ranks, wanted) -> None:
@@ -44,11 +49,20 @@ def test_fewer_ranks_take_the_same_samples_by_the_rule(flags, span, num_ranks, w
 
 
 def test_ranks_without_work_are_told_of() -> None:
-    config, _ = refit(parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2"], world_size=4), Span(1, 4), 3)
+    whole = parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2", "--zero-stage", "2"], world_size=4)
+    config, _ = refit(whole, Span(1, 4), 3)
     assert config.notes[-1] == (
         "elastic: 3 of 4 ranks: 2 of 4 replicas, each with 4 micro-batches of 2 a step, 16 samples as with all; "
         "1 rank stands by"
     )
+
+
+def test_unequal_replicas_are_told_of_and_take_the_whole_step() -> None:
+    config, _ = refit(parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2"], world_size=4), Span(1, 4), 3)
+    assert config.notes[-1].endswith(
+        "3 of 4 replicas, each with 2 or 3 micro-batches of 2 a step, 16 samples as with all"
+    )
+    assert [config.batch.share(3, replica)[:2] for replica in range(3)] == [(0, 3), (3, 3), (6, 2)]
 
 
 def test_fewest_ranks_that_hold_no_replica_are_refused_at_the_first_start() -> None:

@@ -24,6 +24,7 @@ from megatron.arguments import resolve_dtype
 from megatron.checkpoint import shard_file
 from megatron.checkpoint.saving import StagingBuffer
 from megatron.config import parse
+from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES, has_part, load
 from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
@@ -208,7 +209,8 @@ class Run:
         self.shapes = {name: tensor.shape for name, tensor in next(iter(samples)).items()}
         for step in range(self.case.steps):
             self.phase(f"step {step + 1}")
-            self.outcome.loss = engine.train_step(batches, step, num_micro_batches=min(step + 1, self.case.gas)).loss
+            share = Share(0, min(step + 1, self.case.gas), min(step + 1, self.case.gas))
+            self.outcome.loss = engine.train_step(batches, step, share).loss
         if not self.case.is_whole:
             return
         self.phase("evaluation")

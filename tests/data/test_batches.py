@@ -95,17 +95,32 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
         ]
         iterators = [replica.micro_batches() for replica in replicas]
         for step in range(first, 7):
-            number = replicas[0].num_micro_batches_at(consumed[step])
+            number = replicas[0].share_at(consumed[step]).number
             assert number == len(wanted[step]) // (b * d)
             assert [i for it in iterators for _ in range(number) for i in next(it).indices] == wanted[step]
 
 
 def test_a_step_that_replicas_cannot_share_is_refused() -> None:
-    batches = DataLoader(
-        Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=2, sizes=BatchSizes(8, 2, 2, 10)
-    )
-    with pytest.raises(ValueError, match="must be a multiple of micro-batch x replicas = 4 samples, got 2"):
-        next(batches.micro_batches())
+    with pytest.raises(ValueError, match="whole micro-batches of 2, one or more on each of 2 replicas, got 2 samples"):
+        DataLoader(
+            Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=2, sizes=BatchSizes(8, 2, 2, 10)
+        )
+
+
+@pytest.mark.parametrize(("d", "numbers"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1]), (8, [1] * 8)])
+def test_replicas_take_unequal_parts_of_a_step_in_the_same_order(d: int, numbers: list[int]) -> None:
+    """Eight micro-batches of two samples; the parts of all replicas, one after the other, are the step."""
+    for step in range(2):
+        taken = []
+        for rank in range(d):
+            loader = DataLoader(
+                Numbered(), micro_batch_size=2, num_micro_batches=9, data_rank=rank, data_size=d,
+                sizes=BatchSizes(16), samples_consumed=16 * step,
+            )  # fmt: skip
+            batches = loader.micro_batches()
+            taken.append([next(batches).indices for _ in range(numbers[rank])])
+            assert next(batches).indices[0] == 16 * (step + 1) + taken[-1][0][0] - 16 * step, "the next step"
+        assert [i for part in taken for micro_batch in part for i in micro_batch] == [*range(16 * step, 16 * step + 16)]
 
 
 class Failing(Numbered):

@@ -68,12 +68,25 @@ failure.guard(main, lambda: f"rank {rank}")
 BAD_LOSSES = """\
 import os, time
 import pretrain_gpt2 as script
-from megatron.training import train_step as engines, train_step as losses
+from pathlib import Path
+from megatron.training import failure, train_step as engines, train_step as losses
 from megatron.training.entrypoint import pretrain
 from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
-plain = losses.as_weighted
+plain, note, place = losses.as_weighted, failure.note_reporting, Path(__file__).parent
+
+def until(name):
+    while not (place / name).exists():
+        time.sleep(0.005)
+
+def note_in_turn():
+    if os.environ["RANK"] == "0":
+        until("rank 1 says it")
+        return note()
+    note()
+    (place / "rank 1 says it").touch()
+    until("rank 0 closes")
 
 def spoiled(loss):
     weighted = plain(loss)
@@ -81,9 +94,11 @@ def spoiled(loss):
 
 def close_late(self, *, draws=True):
     os.write(2, b"closing\\n")
-    time.sleep(20)
+    (place / "rank 0 closes").touch()
+    time.sleep(60)
     raise OSError("no space left")
 
+failure.note_reporting = note_in_turn
 engines.as_weighted = losses.as_weighted = spoiled
 MetricsWriter.close = close_late
 pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
@@ -101,7 +116,10 @@ def start(place: Path, *plans: str) -> Job:
 def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the real ranks: rank 1 leaves at once, and what closing raises replaces neither the reason nor its code."""
+    """With the real ranks, whatever their speed: rank 1 says it first, and leaves while rank 0 closes its files.
+
+    What closing raises replaces neither the reason nor its code.
+    """
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = tmp_path / "bad.py"
@@ -109,7 +127,7 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     argv = flags(write_corpus(tmp_path), tmp_path / "run", "--stability-guard skip --stability-patience 2")
     preload = ",".join(machine.PRELOADED)
     job = Job(tmp_path, [[], []], "--preload", preload, script=script, arguments=argv)
-    assert job.wait(60) == 5, job.output
+    assert job.wait(50) == 5, job.output
     reason, _, later = job.output.partition("closing\n")
     assert reason.count("--stability-patience") == 1 and "--stability-patience" not in later
     assert "a peer died" not in job.output

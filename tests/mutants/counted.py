@@ -49,7 +49,7 @@ COUNTED_MASKS = (
     Mutant(
         "samples are dealt to replicas in turn",
         "megatron/mpu/random.py",
-        "(self.data_rank * at.num_micro_batches + at.micro_batch)",
+        "(at.first + at.micro_batch)",
         "(self.data_rank + at.micro_batch)",
         (PARTS, f"{PARITY}::test_gpt2_drops_what_one_process_drops"),
     ),
@@ -77,8 +77,8 @@ COUNTED_MASKS = (
     Mutant(
         "a step of a growing batch counts its micro-batches as a whole one has them",
         "megatron/training/train_step.py",
-        "DropoutKey(step, micro_batch, number)",
-        "DropoutKey(step, micro_batch, self.num_micro_batches)",
+        "DropoutKey(step, micro_batch, first)",
+        "DropoutKey(step, micro_batch, self.share.first)",
         (f"{PARITY}::test_a_growing_batch_drops_what_one_process_drops",),
     ),
     Mutant(

@@ -43,8 +43,8 @@ DROPOUT = (
     Mutant(
         "a pipeline's micro-batches all drop the same elements",
         "megatron/training/train_step.py",
-        "        self.streams.position = DropoutKey(self._step, micro_batch, self._number)\n",
-        "        self.streams.position = DropoutKey(self._step, 0, self._number)\n",
+        "        self.streams.position = DropoutKey(self._step, micro_batch, self._first)\n",
+        "        self.streams.position = DropoutKey(self._step, 0, self._first)\n",
         (f"{LAYOUTS}::test_pipeline_draws_the_dropout_masks_of_one_process",),
     ),
     Mutant(

@@ -7,13 +7,18 @@ from tests.mutants.mutant import Mutant
 RULE = "tests/config/test_elastic.py::test_fewer_ranks_take_the_same_samples_by_the_rule"
 NODES = "tests/launch/test_elastic.py"
 STILL = f"{NODES}::test_a_host_that_stands_still_for_a_moment_is_not_lost"
+CONTROL = "tests/launch/test_control.py"
+STOP = "tests/training/test_stop.py"
+SHARES = "tests/training/test_unequal_shares.py"
+TWO = "test_two_replicas_of_three_micro_batches_equal_one_process"
+PLAIN = "test_plain_means_of_micro_batches_weigh_the_same_on_unequal_replicas"
 
 ELASTIC = (
     Mutant(
         "fewer replicas take fewer samples",
         "megatron/config/elastic.py",
-        "gas=total // (batch.batch_size * count)",
-        "gas=batch.gas",
+        "gas=most,",
+        "gas=batch.gas,",
         (RULE,),
     ),
     Mutant(
@@ -26,9 +31,68 @@ ELASTIC = (
     Mutant(
         "as few replicas as possible",
         "megatron/config/elastic.py",
-        "range(min(num_ranks, span.most) // each, 0, -1)",
-        "range(1, min(num_ranks, span.most) // each + 1)",
+        "    if may_be_unequal(config):\n        return list(possible)\n",
+        "    if may_be_unequal(config):\n        return list(reversed(possible))\n",
         (RULE,),
+    ),
+    Mutant(
+        "replicas that meet in every micro-batch take unequal numbers",
+        "megatron/config/elastic.py",
+        "config.optimizer.zero_stage < 2 and ",
+        "",
+        (RULE,),
+    ),
+    Mutant(
+        "replicas with experts take unequal numbers",
+        "megatron/config/elastic.py",
+        " and not config.model.num_experts",
+        "",
+        (RULE,),
+    ),
+    Mutant(
+        "a replica behind those with one more reads a micro-batch of theirs",
+        "megatron/config/batch.py",
+        "replica * number + min(replica, more)",
+        "replica * number",
+        (
+            "tests/data/test_batches.py::test_replicas_take_unequal_parts_of_a_step_in_the_same_order",
+            f"{SHARES}::{TWO}",
+        ),
+    ),
+    Mutant(
+        "a replica weighs sums of losses by its own micro-batches",
+        "megatron/training/train_step.py",
+        "LossMeter(number, nominal_weight(self.micro_batch_tokens * mean), self.device",
+        "LossMeter(number, nominal_weight(self.micro_batch_tokens * number), self.device",
+        (f"{SHARES}::{TWO}",),
+    ),
+    Mutant(
+        "a replica weighs means of micro-batches by its own number of them",
+        "megatron/training/train_step.py",
+        "self.device, lambda: reported, mean)",
+        "self.device, lambda: reported)",
+        (f"{SHARES}::{PLAIN}[]",),
+    ),
+    Mutant(
+        "a pipeline weighs means of micro-batches by its own number of them",
+        "tds/engine/engine.py",
+        "self.device, more, self.mean_micro_batches)",
+        "self.device, more)",
+        (f"{SHARES}::{PLAIN}[--pipe-parallel-size 2]",),
+    ),
+    Mutant(
+        "an evaluation reads as many micro-batches on each replica",
+        "megatron/training/train_step.py",
+        "            for micro_batch in range(self.share.number):\n",
+        "            for micro_batch in range(int(self.share.mean)):\n",
+        (f"{SHARES}::{TWO}",),
+    ),
+    Mutant(
+        "a replica drops the elements of samples of another",
+        "megatron/training/train_step.py",
+        "DropoutKey(step, micro_batch, first)",
+        "DropoutKey(step, micro_batch, self.grid.data.rank * number)",
+        (f"{SHARES}::{TWO}",),
     ),
     Mutant(
         "a layout with fewer replicas is not looked at again",
@@ -102,7 +166,7 @@ ELASTIC = (
     Mutant(
         "any stop with 75 starts the job again while a node waits",
         "megatron/launch/attempt.py",
-        "return all(one.state == failure.REGROUP for one in self._exits)",
+        "return all(one.state == failure.REGROUP for one in self._exits if one.status == RESUMABLE)",
         "return True",
         (f"{NODES}::test_ranks_that_stop_for_another_reason_end_the_job_though_a_node_waits",),
         refuses=True,
@@ -114,5 +178,81 @@ ELASTIC = (
         "",
         (f"{NODES}::test_a_job_that_ends_lets_the_nodes_that_wait_go",),
         refuses=True,
+    ),
+    Mutant(
+        "a node that joins behind the end of a job is not told",
+        "megatron/launch/control.py",
+        "            if self._end is not None:\n                peer.send(self._end)\n",
+        "",
+        (f"{CONTROL}::test_a_node_that_joins_a_job_in_its_last_moment_hears_that_it_has_ended",),
+        refuses=True,
+    ),
+    Mutant(
+        "the time in which a node has waited counts against it when its leader is lost",
+        "megatron/launch/elastic.py",
+        "                self._count_from_now()  # a node may wait for hours, and lose its leader then\n",
+        "",
+        (f"{CONTROL}::test_a_node_that_has_waited_for_longer_than_the_init_timeout_goes_on_without_its_leader",),
+        refuses=True,
+    ),
+    Mutant(
+        "a second launcher of a node is called too few nodes",
+        "megatron/launch/elastic.py",
+        "            self._refuse_twin()\n",
+        "",
+        (f"{CONTROL}::test_a_second_launcher_of_a_node_is_refused_on_whatever_host_it_is",),
+        refuses=True,
+    ),
+    Mutant(
+        "ranks that do not end hold up all nodes",
+        "megatron/launch/elastic.py",
+        "if now > self._deadline and len(ready) < len(joined):",
+        "if not joined and len(ready) < len(joined):",
+        (f"{CONTROL}::test_a_node_whose_ranks_do_not_end_is_left_behind",),
+        refuses=True,
+    ),
+    Mutant(
+        "nodes that wait do not hear of a signal between two starts",
+        "megatron/launch/elastic.py",
+        "        self.close(code)\n        raise JobEnded",
+        "        raise JobEnded",
+        (f"{CONTROL}::test_a_signal_between_two_starts_ends_the_nodes_that_wait_with_the_same_code[7-75]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a port that is being given back is refused at once",
+        "megatron/launch/__main__.py",
+        "error.errno == errno.EADDRINUSE and time.monotonic() < end",
+        "error.errno == errno.EADDRINUSE and not end",
+        (f"{CONTROL}::test_a_port_that_a_killed_launcher_still_holds_is_waited_for",),
+        refuses=True,
+    ),
+    Mutant(
+        "ranks that were ended behind the save of a regroup end the job",
+        "megatron/launch/attempt.py",
+        " for one in self._exits if one.status == RESUMABLE)",
+        " for one in self._exits)",
+        (f"{CONTROL}::test_ranks_that_a_lost_node_has_kept_from_leaving_do_not_end_the_job",),
+    ),
+    Mutant(
+        "a save that failed takes a node in",
+        "megatron/training/callbacks/checkpointer.py",
+        "            self._note_failure(self.trainer.progress.step, error)\n            self._stay()\n",
+        "            self._note_failure(self.trainer.progress.step, error)\n",
+        (f"{STOP}::test_a_save_takes_no_node_in",),
+    ),
+    Mutant(
+        "a save that bad steps forbid takes a node in",
+        "megatron/training/callbacks/checkpointer.py",
+        "        if self.is_held:\n            self._stay()\n",
+        "        if self.is_held:\n",
+        (f"{STOP}::test_a_save_takes_no_node_in",),
+    ),
+    Mutant(
+        "a node that comes in the midst of a save stops the run there",
+        "megatron/training/trainer.py",
+        "        if reason and self.has_steps_left:\n            self.stop_text = reason\n        if saves:\n",
+        "        if saves:\n",
+        (f"{STOP}::test_a_node_that_comes_in_the_midst_of_a_save_waits_for_the_next_one",),
     ),
 )

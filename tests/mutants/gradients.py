@@ -65,8 +65,8 @@ GRADIENTS = (
     Mutant(
         "the mean of means is taken, in one stage",
         "megatron/training/train_step.py",
-        "            share = meter.add(as_weighted(loss), micro_batch)\n",
-        "            share = meter.add(loss[0] / loss[1], micro_batch)\n",
+        "            trained = meter.add(as_weighted(loss), micro_batch)\n",
+        "            trained = meter.add(loss[0] / loss[1], micro_batch)\n",
         (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[--eod-mask-loss --reset-attention-mask]",),
     ),
     Mutant(

@@ -99,7 +99,7 @@ GUARDED = (
     Mutant(
         "samples are named as if replicas took turns",
         "megatron/training/train_step.py",
-        "(replica * self.num_micro_batches + micro_batch)",
+        "(self.share(replica).first + micro_batch)",
         "(micro_batch * self.replicas + replica)",
         (f"{GUARD}::test_samples_are_named_as_replicas_read_them",),
     ),

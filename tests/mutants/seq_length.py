@@ -96,8 +96,8 @@ SEQ_LENGTH = (
     Mutant(
         "the number of a piece within the global batch is that of its sample",
         "megatron/mpu/random.py",
-        "        return (self.data_rank * at.num_micro_batches + at.micro_batch) * samples\n",
-        "        return (self.data_rank * at.num_micro_batches + at.micro_batch) * self.micro_batch_size\n",
+        "        return (at.first + at.micro_batch) * samples\n",
+        "        return (at.first + at.micro_batch) * self.micro_batch_size\n",
         (f"{PARITY}::test_a_run_through_its_switches_equals_one_process[1-1-2-]",
          f"{PARITY}::test_micro_batches_may_be_cut_otherwise"),
     ),

@@ -15,15 +15,15 @@ TRAIN = (
     Mutant(
         "a step of a ramp skips to the end of a whole batch",
         "megatron/data/data_loader.py",
-        "            stop = start + self.sizes.at(start)\n",
-        "            stop = start + self.sizes.full\n",
+        "            start += self.sizes.at(start)\n",
+        "            start += self.sizes.full\n",
         (GROWS,),
     ),
     Mutant(
         "a replica's part of a step lies where that of a whole batch would",
         "megatron/data/data_loader.py",
-        "self.data_rank * self.micro_batch_size * number\n",
-        "self.data_rank * (self.sizes.full // self.data_size)\n",
+        "own = start + share.first * self.micro_batch_size\n",
+        "own = start + self.data_rank * (self.sizes.full // self.data_size)\n",
         (GROWS,),
     ),
     Mutant(
@@ -50,8 +50,8 @@ TRAIN = (
     Mutant(
         "an evaluation in a ramp reads small steps",
         "megatron/training/data.py",
-        "sizes=config.batch.sizes(world.grid.data.size) if is_training else None",
-        "sizes=config.batch.sizes(world.grid.data.size)",
+        " if is_training else BatchSizes(config.batch.global_batch_size(replicas)),",
+        ",",
         (f"{ORDER}::test_an_evaluation_reads_whole_batches_whatever_the_ramp",),
     ),
     Mutant(

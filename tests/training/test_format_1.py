@@ -45,7 +45,7 @@ def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "",
     batches, losses = data.batches("train", config, here), []
     for step in range(progress.step, progress.step + STEPS):
         set_learning_rate(engine.optimizer, make_learning_rate(config).at(step))
-        losses.append(engine.train_step(batches, step, config.batch.num_micro_batches).loss)
+        losses.append(engine.train_step(batches, step).loss)
     if target is not None:
         done = progress.step + STEPS
         save_state(target, TrainState(done, done, done * ROWS), fingerprint=None, **parts)

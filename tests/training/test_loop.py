@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.config import parse
+from megatron.config.batch import Share
 from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
@@ -52,10 +53,10 @@ class CountingEngine:
         self.evaluated: list[Any] = []
         self.micro_batches: list[int] = []
 
-    def train_step(self, data: Any, step: int, num_micro_batches: int) -> StepResult:
+    def train_step(self, data: Any, step: int, share: Share) -> StepResult:
         self.calls.append(f"train {step}")
         self.read.append(data.source)
-        self.micro_batches.append(num_micro_batches)
+        self.micro_batches.append(share.number)
         first, second = (group["lr"] for group in self.optimizer.param_groups)
         assert first == second
         self.rates.append(first)

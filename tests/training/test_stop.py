@@ -14,7 +14,7 @@ import torch
 
 from megatron.config import parse
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.training import exit_signals, failure, train
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
@@ -75,6 +75,46 @@ def test_a_node_that_waits_is_taken_in_with_a_save_and_not_ahead_of_it(tmp_path,
     assert agreed(True) == (REGROUP, True)
     stop.request("another reason")
     assert agreed(True) == ("another reason", True)
+
+
+def test_a_node_that_comes_in_the_midst_of_a_save_waits_for_the_next_one(tmp_path, monkeypatch):
+    place, steps = tmp_path / "regroup", [step_of_a_run(3), step_of_a_run(4)]
+    monkeypatch.setenv(REGROUP_VARIABLE, str(place))
+    for step in steps:
+        step.stop = StopRequests()
+        step.call = lambda hook: place.touch()
+        Trainer.end_step(step, None)
+    assert [step.stop_text for step in steps] == ["", REGROUP]
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["that fails", "that bad steps forbid"])
+def test_a_save_takes_no_node_in(is_held, tmp_path, monkeypatch):
+    """A run that stopped then would have nothing to go on from, or end with the error of that save."""
+    (tmp_path / "regroup").touch()
+    monkeypatch.setenv(REGROUP_VARIABLE, str(tmp_path / "regroup"))
+    trainer = step_of_a_run(3)
+    saver = Checkpointer(None)
+    saver.trainer, saver.is_held = trainer, is_held
+    monkeypatch.setattr(saver, "_save", raise_full)
+    trainer.stop, trainer.call = StopRequests(), lambda hook, *given: saver.on_save() if hook == "on_save" else None
+    Trainer.end_step(trainer, None)
+    assert trainer.stop_text == ""
+    assert is_held or "the disk is full" in str(saver.saves.failure)
+
+
+def step_of_a_run(step: int) -> Any:
+    """Return what ``Trainer.end_step`` needs of a run that saves behind this step."""
+    trainer: Any = SimpleNamespace(
+        progress=TrainState(step=step), samples=SimpleNamespace(step=step), world=SimpleNamespace(any=list, rank=1),
+        due=lambda hook: [], phases=SimpleNamespace(step_done=bool), pause_s=0.0, stop_text="", has_steps_left=True,
+        _save_is_wanted=True, config=SimpleNamespace(checkpoint=CheckpointConfig()),
+    )  # fmt: skip
+    trainer.agree = lambda: Trainer.agree(trainer)
+    return trainer
+
+
+def raise_full(**given: Any) -> None:
+    raise CheckpointError("the disk is full")
 
 
 def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():

@@ -164,11 +164,14 @@ class Checkpointer(Callback):
     def on_save(self) -> None:
         """Write a checkpoint, unless bad steps may lead back to one. Collective.
 
+        Where none is written, a node that waits is taken in with a later one.
+
         Raises:
             CheckpointError: a save failed, and --on-save-error is stop; on all ranks alike.
         """
         flags = self.trainer.config.checkpoint
         if self.is_held:
+            self._stay()
             return
         try:
             self._save(is_automatic=flags.is_default_interval, stops=flags.on_save_error == "stop")
@@ -176,6 +179,11 @@ class Checkpointer(Callback):
             if flags.on_save_error == "stop":
                 raise
             self._note_failure(self.trainer.progress.step, error)
+            self._stay()
+
+    def _stay(self) -> None:
+        if self.trainer.stop_text == REGROUP:
+            self.trainer.stop_text = ""
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         metrics["checkpoint_stall_s"] = self.saves.drain_stalled_s()

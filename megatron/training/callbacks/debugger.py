@@ -112,7 +112,6 @@ class Debugger(Callback):
             names = [[name for name, _ in each] for each in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
         self._is_looking = self._is_dumping = self._has_noted_structure = False
-        self._number = config.batch.gas
         chunks = getattr(engine.module, "chunks", 1)
         self._chunks = _chunks_of_parameters(engine.module, chunks)
         self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1, chunks=chunks)
@@ -131,7 +130,6 @@ class Debugger(Callback):
         step = self.trainer.samples.step
         self._warn_of_steps_behind(step)
         self._is_dumping = any(step in steps for steps in self._dumped)
-        self._number = self.trainer.samples.num_micro_batches
         self._is_looking = self._is_dumping or self.config.debug.debug_nan
         if not self._is_looking:
             return
@@ -188,7 +186,7 @@ class Debugger(Callback):
         if seen.is_boundary or not self._pattern.search(seen.name):
             return
         samples = self.config.batch.batch_size * self.trainer.num_pieces
-        first = self.world.grid.data.rank * self._number + seen.micro_batch
+        first = self.trainer.samples.share(self.world.grid.data.rank).first + seen.micro_batch
         self._writer.add(
             x,
             seen.name,

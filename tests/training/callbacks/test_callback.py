@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import pretrain_gpt2
 from megatron.config import parse, resolve_dtype
+from megatron.config.batch import Share
 from megatron.errors import NumericsError, StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
@@ -42,7 +43,7 @@ class Engine:
         self.on_loss: Callable[[float], None] = lambda loss: None
         self.error = error
 
-    def train_step(self, data: Any, step: int, num_micro_batches: int) -> StepResult:
+    def train_step(self, data: Any, step: int, share: Share) -> StepResult:
         self.on_loss(step + 0.5)
         if self.error is not None:
             raise self.error
