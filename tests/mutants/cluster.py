@@ -154,7 +154,7 @@ CLUSTER = (
     ),
     Mutant(
         "a body that a store has cut short is taken as whole",
-        "megatron/data/remote.py",
+        "megatron/object_store.py",
         "            if len(data) != stop - start:\n",
         "            if not data:\n",
         (f"{REMOTE}::test_what_a_store_fails_at_is_asked_for_again_and_said",),
@@ -162,7 +162,7 @@ CLUSTER = (
     ),
     Mutant(
         "refused credentials are tried again",
-        "megatron/data/remote.py",
+        "megatron/object_store.py",
         'if isinstance(error, PermissionError) or "Credential"',
         'if "Credential"',
         (f"{REMOTE}::test_what_fails_for_good_ends_the_job_and_leaves_nothing",),
