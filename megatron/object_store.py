@@ -64,6 +64,22 @@ def status(path: str | Path) -> Status:
     return Status(int(info["size"]), int(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0)
 
 
+def version(path: str) -> tuple[int, str]:
+    """Return the bytes of a file of a store, and a text that is another when it was written again.
+
+    Raises:
+        DataError: there is none, or the store cannot be asked.
+    """
+    store, name = _store(path)
+
+    def ask() -> dict[str, Any]:
+        store.invalidate_cache()
+        return store.info(name)
+
+    info = _tried(path, "looking at it", ask)
+    return int(info["size"]), " ".join(str(info[key]) for key in ("ETag", *_TIMES) if info.get(key) is not None)
+
+
 def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
     """Open a file for reading, wherever it is.
 

@@ -12,7 +12,17 @@ from megatron.config.parallel import ParallelConfig
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
 
-OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path", "packing", "fim_rate", "fim_spm_rate")
+OF_TOKEN_FILES = (
+    "split",
+    "split_by",
+    "data_impl",
+    "data_cache_path",
+    "object_storage_cache_path",
+    "object_storage_cache_gb",
+    "packing",
+    "fim_rate",
+    "fim_spm_rate",
+)
 """Fields that act where token files are read, not the data that a script brings itself."""
 OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
 """Fields that act where conversations are read."""

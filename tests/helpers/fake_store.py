@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
     try:
         host, port = server.get_host_and_port()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()  # of servers before it
         files = fsspec.filesystem("s3", skip_instance_cache=True)
         files.mkdir(bucket)
         yield files
