@@ -166,11 +166,13 @@ class IndexedDataset:
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
 
-    def prefetch(self, document: int, offset: int, length: int) -> None:
+    def prefetch(self, pieces: Sequence[Piece]) -> None:
         """Have tokens fetched that ``read`` will be asked for, where they lie in an object store."""
         if isinstance(self._file, RangeReader):
             width = self.dtype.itemsize
-            self._file.prefetch((self._table.start(document) + offset) * width, length * width)
+            self._file.prefetch(
+                [(self.byte_offset(piece.document, piece.offset), piece.length * width) for piece in pieces]
+            )
 
     @property
     def changed_ns(self) -> int:
@@ -226,7 +228,7 @@ class IndexedDataset:
             starts = np.linspace(0, num_bytes - _PROBE_BYTES, _NUM_PROBES).astype(np.int64).tolist()
             if isinstance(self._file, RangeReader):
                 for start in starts:
-                    self._file.prefetch(start, _PROBE_BYTES)
+                    self._file.prefetch([(start, _PROBE_BYTES)])
             for start in starts:
                 digest.update(self._file.read(start, _PROBE_BYTES).data)
         return digest.hexdigest()[:16]

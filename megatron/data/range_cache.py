@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,7 +41,7 @@ _STALE_S = 3600.0
 _MOST_ON_THE_WAY = 1024
 """Blocks that the processes of a host write at a time, at most."""
 
-_KEPT_AHEAD = 1 << 14
+_MOST_COMING = 1 << 14
 _NUM_LOCKS = 64
 _SHARE_LEFT = 0.9
 _WAIT_S = 0.01
@@ -74,15 +74,15 @@ class RangeCache:
         try:
             with open(path, "rb", buffering=0) as file:
                 found = os.fstat(file.fileno())
-                if self._compared.get((key, name)) != found.st_ino:
-                    content = file.readall()
-                    if zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little") or len(content) < 4:
-                        log.warn_once(f"{path} is damaged: its checksum does not fit; it is fetched again")
-                        return None
-                    self._compared[key, name] = found.st_ino
-                    os.utime(path)  # used now: the oldest go first
-                    return content[start:stop]
-                return os.pread(file.fileno(), stop - start, start)
+                if self._compared.get((key, name)) == found.st_ino:
+                    return os.pread(file.fileno(), stop - start, start)
+                content = file.readall()
+            if len(content) < 4 or zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little"):
+                log.warn_once(f"{path} is damaged: its checksum does not fit; it is fetched again")
+                return None
+            self._compared[key, name] = found.st_ino
+            os.utime(path)  # used now: the oldest go first
+            return content[start:stop]
         except OSError:
             return None
 
@@ -90,9 +90,14 @@ class RangeCache:
         """Keep a block."""
         if not self._is_writable:
             return
-        content = data + zlib.crc32(data).to_bytes(4, "little")
+        name, content = _block_name(number), data + zlib.crc32(data).to_bytes(4, "little")
+
+        def write(path: Path) -> None:
+            path.write_bytes(content)
+            self._compared[key, name] = path.stat().st_ino
+
         try:
-            self._keep(key, _block_name(number), len(content), lambda path: path.write_bytes(content))
+            self._keep(key, name, len(content), write)
         except OSError as error:
             self._is_writable = False
             log.warn_once(
@@ -220,13 +225,17 @@ def _is_whole(path: Path, noted: Path, size: int) -> bool:
         return False
 
 
+Range = tuple[int, int]
+"""Of bytes: where it begins, and how many there are."""
+
+
 class _Requests:
-    """What one process has asked for: its threads, and parts of blocks that are on their way."""
+    """What one process has asked for: its threads, and what they bring."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.pool = ThreadPoolExecutor(NUM_THREADS, "range")
-        self.ahead: OrderedDict[tuple[int, int], list[Future[bytes]]] = OrderedDict()
+        self.coming: OrderedDict[Range, Future[dict[Range, bytearray]]] = OrderedDict()
         self.locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
 
@@ -250,41 +259,36 @@ class RangeReader:
         Raises:
             DataError: the store does not give them.
         """
-        own = self._own()
-        coming = own.ahead.pop((offset, count), None)
-        if coming is None:
-            parts = list(self._parts(offset, count))
-            if len(parts) == 1:
-                return np.frombuffer(bytearray(self._part(own, *parts[0])), np.uint8)
-            coming = [own.pool.submit(self._part, own, *part) for part in parts]
-        return np.frombuffer(bytearray().join(future.result() for future in coming), np.uint8)
+        own, asked = self._own(), (offset, count)
+        coming = own.coming.pop(asked, None)
+        if coming is not None:
+            return np.frombuffer(coming.result().pop(asked), np.uint8)
+        parts = list(_parts(offset, count))
+        found = map(self._part, parts) if len(parts) == 1 else own.pool.map(self._part, parts)
+        return np.frombuffer(bytearray().join(found), np.uint8)
 
-    def prefetch(self, offset: int, count: int) -> None:
-        """Have these bytes fetched, for a ``read`` with the same numbers."""
+    def prefetch(self, ranges: Sequence[Range]) -> None:
+        """Have ``ranges`` fetched one after another, beside those of other calls, each for one ``read`` of it."""
         own = self._own()
-        if (offset, count) in own.ahead:
-            return
-        own.ahead[offset, count] = [own.pool.submit(self._part, own, *part) for part in self._parts(offset, count)]
-        while len(own.ahead) > _KEPT_AHEAD:  # named by somebody who then did not read
-            own.ahead.popitem(last=False)
+        new = [each for each in dict.fromkeys(ranges) if each not in own.coming]
+        own.coming.update(dict.fromkeys(new, own.pool.submit(self._bring, new)))
+        while len(own.coming) > _MOST_COMING:  # named by somebody who then did not read
+            own.coming.popitem(last=False)
 
     def _own(self) -> _Requests:
         if self._requests is None or self._requests.pid != os.getpid():
             self._requests = _Requests()
         return self._requests
 
-    def _parts(self, offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the block, and the bytes in it from where to where."""
-        end = offset + count
-        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            first = number * BLOCK_BYTES
-            yield number, max(offset - first, 0), min(end - first, BLOCK_BYTES)
+    def _bring(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
+        return {each: bytearray().join(map(self._part, _parts(*each))) for each in ranges}
 
-    def _part(self, own: _Requests, number: int, start: int, stop: int) -> bytes:
+    def _part(self, part: tuple[int, int, int]) -> bytes:
+        number, start, stop = part
         found = self._cache.read(self._key, number, start, stop)
         if found is not None:
             return found
-        with own.locks[number % _NUM_LOCKS]:  # of several threads that need it one fetches it
+        with self._own().locks[number % _NUM_LOCKS]:  # of several threads that need it one fetches it
             found = self._cache.read(self._key, number, start, stop)
             if found is None:
                 first = number * BLOCK_BYTES
@@ -292,3 +296,11 @@ class RangeReader:
                 self._cache.add(self._key, number, block)
                 found = block[start:stop]
         return found
+
+
+def _parts(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the numbers of the blocks that hold these bytes, and from where to where in each."""
+    end = offset + count
+    for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        first = number * BLOCK_BYTES
+        yield number, max(offset - first, 0), min(end - first, BLOCK_BYTES)

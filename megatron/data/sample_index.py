@@ -239,8 +239,7 @@ def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.
 def prefetch_pieces(source: TokenSource, pieces: Sequence[Piece]) -> None:
     """Have ``pieces`` fetched for ``read_pieces``, where the tokens of ``source`` lie in an object store."""
     if isinstance(source, IndexedDataset):
-        for piece in pieces:
-            source.prefetch(*piece)
+        source.prefetch(pieces)
 
 
 def _named(documents: Documents) -> str:

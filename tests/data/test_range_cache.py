@@ -18,6 +18,7 @@ from megatron.data import DataLoader, GPTDataset, IndexedDataset, data_loader, r
 from megatron.data.cache import IndexCache
 from megatron.data.dataset_builder import BlendPaths
 from megatron.data.gpt_dataset import build_train_valid_test
+from megatron.data.indexed_dataset import Piece
 from megatron.data.range_cache import RangeCache, RangeReader
 from megatron.errors import DataError, SampleError
 from tests.helpers.fake_store import empty_store, intercept, needs_moto, s3
@@ -119,12 +120,13 @@ def test_what_is_read_next_is_asked_for_ahead_in_the_order_of_the_samples(
 ) -> None:
     """All samples up to 6 further ones are asked for when a micro-batch is read, and each once; no read waits then."""
     monkeypatch.setattr(data_loader, "READ_AHEAD_SAMPLES", 6)
-    asked, read = [], []
+    asked: list[tuple[int, int]] = []
+    read: list[tuple[tuple[int, int], bool]] = []
     prefetch, read_part = RangeReader.prefetch, RangeReader.read
 
-    def noted(self: RangeReader, offset: int, count: int) -> None:
-        asked.append((offset, count))
-        prefetch(self, offset, count)
+    def noted(self: RangeReader, ranges: list[tuple[int, int]]) -> None:
+        asked.extend(ranges)
+        prefetch(self, ranges)
 
     def read_noted(self: RangeReader, offset: int, count: int) -> np.ndarray:
         read.append(((offset, count), (offset, count) in asked))
@@ -211,7 +213,7 @@ def test_ranks_of_a_host_share_the_cache(token_file: IndexedDataset, tmp_path: P
         limit = [10**6, 3500][rank % 2]
         file = cached(tmp_path / "cache", limit)
         for document in np.random.default_rng(rank).permutation(len(SIZES)).tolist() * 2:
-            file.prefetch(document, 0, SIZES[document])
+            file.prefetch([Piece(document, 0, SIZES[document])])
             np.testing.assert_array_equal(file.read(document), token_file.read(document))
         return os.getpid()
 

@@ -57,6 +57,8 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
         host, port = server.get_host_and_port()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()  # of servers before it
+        files = fsspec.filesystem("s3")
+        type(files).clear_instance_cache()  # they know the address of an earlier server
         files = fsspec.filesystem("s3", skip_instance_cache=True)
         files.mkdir(bucket)
         yield files
