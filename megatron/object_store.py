@@ -114,6 +114,27 @@ def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
     return sorted((tuple(each.removeprefix(top).split("/")), store.unstrip_protocol(each)) for each in names)
 
 
+def sizes_below(path: str) -> dict[tuple[str, ...], int]:
+    """Return the bytes of each file below a folder of a store, by the names that lead there; none if it is not there.
+
+    Raises:
+        DataError: the store cannot be asked.
+    """
+    store, name = _store(path)
+    top = name.rstrip("/") + "/"
+
+    def ask() -> dict[str, dict[str, Any]]:
+        store.invalidate_cache()
+        try:
+            return store.find(name, detail=True)
+        except FileNotFoundError:
+            return {}
+
+    found = _tried(path, "listing it", ask)
+    inside = {each.removeprefix(top): info for each, info in found.items() if each.startswith(top)}
+    return {tuple(each.split("/")): int(info["size"]) for each, info in inside.items()}
+
+
 def join(path: str, *names: str) -> str:
     """Return the name of what lies in the folder ``path`` of a store."""
     return "/".join((path.rstrip("/"), *names))
@@ -229,6 +250,16 @@ def write_bytes(path: str, data: bytes) -> None:
     _tried(path, "uploading it", lambda: store.pipe_file(name, data))
 
 
+def check_writable(path: str) -> None:
+    """Put a small file beside ``path`` of a store, and delete it.
+
+    Raises:
+        DataError: the store does not take it.
+    """
+    write_bytes(f"{path.rstrip('/')}.probe", b"probe")
+    remove(f"{path.rstrip('/')}.probe")
+
+
 def remove(path: str) -> None:
     """Delete a file of a store; one that is not there is as good.
 
@@ -307,7 +338,8 @@ def _store(path: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs  # torch brings it; loaded where such a name comes
 
-        return url_to_fs(path)
+        is_here = path.startswith(("file://", "local://"))
+        return url_to_fs(path, **({"auto_mkdir": True} if is_here else {}))  # a store has no folders to be made
     except ImportError as error:
         raise DataError(f"{path} needs a package: {error}. For s3:// it is pip install -e '.[s3]'") from error
     except ValueError as error:

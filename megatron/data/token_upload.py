@@ -30,10 +30,8 @@ def check_target(target: str) -> None:
     Raises:
         DataError: it does not.
     """
-    probe = f"{target}.probe"
     try:
-        object_store.write_bytes(probe, b"probe")
-        object_store.remove(probe)
+        object_store.check_writable(target)
     except DataError as error:
         raise DataError(f"--output-prefix must name a place of a store that can be written to: {error}") from error
 
