@@ -85,12 +85,12 @@ class Uploads:
         with self._lock:
             self._begin_new()
 
-    def finish(self, say: Callable[[str], None]) -> None:
-        """Wait until this rank has sent what it is to send, or has failed at it once more; ``say`` is told how far."""
+    def finish(self, show: Callable[[str], None]) -> None:
+        """Wait until this rank has sent what it is to send, or has failed at it once more; ``show`` gets how far."""
         asked = self._call()
         while not self._is_done(asked, _SAID_EVERY_S):
             left = [file.stat().st_size for folder in self._waiting() for file in self._own(folder)]
-            say(f"uploading to {self._target}: {len(left)} files, {sum(left) / 1e6:.1f} MB are left of this rank")
+            show(f"uploading to {self._target}: {len(left)} files, {sum(left) / 1e6:.1f} MB are left of this rank")
 
     def _call(self) -> int:
         with self._turn:

@@ -106,7 +106,7 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
     if not any(getattr(getattr(part, "token_file", None), "is_remote", False) for part in parts):
         return None
     if ordered is None:
-        return dataset.prefetch
+        return lambda index: dataset.prefetch(index % len(dataset) if isinstance(dataset, Sized) else index)
 
     def of_any(index: int) -> None:
         number, place = ordered.order.locate(index)
@@ -120,7 +120,7 @@ def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> 
     """Yield each micro-batch with the samples of the one that comes ``depth`` later; the first ones: of all up to it.
 
     Args:
-        depth: a multiple of ``num_readers``, so that who is told of samples is the one that reads them.
+        depth: a multiple of ``num_readers``, so that who hears of samples is the one that reads them.
         num_readers: processes that take the micro-batches in turn.
     """
     waiting = deque[MicroBatch]()
@@ -128,8 +128,16 @@ def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> 
         waiting.append(last)
         if len(waiting) > depth:
             is_first = number - depth < num_readers
-            told = [waiting[at] for at in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))]
-            yield waiting.popleft()._replace(coming=[index for one in told for index in one.indices])
+            later = [waiting[at] for at in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))]
+            yield waiting.popleft()._replace(coming=[index for one in later for index in one.indices])
+
+
+def prefetching(asked: Iterable[MicroBatch], prefetch: Callable[[int], None]) -> Iterator[MicroBatch]:
+    """Yield each micro-batch, its ``coming`` samples being fetched."""
+    for one in asked:
+        for index in one.coming:
+            prefetch(index)
+        yield one
 
 
 def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
@@ -163,15 +171,13 @@ class Collate:
     """
 
     def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
-        self.dataset, self.predictions, self._prefetch = dataset, predictions, prefetch_of(dataset)
+        self.dataset, self.predictions = dataset, predictions
         self.length = len(dataset) if isinstance(dataset, Sized) else None
         if self.length == 0:
             raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
 
     def __call__(self, asked: MicroBatch) -> dict[str, torch.Tensor]:
-        indices, length, coming = asked
-        for index in coming if self._prefetch is not None else ():
-            self._prefetch(index if self.length is None else index % self.length)  # type: ignore[misc]
+        indices, length = asked[:2]
         samples = [self._read(index) for index in indices]
         has_names = all(isinstance(sample, Mapping) for sample in samples)
         if has_names:
@@ -208,6 +214,9 @@ class GuardedCollate(Collate):
     """As ``Collate``, in a reading process: an error comes back as its text, without torch's traceback around it."""
 
     def __getitem__(self, asked: MicroBatch) -> dict[str, torch.Tensor] | str:
+        prefetch = prefetch_of(self.dataset) if asked.coming else None
+        for index in asked.coming if prefetch is not None else ():
+            prefetch(index)  # type: ignore[misc]
         try:
             return self(asked)
         except SampleError as error:
@@ -429,11 +438,13 @@ class DataLoader:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         num_predicted = predictions_of(self.dataset)
         predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
-        asked = self.micro_batches()
-        if prefetch_of(self.dataset) is not None:
+        asked, prefetch = self.micro_batches(), prefetch_of(self.dataset)
+        if prefetch is not None:
             num_readers = max(self.num_workers, 1)
             depth = -(-READ_AHEAD_SAMPLES // self.micro_batch_size) * num_readers
             asked = looking_ahead(asked, depth, num_readers)
+            if not self.num_workers:
+                asked = prefetching(asked, prefetch)
         if self.num_workers:
             return PrefetchWorkers(
                 self.dataset, asked, self.num_workers, self.prefetch_factor, self.pin_memory, predictions

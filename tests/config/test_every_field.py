@@ -148,6 +148,7 @@ READ_IN = {
     "resize_vocab": "training/train_state.py",
     "no_save_optim": "training/train_state.py",
     "export_hf_interval": "training/train.py",
+    "save_remote": "training/train.py",
     "drift_interval": "training/train.py",
     "debug_dump": "training/callbacks/debugger.py",
     "debug_dump_steps": "training/callbacks/debugger.py:steps()",

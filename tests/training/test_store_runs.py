@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import remote
+from megatron.training.run_folder import saved_in
 from tests.helpers.fake_store import needs_moto, s3
 from tests.helpers.runs import flags, train_ranks, write_corpus
 
@@ -31,6 +32,7 @@ def test_a_run_goes_on_from_a_store_alone(tmp_path: Path) -> None:
     assert train_ranks(1, flags(data, tmp_path / "second", f"{given} --load {store}"))[0] == [0]
     assert [step for step, _ in losses(tmp_path / "second")] == [2]
     assert [one.step for one in remote.find(store)] == [2, 1]
+    assert sorted(path.name for path in saved_in(tmp_path / "second")) == ["step-00000001", "step-00000002"]
     with pytest.raises(AssertionError, match="--save-remote must be empty or hold this run, got .* with step-00000002"):
         train_ranks(1, flags(data, tmp_path / "third", given))
 
