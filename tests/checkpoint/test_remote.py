@@ -156,6 +156,23 @@ def test_what_a_start_has_left_is_uploaded_by_the_next_one_also_when_it_was_dele
     assert contents(fetch_newest(TARGET, tmp_path / "new", SINGLE)) == expected
 
 
+def test_an_object_that_came_short_is_sent_again(
+    tmp_path: Path, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    answer, sent = MemoryFileSystem.put_file, []
+
+    def put_file(self: MemoryFileSystem, source: str, name: str) -> None:
+        answer(self, source, name)
+        sent.append(name)
+        if len(sent) == 1:
+            self.pipe_file(name, self.cat_file(name)[:-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    (path,) = saved(tmp_path, 10)
+    assert upload(tmp_path, path) == [] and len(sent) == 3 and len(remote.find(TARGET)) == 1
+    assert "1254 of 1255 bytes are there" in capfd.readouterr().err
+
+
 def _refuse(*_: Any, **__: Any) -> None:
     raise PermissionError("Forbidden")
 

@@ -143,6 +143,23 @@ def test_what_is_read_next_is_asked_for_ahead_in_the_order_of_the_samples(
     assert len(asked) > len(names)
 
 
+def test_of_a_mixture_the_samples_that_come_are_fetched(
+    token_file: IndexedDataset, store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(write(tmp_path / "d", SIZES[::-1]), store.pipe, "/b/d")
+    paths = BlendPaths(data_path=f"0.7 {NAME} 0.3 memory://b/d", split="1,0,0", cache_path=str(tmp_path / "cache"))
+    train, _, _ = build_train_valid_test(paths, seq_length=16, seed=1, vocab_size=50_000, needed=(True, False, False))
+    assert train is not None
+    coming: list[tuple[str, int]] = []
+    monkeypatch.setattr(GPTDataset, "prefetch", lambda self, place: coming.append((self.prefix, place)))
+    prefetch = data_loader.prefetch_of(train)
+    assert prefetch is not None
+    for index in range(50, 70):
+        prefetch(index)
+    located = [train.order.locate(index) for index in range(50, 70)]
+    assert coming == [((NAME, "memory://b/d")[corpus], place) for corpus, place in located]
+
+
 @pytest.mark.parametrize("num_readers", [1, 3])
 def test_each_reader_is_told_of_what_it_will_read(num_readers: int) -> None:
     asked = (data_loader.MicroBatch([2 * number, 2 * number + 1]) for number in range(100))
@@ -220,6 +237,13 @@ def test_ranks_of_a_host_share_the_cache(token_file: IndexedDataset, tmp_path: P
     assert len(set(run_ranks(4, read_all))) == 4
     assert used(tmp_path) == int(next(tmp_path.rglob("objects/used")).read_text())
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_block_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path / "objects", 1000)
+    for _ in range(30):
+        cache.add("object", 1, b"x" * 46)
+    assert (tmp_path / "objects" / "used").read_text() == "50" and cache.read("object", 1, 3, 5) == b"xx"
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(

@@ -155,8 +155,8 @@ CLUSTER = (
     Mutant(
         "a body that a store has cut short is taken as whole",
         "megatron/object_store.py",
-        "            if len(data) != stop - start:\n",
-        "            if not data:\n",
+        "        if len(data) != stop - start:\n",
+        "        if not data:\n",
         (f"{REMOTE}::test_what_a_store_fails_at_is_asked_for_again_and_said",),
         refuses=True,
     ),

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.checkpoint import remote
-from megatron.training.run_folder import saved_in
-from tests.helpers.fake_store import needs_moto, s3
+from megatron.checkpoint import TensorRecord, remote, save
+from megatron.checkpoint.manifest import CHECKPOINTS
+from megatron.checkpoint.uploading import Uploads
+from megatron.config import CheckpointConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+from megatron.training.run_folder import Place, _chosen, check_store, saved_in
+from tests.helpers.fake_store import empty_store, intercept, needs_moto, s3
 from tests.helpers.runs import flags, train_ranks, write_corpus
 
 STEPS = "--train-iters 6 --save-interval 2 --seq-length 16 --eval-iters 0"
@@ -22,8 +30,78 @@ def losses(run: Path) -> list[tuple[int, str]]:
     return [(row["step"], float(row["loss"]).hex()) for row in map(json.loads, lines) if "loss" in row]
 
 
+TARGET = "memory://b/run"
+
+
+def save_step(folder: Path, step: int) -> Path:
+    return save(folder / CHECKPOINTS, step, [TensorRecord("weights/a", torch.ones(1), Shard((1,)))], {}, SINGLE)
+
+
+def upload(folder: Path, path: Path) -> None:
+    uploads = Uploads(folder, TARGET, 0, 1, lambda kind, name: None)
+    uploads.add(CHECKPOINTS, path)
+    uploads.finish(print)
+    assert uploads.close() == []
+
+
+def config(**given: Any) -> Any:
+    return SimpleNamespace(checkpoint=CheckpointConfig(**given))
+
+
+def test_what_a_store_gives_to_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """What is downloaded, and where to; nothing that the run folder has."""
+    empty_store(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no whole checkpoint found in memory://b/run"):
+        _chosen(config(load=TARGET, save="new"), "gpt2")
+    assert _chosen(config(load=TARGET, save="new", load_if_exists=True), "gpt2") == Place(
+        Path("new"), begins_again=True
+    )
+    upload(tmp_path / "old", save_step(tmp_path / "old", 10))
+    assert _chosen(config(load=TARGET, save="new"), "gpt2") == Place(
+        Path("new"), remote=TARGET, downloads=Path("new/loaded")
+    )
+    own = config(load=TARGET, save="new", save_remote=f"{TARGET}/")
+    assert _chosen(own, "gpt2") == Place(Path("new"), remote=TARGET, downloads=Path("new/checkpoints"))
+    assert _chosen(config(load=TARGET, save="old", save_remote=TARGET), "gpt2") == Place(Path("old"), Path("old"))
+    with monkeypatch.context() as patch:
+        intercept(patch, "find", refuse)
+        with pytest.raises(CheckpointError, match="refuses access"):
+            _chosen(own, "gpt2")
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError("Forbidden")
+
+
+def test_a_store_with_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_store(monkeypatch)
+    upload(tmp_path / "old", save_step(tmp_path / "old", 10))
+    for place, flags_ in (
+        (tmp_path / "old", {}),
+        (tmp_path / "new", {"load": TARGET}),
+        (tmp_path / "new", {"eval_only": True}),
+    ):
+        check_store(Place(place), CheckpointConfig(save_remote=TARGET, **flags_))
+    with pytest.raises(
+        ConfigError, match=r"must be empty or hold this run, got memory://b/run with step-00000010 and 0"
+    ):
+        check_store(Place(tmp_path / "new"), CheckpointConfig(save_remote=TARGET))
+    intercept(monkeypatch, "pipe_file", refuse)
+    with pytest.raises(
+        ConfigError, match="--save-remote must name a place of a store that can be written to: .*refuses"
+    ):
+        check_store(Place(tmp_path / "old"), CheckpointConfig(save_remote=TARGET))
+
+
+def test_names_that_stand_at_the_wrong_flag_are_told() -> None:
+    problems = list(CheckpointConfig(save="s3://b/run", save_remote="runs/a").problems())
+    assert "--save must be a folder of this machine, which all nodes see, got s3://b/run" in problems[0]
+    assert "--save-remote must be a name such as s3://bucket/run, got runs/a" in problems[1]
+
+
 def test_a_run_goes_on_from_a_store_alone(tmp_path: Path) -> None:
-    """The second start has neither token files nor checkpoints on its disk; a run of something else is refused."""
+    """The second start has neither token files nor checkpoints on its disk."""
     store, corpus = f"file://{tmp_path}/bucket/run", write_corpus(tmp_path)
     given = f"--train-iters 2 --eval-iters 0 --seq-length 16 --save-remote {store} --data-cache-path {tmp_path}/cache"
     data: Any = f"file://{corpus}"
@@ -33,8 +111,6 @@ def test_a_run_goes_on_from_a_store_alone(tmp_path: Path) -> None:
     assert [step for step, _ in losses(tmp_path / "second")] == [2]
     assert [one.step for one in remote.find(store)] == [2, 1]
     assert sorted(path.name for path in saved_in(tmp_path / "second")) == ["step-00000001", "step-00000002"]
-    with pytest.raises(AssertionError, match="--save-remote must be empty or hold this run, got .* with step-00000002"):
-        train_ranks(1, flags(data, tmp_path / "third", given))
 
 
 @pytest.mark.slow
