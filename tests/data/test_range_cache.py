@@ -229,12 +229,12 @@ def test_ranks_of_a_host_share_the_cache(token_file: IndexedDataset, tmp_path: P
     def read_all(rank: int) -> int:
         limit = [10**6, 3500][rank % 2]
         file = cached(tmp_path / "cache", limit)
-        for document in np.random.default_rng(rank).permutation(len(SIZES)).tolist() * 2:
+        for document in np.random.default_rng(rank).permutation(len(SIZES)).tolist():
             file.prefetch([Piece(document, 0, SIZES[document])])
             np.testing.assert_array_equal(file.read(document), token_file.read(document))
         return os.getpid()
 
-    assert len(set(run_ranks(4, read_all))) == 4
+    assert len(set(run_ranks(2, read_all))) == 2
     assert used(tmp_path) == int(next(tmp_path.rglob("objects/used")).read_text())
     assert not list(tmp_path.rglob("*.tmp"))
 
