@@ -52,8 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--work-dir",
         type=Path,
-        default=Path(),
-        help="where the output is made before it goes to an --output-prefix of a store (default: here)",
+        default=Path("data"),
+        help="where the output is made before it goes to an --output-prefix of a store (default: data)",
     )
     return parser.parse_args(argv)
 

@@ -93,8 +93,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--work-dir",
         type=Path,
-        default=Path(),
-        help="where parts and output are made before they go to an --output-prefix of a store (default: here)",
+        default=Path("data"),
+        help="where parts and output are made before they go to an --output-prefix of a store (default: data)",
     )
     add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
