@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-_POLL_S = 0.05
+POLL_S = 0.05
 
 
 class FileLock:
@@ -28,6 +28,7 @@ class FileLock:
         wait_s: seconds to wait for a holder that has written so.
         describe: the message about a holder that has written so.
         error: what is raised with that message.
+        poll_s: seconds between looks at a lock that is held.
         without_lock: asked where the file cannot be locked, with the reason and what is written in it; whether to go
             on all the same. Where not, that counts as held.
 
@@ -45,6 +46,7 @@ class FileLock:
         describe: Callable[[bytes], str],
         error: type[Exception],
         without_lock: Callable[[OSError, bytes], bool],
+        poll_s: float = POLL_S,
     ) -> None:
         self.path, self.left = path, b""
         self._kind, self._without_lock = kind, without_lock
@@ -56,7 +58,7 @@ class FileLock:
                 continue
             if time.monotonic() - began >= wait_s(holder):
                 raise error(describe(holder))
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
 
     def write(self, text: bytes) -> None:
         """Write ``text``, who the holder is, into the file."""

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from megatron import log
-from megatron.data import preprocess
+from megatron import log, object_store
+from megatron.data import preprocess, token_upload
 from megatron.data.index_format import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
@@ -46,7 +46,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PREFIX",
         help="paths without .bin and .idx, in this order; or the one folder of parts, PREFIX.parts",
     )
-    parser.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the output without .bin/.idx")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="OUT", help="path of the output without .bin/.idx, also s3://..."
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=Path("data"),
+        help="where the output is made before it goes to an --output-prefix of a store (default: data)",
+    )
     return parser.parse_args(argv)
 
 
@@ -151,15 +159,29 @@ def in_blocks(sizes: np.ndarray) -> Iterator[np.ndarray]:
         yield np.array(sizes[start : start + BLOCK])
 
 
+def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str:
+    """Join token files, or the parts of jobs, into ``output_prefix``, also of a store; return the counts in words."""
+    if remote := next(filter(object_store.is_remote, inputs), None):
+        raise DataError(f"--input must name files of this machine, got {remote}. Copy its .bin, .idx and .meta.json.")
+    is_remote = object_store.is_remote(output_prefix)
+    made_at = token_upload.local_prefix(output_prefix, work_dir) if is_remote else output_prefix
+    if is_remote:
+        token_upload.check_target(output_prefix)
+    if any(Path(each).is_dir() for each in inputs):
+        counts = join_parts(inputs, made_at)
+    else:
+        writer = merge(inputs, made_at)
+        counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens of {len(inputs)} inputs"
+    if is_remote:
+        token_upload.upload(made_at, output_prefix)
+    return counts
+
+
 def main(argv: list[str] | None = None) -> int:
     """Join the files; return the exit code."""
     args = parse_args(argv)
     try:
-        if any(Path(each).is_dir() for each in args.input):
-            counts = join_parts(args.input, args.output_prefix)
-        else:
-            writer = merge(args.input, args.output_prefix)
-            counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens of {len(args.input)} inputs"
+        counts = merge_into(args.input, args.output_prefix, args.work_dir)
     except KeyboardInterrupt:
         log.error("stopped")
         return INTERRUPTED

@@ -25,8 +25,8 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log, tokenizer
-from megatron.data import preprocess, remote
+from megatron import log, object_store, tokenizer
+from megatron.data import preprocess, token_upload
 from megatron.errors import StopRequest, exit_code
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,11 +58,6 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return read
 
 
-def path_or_name(text: str) -> Path | str:
-    """Read a path, or leave a name of fsspec as it is."""
-    return text if remote.is_remote(text) else Path(text)
-
-
 def share(text: str) -> preprocess.Share:
     """Read a share of the units, such as 3/16."""
     try:
@@ -89,9 +84,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "--input", nargs="+", type=path_or_name, help="files and folders, also s3://..., in order; - for standard input"
+        "--input",
+        nargs="+",
+        type=object_store.path_or_name,
+        help="files and folders, also s3://..., in order; - for standard input",
     )
-    add("--output-prefix", required=True, help="path of the output without .bin/.idx")
+    add("--output-prefix", required=True, help="path of the output without .bin/.idx, also s3://...")
+    add(
+        "--work-dir",
+        type=Path,
+        default=Path("data"),
+        help="where parts and output are made before they go to an --output-prefix of a store (default: data)",
+    )
     add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
     add("--tokenizer-type", choices=tokenizer.TYPES, help="default: by the files given")
@@ -137,6 +141,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
     if args.part and args.verify:
         parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
+    if args.verify and object_store.is_remote(args.output_prefix):
+        parser.error("--verify reads files of this machine; what goes to a store is read back there in any case")
     return args
 
 
@@ -151,11 +157,19 @@ def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
     )
 
 
+def made_at(args: argparse.Namespace) -> str:
+    """Return the path of this machine at which the output is made."""
+    if object_store.is_remote(args.output_prefix):
+        return token_upload.local_prefix(args.output_prefix, args.work_dir)
+    return args.output_prefix
+
+
 def job_of(args: argparse.Namespace) -> preprocess.Job:
     """Return what the options ask for."""
     return preprocess.Job(
         inputs=args.input,
-        output_prefix=args.output_prefix,
+        output_prefix=made_at(args),
+        upload_to=args.output_prefix if object_store.is_remote(args.output_prefix) else None,
         make_tokenizer=tokenizer_of(args),
         format=args.format,
         json_keys=args.json_key,
@@ -178,7 +192,7 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     if done.bad_path:
         log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
     resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
-    what = f"part {args.part} of {args.output_prefix}" if args.part else f"{args.output_prefix}.bin"
+    what = f"part {args.part} of {made_at(args)}" if args.part else f"{args.output_prefix}.bin"
     log.info(
         f"{what}: {done.num_documents} documents, {done.num_tokens} tokens from "
         f"{done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s "

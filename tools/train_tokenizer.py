@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from megatron import files, log, tokenizer
+from megatron import files, log, object_store, tokenizer
 from megatron.data import preprocess
 from megatron.data.preprocess.tokenizer_corpus import (
     TrainingText,
@@ -69,7 +69,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, help="files and folders, in this order; - for standard input")
+    add(
+        "--input",
+        nargs="+",
+        type=object_store.path_or_name,
+        required=True,
+        help="files and folders, also s3://..., in this order; - for standard input",
+    )
     add("--output", type=Path, required=True, help="the file to write: .model for unigram, else .json")
     add("--vocab-size", type=at_least(1), required=True, help="tokens, those that control among them")
     add("--model", choices=tuple(train.MODELS), default="bpe")

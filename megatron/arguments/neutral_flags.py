@@ -195,7 +195,7 @@ GROUPS = {
     "samples come in one order, which follows from the seed": """
         --dataloader-type= --repeated-dataloader --return-data-index --no-data-sharding""",
     "a sample is found by arithmetic and no index of samples is built": """
-        --num-dataset-builder-threads= --mid-level-dataset-surplus= --object-storage-cache-path=
+        --num-dataset-builder-threads= --mid-level-dataset-surplus=
         --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path=""",
     "a tokenizer makes no tokens while a run reads them": "--use-gigatoken",
     "files are read when they are needed": "--mmap-warmup --enable-msc --disable-msc --aml-data-download-path=",

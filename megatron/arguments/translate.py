@@ -289,7 +289,9 @@ def _number(length: Fraction) -> float | int:
 
 # What follows from several settings together, once all of them are known.
 
-OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path")
+OF_TOKEN_FILES = (
+    "split", "split_by", "data_impl", "data_cache_path", "object_storage_cache_path", "object_storage_cache_gb",
+)  # fmt: skip
 """Fields that act where token files are read."""
 OF_RECOMPUTED = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
 """Fields that act where whole layers are computed again."""

@@ -12,7 +12,17 @@ from megatron.config.parallel import ParallelConfig
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
 
-OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path", "packing", "fim_rate", "fim_spm_rate")
+OF_TOKEN_FILES = (
+    "split",
+    "split_by",
+    "data_impl",
+    "data_cache_path",
+    "object_storage_cache_path",
+    "object_storage_cache_gb",
+    "packing",
+    "fim_rate",
+    "fim_spm_rate",
+)
 """Fields that act where token files are read, not the data that a script brings itself."""
 OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
 """Fields that act where conversations are read."""
@@ -163,7 +173,7 @@ KEPT = {
 """Fields that say where the inputs of recomputed layers wait, and their flags."""
 IN_TRAINING = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
-    "export_hf_interval",
+    "export_hf_interval", "save_remote",
     "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
@@ -223,7 +233,7 @@ def format_problems(config: Config) -> Iterator[str]:
     """Yield what cannot be saved in the format of the checkpoints, where that is known and is DeepSpeed's."""
     if not config.checkpoint.is_deepspeed:
         return
-    for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval"):
+    for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):
         if getattr(config.checkpoint, name):
             yield (
                 f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "

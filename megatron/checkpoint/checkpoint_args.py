@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron import object_store
 from megatron.arguments.flag_values import Scan, all_options
-from megatron.checkpoint import former
+from megatron.checkpoint import former, remote
 from megatron.checkpoint.huggingface.config import (
     CONFIG,
     INDEX,
@@ -56,7 +57,7 @@ class Source:
         stated: the fields that it says; of a run of an earlier version fewer than the model has.
     """
 
-    place: Path
+    place: Path | str
     config: Config
     stated: Container[str]
 
@@ -98,13 +99,13 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     return brought
 
 
-def source_of(flags: Mapping[str, Any], name: str) -> Path | None:
+def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
     """Return what a start goes on from, by field -> value; None where it begins from scratch.
 
     With --resume alone it is the newest run of this name, or what an earlier start of this job has chosen.
     """
     if flags.get("load"):
-        return Path(flags["load"])
+        return object_store.path_or_name(flags["load"])
     if not flags.get("resume"):
         return None
     if flags.get("save"):
@@ -118,7 +119,7 @@ def source_of(flags: Mapping[str, Any], name: str) -> Path | None:
     return max(times, key=lambda run: times[run], default=None)
 
 
-def read_source(path: Path, family: str) -> Source | None:
+def read_source(path: Path | str, family: str) -> Source | None:
     """Return what ``path``, a Hugging Face folder, a run folder or a checkpoint, says of its model.
 
     Returns None where it holds none, or one that no family of ours describes.
@@ -127,9 +128,9 @@ def read_source(path: Path, family: str) -> Source | None:
         CheckpointError: it is not of ``family``; or of a Hugging Face folder an unknown model, a missing file, or
             sizes that contradict the tensors.
     """
-    if is_huggingface(path):
+    if isinstance(path, Path) and is_huggingface(path):
         return _read_huggingface(path, family)
-    newest = newest_state(path)
+    newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
     if newest is None:
         return None
     place, state = newest

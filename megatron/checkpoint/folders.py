@@ -14,6 +14,7 @@ from megatron import files, log
 from megatron.checkpoint import metadata
 from megatron.checkpoint.manifest import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.metadata import Manifest
+from megatron.checkpoint.remote import RemoteCheckpoint
 from megatron.errors import CheckpointError, ConfigError
 
 # The names in a folder of checkpoints, and which one is the newest.
@@ -185,7 +186,7 @@ class RetentionPolicy:
             return True
         return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
 
-    def counts(self, content: Manifest) -> bool:
+    def counts(self, content: Manifest | RemoteCheckpoint) -> bool:
         """Tell whether it is one of those of which only so many stay."""
         is_one = self.last is not None or bool(content.state.get(AUTOMATIC))
         return is_one and content.sequence > self.earlier

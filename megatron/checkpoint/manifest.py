@@ -26,9 +26,13 @@ _SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step":
 def read_sequence(folder: Path) -> int | None:
     """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum fits."""
     try:
-        content = (folder / MANIFEST_NAME).read_bytes()
+        return sequence_in((folder / MANIFEST_NAME).read_bytes())
     except OSError:
         return None
+
+
+def sequence_in(content: bytes) -> int | None:
+    """Return the sequence number in a manifest; None where its checksum does not fit."""
     found = _SECOND_LINE.search(content[:256]) if is_whole(content) else None
     return int(found[1]) if found else None
 

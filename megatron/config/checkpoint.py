@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron import object_store
 from megatron.config.option import option
 
 DEFAULT_MINUTES = 30.0
@@ -22,8 +23,14 @@ class CheckpointConfig:
     )
     load: str | None = option(
         None,
-        "run folder or checkpoint to go on from; with --finetune also a Hugging Face folder, whose weights are read",
+        "run folder or checkpoint to go on from, also of an object store (s3://...); with --finetune also a Hugging "
+        "Face folder, whose weights are read",
         short="run folder or checkpoint to go on from",
+    )
+    save_remote: str | None = option(
+        None,
+        "place in an object store (s3://bucket/run) to which checkpoints and Hugging Face exports are uploaded in the "
+        "background; the end of the run waits for it",
     )
     save_interval: int = option(
         0,
@@ -119,6 +126,13 @@ class CheckpointConfig:
         for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():
             if getattr(self, name):
                 yield f"--load-weights-only takes weights and counters, no less and no more: leave {_flag(name)} out"
+        if self.save is not None and object_store.is_remote(self.save):
+            yield (
+                f"--save must be a folder of this machine, which all nodes see, got {self.save}. Give one, and "
+                f"--save-remote {self.save}"
+            )
+        if self.save_remote is not None and not object_store.is_remote(self.save_remote):
+            yield f"--save-remote must be a name such as s3://bucket/run, got {self.save_remote}. --save names a folder"
         if self.resize_vocab and not self.finetune:
             yield "--resize-vocab starts anew with other tables, which no run can go on with: add --finetune"
         if self.load_if_exists and self.eval_only:

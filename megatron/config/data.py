@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 
+from megatron import object_store
 from megatron.config.option import option
 
 # Which corpora a run mixes, as the user writes it: weights and paths, and weights that change after so many tokens.
@@ -214,6 +215,14 @@ class DataConfig:
         "folder of this host for orders of documents, which are made once",
         shown_default="in the system's temporary folder",
     )
+    object_storage_cache_path: str | None = option(
+        None,
+        "folder of this host for what is read from object stores (--data-path s3://...)",
+        shown_default="below --data-cache-path",
+    )
+    object_storage_cache_gb: float = option(
+        16.0, "GB that are kept there at most; blocks that were used longest ago go first", minimum=0
+    )
     tokenizer_type: str | None = option(
         None,
         "kind of tokenizer; NullTokenizer: --vocab-size ids without a text",
@@ -401,7 +410,8 @@ class DataConfig:
             return
         yield from self._missing_conversations()
         for prefix, flag in self.flag_of_prefix.items():
-            missing = () if os.path.exists(prefix) else _missing(prefix, reads_span_files)
+            is_there = object_store.is_remote(prefix) or os.path.exists(prefix)
+            missing = () if is_there else _missing(prefix, reads_span_files)
             if missing:
                 yield (
                     f"{flag} must name token files that can be read, got {flag} {prefix}, without "

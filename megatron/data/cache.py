@@ -30,11 +30,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from megatron import files, log
+from megatron.data import range_cache
+from megatron.data.range_cache import RangeCache
 
 _MAGIC, _SUFFIX = b"mdc2", ".mdc"
 _CHECKED_BYTES, _COMPARED_AT, _HEADER_BYTES = 16, 24, 32
@@ -64,14 +67,29 @@ class IndexCache:
 
     Args:
         path: the folder, made when it is needed. None: one below the system's temporary folder, for this user alone.
+        objects_path: the folder for what is read from object stores; None: one below this.
+        objects_bytes: how much is kept of that.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        objects_path: str | Path | None = None,
+        objects_bytes: int = range_cache.DEFAULT_BYTES,
+    ) -> None:
         self._is_given = path is not None
         default = Path(tempfile.gettempdir()) / f"megatron-data-{os.getuid()}"
         self._shared = Path(path) if path is not None else default
         self.folder = self._shared / (platform.node() or "host")
         self._is_ready: bool | None = None
+        self._objects_path, self._objects_bytes = objects_path, objects_bytes
+
+    @cached_property
+    def ranges(self) -> RangeCache:
+        """What is kept of object stores, for the processes of this host."""
+        if self._objects_path is not None:
+            return RangeCache(Path(self._objects_path) / self.folder.name, self._objects_bytes)
+        return RangeCache(self.folder / "objects", self._objects_bytes if self._can_write() else 0)
 
     def array(self, name: str, make: Callable[[], np.ndarray], *, outlives_boot: bool = False) -> np.ndarray:
         """Return the array called ``name``, read-only; built by ``make`` where it is not there."""

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from multiprocessing.connection import wait
@@ -84,10 +85,59 @@ class Samples(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """What is read for one micro-batch: samples ``indices``, cut into pieces of ``length`` tokens; None: left whole."""
+    """What is read for one micro-batch: samples ``indices``, cut into pieces of ``length`` tokens; None: left whole.
+
+    ``coming`` are samples that will be read later, whose tokens are to be fetched from an object store meanwhile.
+    """
 
     indices: list[int]
     length: int | None = None
+    coming: Sequence[int] = ()
+
+
+READ_AHEAD_SAMPLES = 64
+"""How far each process that reads from an object store looks ahead."""
+
+
+def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
+    """Return what has a sample of ``dataset`` fetched ahead, by its number; None where no store has any of it."""
+    ordered = as_ordered(dataset)
+    parts = [dataset] if ordered is None else list(ordered.parts.values())
+    if not any(getattr(getattr(part, "token_file", None), "is_remote", False) for part in parts):
+        return None
+    if ordered is None:
+        return lambda index: dataset.prefetch(index % len(dataset) if isinstance(dataset, Sized) else index)
+
+    def of_any(index: int) -> None:
+        number, place = ordered.order.locate(index)
+        if hasattr(part := parts[number], "prefetch"):
+            part.prefetch(place)
+
+    return of_any
+
+
+def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
+    """Yield each micro-batch with the samples of the one that comes ``depth`` later; the first ones: of all up to it.
+
+    Args:
+        depth: a multiple of ``num_readers``, so that who hears of samples is the one that reads them.
+        num_readers: processes that take the micro-batches in turn.
+    """
+    waiting = deque[MicroBatch]()
+    for number, last in enumerate(asked):
+        waiting.append(last)
+        if len(waiting) > depth:
+            is_first = number - depth < num_readers
+            later = [waiting[at] for at in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))]
+            yield waiting.popleft()._replace(coming=[index for one in later for index in one.indices])
+
+
+def prefetching(asked: Iterable[MicroBatch], prefetch: Callable[[int], None]) -> Iterator[MicroBatch]:
+    """Yield each micro-batch, its ``coming`` samples being fetched."""
+    for one in asked:
+        for index in one.coming:
+            prefetch(index)
+        yield one
 
 
 def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
@@ -127,7 +177,7 @@ class Collate:
             raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
 
     def __call__(self, asked: MicroBatch) -> dict[str, torch.Tensor]:
-        indices, length = asked
+        indices, length = asked[:2]
         samples = [self._read(index) for index in indices]
         has_names = all(isinstance(sample, Mapping) for sample in samples)
         if has_names:
@@ -164,6 +214,9 @@ class GuardedCollate(Collate):
     """As ``Collate``, in a reading process: an error comes back as its text, without torch's traceback around it."""
 
     def __getitem__(self, asked: MicroBatch) -> dict[str, torch.Tensor] | str:
+        prefetch = prefetch_of(self.dataset) if asked.coming else None
+        for index in asked.coming if prefetch is not None else ():
+            prefetch(index)  # type: ignore[misc]
         try:
             return self(asked)
         except SampleError as error:
@@ -388,11 +441,18 @@ class DataLoader:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         num_predicted = predictions_of(self.dataset)
         predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
+        asked, prefetch = self.micro_batches(), prefetch_of(self.dataset)
+        if prefetch is not None:
+            num_readers = max(self.num_workers, 1)
+            depth = -(-READ_AHEAD_SAMPLES // self.micro_batch_size) * num_readers
+            asked = looking_ahead(asked, depth, num_readers)
+            if not self.num_workers:
+                asked = prefetching(asked, prefetch)
         if self.num_workers:
             return PrefetchWorkers(
-                self.dataset, self.micro_batches(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
+                self.dataset, asked, self.num_workers, self.prefetch_factor, self.pin_memory, predictions
             )
-        batches = map(Collate(self.dataset, predictions), self.micro_batches())
+        batches = map(Collate(self.dataset, predictions), asked)
         return map(_pinned, batches) if self.pin_memory else batches
 
 

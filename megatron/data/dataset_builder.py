@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron import log
 from megatron.config import data
+from megatron.data import range_cache
 from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, Corpus, MegatronDataset, fingerprint_of
 from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, IndexedDataset, count_of, num_tokens_of
@@ -35,6 +36,8 @@ class BlendPaths:
         split_by: "range" of documents, or "hash" of their tokens.
         data_impl: "mmap" or "pread".
         cache_path: folder of this host for what can be computed again; None: one below the system's temporary folder.
+        objects_path: folder of this host for what is read from object stores; None: below ``cache_path``.
+        objects_bytes: how much of that is kept at most.
         mixture_schedule: weights of training that change, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
     """
 
@@ -46,6 +49,8 @@ class BlendPaths:
     split_by: str = "range"
     data_impl: str = "mmap"
     cache_path: str | None = None
+    objects_path: str | None = None
+    objects_bytes: int = range_cache.DEFAULT_BYTES
     mixture_schedule: str | None = None
 
     @property
@@ -234,7 +239,7 @@ def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexC
 
     if token_file.num_tokens < _REMEMBERED_TOKENS:
         return bool(look()[0])
-    changed_ns = token_file.token_path.stat().st_mtime_ns  # the fingerprint of a large file is that of parts of it
+    changed_ns = token_file.changed_ns  # the fingerprint of a large file is that of parts of it
     name = f"ids-{token_file.fingerprint}-{changed_ns}-{vocab_size}"
     return bool(cache.array(name, look, outlives_boot=True)[0])
 
@@ -297,7 +302,10 @@ def build_datasets(
         DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
     """
     train, *evaluated = paths.corpora(needed)
-    wanted, cache = [train, *map(_with_weight, evaluated)], IndexCache(paths.cache_path)
+    wanted, cache = (
+        [train, *map(_with_weight, evaluated)],
+        IndexCache(paths.cache_path, paths.objects_path, paths.objects_bytes),
+    )
     opened = {
         prefix: open_corpus(prefix, cache)
         for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())

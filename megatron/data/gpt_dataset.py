@@ -21,7 +21,7 @@ from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_d
 from megatron.data.indexed_dataset import Documents, IndexedDataset, documents_key
 from megatron.data.packing import PackedSampleIndex
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import SampleIndex, TokenSource, read_pieces, runs
+from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, read_pieces, runs
 from megatron.errors import ConfigError, DataError
 from megatron.ops.attention import positions_in_segments
 
@@ -244,6 +244,10 @@ class GPTDataset:
         if self.fim is not None:
             key += f":{self.fim.key}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+    def prefetch(self, index: int) -> None:
+        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
         """Return sample ``index``.

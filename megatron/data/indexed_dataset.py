@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megatron import object_store
 from megatron.data import file_io, index_format
 from megatron.data.cache import IndexCache
-from megatron.data.file_io import READERS
+from megatron.data.file_io import READERS, Reader
+from megatron.data.range_cache import RangeCache, RangeReader
 from megatron.errors import DataError
 
 # How many tokens each document of a token file has, and where it starts.
@@ -110,6 +112,7 @@ class IndexedDataset:
         reader: "mmap", or "pread" for network file systems: the same results.
         cache: where the sizes of a large file are shared by the processes of this host if they cannot be mapped as they
             are: with "pread", and where documents have several sequences. None: 4 bytes a document in each process.
+            It also keeps what is read from an object store, which a ``prefix`` such as s3://bucket/corpus names.
 
     Raises:
         DataError: a file is missing, damaged, or the two do not belong together.
@@ -119,10 +122,16 @@ class IndexedDataset:
         if reader not in READERS:
             raise ValueError(f"reader must be one of {', '.join(READERS)}, got {reader!r}")
         self.prefix = _without_suffix(str(prefix))
-        self.index_path, self.token_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
-        file_io.roll_forward(self.prefix)
-        self._check_present()
-        sidecar_path = Path(self.prefix + ".meta.json")
+        self.is_remote = object_store.is_remote(self.prefix)
+        self.token_path: Path | str = self.prefix + ".bin"
+        if self.is_remote:
+            ranges = (cache or IndexCache()).ranges
+            self.index_path, sidecar_path = self._fetched(ranges)
+        else:
+            self.index_path, self.token_path = Path(self.prefix + ".idx"), Path(self.token_path)
+            file_io.roll_forward(self.prefix)
+            self._check_present([path for path in (self.index_path, self.token_path) if not path.is_file()])
+            sidecar_path = Path(self.prefix + ".meta.json")
         self.sidecar = index_format.read(sidecar_path)
         self._table = read_table(self.index_path, reader=reader, cache=cache, has_metadata=self.sidecar is not None)
         self.sizes, self.dtype = self._table.sizes, self._table.dtype
@@ -136,7 +145,11 @@ class IndexedDataset:
                 idx_crc32=self._table.idx_crc32,
             )
         self._check_bytes()
-        self._file = READERS[reader](self.token_path)
+        self._file: Reader | RangeReader
+        if isinstance(self.token_path, Path):
+            self._file = READERS[reader](self.token_path)
+        else:
+            self._file = RangeReader(self.token_path, ranges)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (all that follow if None)."""
@@ -152,6 +165,19 @@ class IndexedDataset:
         """Return a copy of ``count`` tokens from number ``start`` of the whole file on, across documents."""
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
+
+    def prefetch(self, pieces: Sequence[Piece]) -> None:
+        """Have tokens fetched that ``read`` will be asked for, where they lie in an object store."""
+        if isinstance(self._file, RangeReader):
+            width = self.dtype.itemsize
+            self._file.prefetch(
+                [(self.byte_offset(piece.document, piece.offset), piece.length * width) for piece in pieces]
+            )
+
+    @property
+    def changed_ns(self) -> int:
+        """When the tokens were written last."""
+        return object_store.status(self.token_path).time_ns
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -199,21 +225,33 @@ class IndexedDataset:
         if num_bytes <= _WHOLE_BELOW_BYTES:
             digest.update(self._file.read(0, num_bytes).data)
         else:
-            for start in np.linspace(0, num_bytes - _PROBE_BYTES, _NUM_PROBES).astype(np.int64).tolist():
+            starts = np.linspace(0, num_bytes - _PROBE_BYTES, _NUM_PROBES).astype(np.int64).tolist()
+            if isinstance(self._file, RangeReader):
+                for start in starts:
+                    self._file.prefetch([(start, _PROBE_BYTES)])
+            for start in starts:
                 digest.update(self._file.read(start, _PROBE_BYTES).data)
         return digest.hexdigest()[:16]
 
-    def _check_present(self) -> None:
-        for path in (self.index_path, self.token_path):
-            if not path.is_file():
-                raise DataError(
-                    f"{path} does not exist; token files {self.prefix} are {self.index_path.name} and "
-                    f"{self.token_path.name}. Build them: python tools/preprocess_data.py --input CORPUS.jsonl "
-                    f"--tokenizer-path TOKENIZER.json --output-prefix {self.prefix}"
-                )
+    def _fetched(self, ranges: RangeCache) -> tuple[Path, Path]:
+        """Return the copies of the ``.idx`` and of the sidecar, which is missing where the store has none."""
+        names = [self.prefix + suffix for suffix in (".idx", ".bin", ".meta.json")]
+        is_there = [object_store.size_of(name) is not None for name in names]
+        self._check_present([name for name, found in zip(names[:2], is_there[:2], strict=True) if not found])
+        index = ranges.whole(names[0])
+        return index, ranges.whole(names[2]) if is_there[2] else index.with_name("no sidecar")
+
+    def _check_present(self, missing: Sequence[Path | str]) -> None:
+        for path in missing:
+            name = self.prefix.rpartition("/")[2]
+            raise DataError(
+                f"{path} does not exist; token files {self.prefix} are {name}.idx and {name}.bin. Build them: python "
+                "tools/preprocess_data.py --input CORPUS.jsonl --tokenizer-path TOKENIZER.json --output-prefix "
+                f"{self.prefix}"
+            )
 
     def _check_bytes(self) -> None:
-        expected, found = self.num_tokens * self.dtype.itemsize, self.token_path.stat().st_size
+        expected, found = self.num_tokens * self.dtype.itemsize, object_store.status(self.token_path).size
         if expected != found:
             raise DataError(
                 f"{self.token_path} must have {expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} "

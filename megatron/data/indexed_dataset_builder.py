@@ -10,8 +10,8 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron import files
-from megatron.data import file_io, index_format, remote
+from megatron import files, object_store
+from megatron.data import file_io, index_format
 from megatron.data.file_io import StreamedFile, read_sizes
 from megatron.data.index_format import DatasetMetadata, index_chunks
 from megatron.errors import DataError
@@ -25,8 +25,10 @@ def check_prefix(prefix: str) -> None:
     """
     if os.path.basename(prefix) in ("", ".", ".."):
         raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
-    if remote.is_remote(prefix):
-        raise DataError(f"--output-prefix must be a path of this machine, got {prefix}. Upload the three files then.")
+    if object_store.is_remote(prefix):
+        raise DataError(
+            f"token files are made on this machine, and then uploaded (--output-prefix of the tools), got {prefix}"
+        )
 
 
 class IndexedDatasetBuilder:

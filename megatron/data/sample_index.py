@@ -236,6 +236,12 @@ def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.
     return tokens
 
 
+def prefetch_pieces(source: TokenSource, pieces: Sequence[Piece]) -> None:
+    """Have ``pieces`` fetched for ``read_pieces``, where the tokens of ``source`` lie in an object store."""
+    if isinstance(source, IndexedDataset):
+        source.prefetch(pieces)
+
+
 def _named(documents: Documents) -> str:
     if isinstance(documents, np.ndarray):
         return f"{count_of(documents)} documents of a split by hash"

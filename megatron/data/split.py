@@ -121,7 +121,7 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
     if cache is None or token_file.num_tokens * token_file.dtype.itemsize < _IN_MEMORY_BELOW_BYTES:
         hashes = [document_hashes(token_file, 0, token_file.num_documents)]
         return [np.concatenate(list(_numbers(hashes, limits, part))) for part in range(len(NAMES))]
-    key = _digest(_FORMAT, _DOCUMENTS_AT_ONCE, token_file.fingerprint, token_file.token_path.stat().st_mtime_ns)
+    key = _digest(_FORMAT, _DOCUMENTS_AT_ONCE, token_file.fingerprint, token_file.changed_ns)
     name = f"split-{key}-{_digest(limits)}"
     return cache.arrays(name, len(NAMES), lambda part: _numbers(_hashes(token_file, key, cache), limits, part))
 

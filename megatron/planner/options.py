@@ -191,7 +191,7 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
     from megatron.checkpoint import checkpoint_args
 
     source = checkpoint_args.read_source(Path(path), family)
-    if source is None:
+    if source is None or isinstance(source.place, str):
         raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
     return checkpoint_args.bring(found, {}), source.place
 

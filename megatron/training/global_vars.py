@@ -54,6 +54,8 @@ def get_data_paths() -> BlendPaths:
         split_by=settings.split_by,
         data_impl=settings.data_impl,
         cache_path=settings.data_cache_path,
+        objects_path=settings.object_storage_cache_path,
+        objects_bytes=int(settings.object_storage_cache_gb * 1e9),
         mixture_schedule=settings.mixture_schedule,
     )
 

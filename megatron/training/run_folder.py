@@ -15,14 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron import files, log
-from megatron.checkpoint import check_writable
-from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
+from megatron import files, log, object_store
+from megatron.checkpoint import check_writable, remote
+from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in, last_sequence
 from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.metadata import MANIFEST_NAME, manifest_from_bytes
 from megatron.checkpoint.shard_file import FileVisibility
 from megatron.config import CheckpointConfig, Config
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training import deepspeed_checkpoint
 from megatron.training.initialize import World, run_on_rank_0
 
@@ -30,6 +30,8 @@ from megatron.training.initialize import World, run_on_rank_0
 
 RUNS = Path("runs")
 NATIVE = "native"
+LOADED = "loaded"
+"""Folder in a run folder of what was downloaded from the store of another run."""
 
 
 def newest_run(name: str) -> Path:
@@ -220,6 +222,7 @@ class Place:
     ``is_restart``: the job has saved there already and goes on with everything, whatever its flags say of the start.
     ``checkpoint_format``: what it saves.
     ``begins_again``: an earlier start of the run may have been there, which ended before its first checkpoint.
+    ``remote``: what of an object store is to be downloaded into ``downloads`` first, and is the source then.
     """
 
     folder: Path
@@ -227,6 +230,8 @@ class Place:
     is_restart: bool = False
     checkpoint_format: str = NATIVE
     begins_again: bool = False
+    remote: str | None = None
+    downloads: Path | None = None
 
 
 def choose(config: Config, name: str, world: World) -> Place:
@@ -245,7 +250,10 @@ def choose(config: Config, name: str, world: World) -> Place:
         source = None if place.source is None else place.source.absolute()
         kind = format_of(place.folder, config.checkpoint)
         place = replace(place, folder=place.folder.absolute(), source=source, checkpoint_format=kind)
+        if place.downloads is not None:
+            place = replace(place, downloads=place.downloads.absolute())
         check_writable(place.folder)
+        check_store(place, config.checkpoint)
         if (checkpoints := place.folder / CHECKPOINTS).is_dir():
             check_writable(checkpoints)
         if config.run.tensorboard_dir:
@@ -256,6 +264,33 @@ def choose(config: Config, name: str, world: World) -> Place:
     if not config.checkpoint.eval_only:
         check_shared(place.folder, world)
     return place
+
+
+def check_store(place: Place, flags: CheckpointConfig) -> None:
+    """Check that checkpoints can be uploaded, and that the store holds none of another run.
+
+    Raises:
+        ConfigError: they cannot, or it does: nobody could say which are newer.
+    """
+    if flags.save_remote is None or flags.eval_only:
+        return
+    try:
+        object_store.check_writable(flags.save_remote)
+        found = remote.find(flags.save_remote)
+    except DataError as error:
+        raise ConfigError(f"--save-remote must name a place of a store that can be written to: {error}") from error
+    if found and not _is_own_store(flags) and last_sequence(saved_in(place.folder)) < found[0].sequence:
+        raise ConfigError(
+            f"--save-remote must be empty or hold this run, got {flags.save_remote} with {found[0].name} and "
+            f"{len(found) - 1} more checkpoints that are not in {place.folder}. Go on with them (--load "
+            f"{flags.save_remote}), or give another place"
+        )
+
+
+def _is_own_store(flags: CheckpointConfig) -> bool:
+    """Return whether the run goes on with what lies where it uploads to."""
+    is_one = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
+    return is_one and not (flags.finetune or flags.eval_only)
 
 
 def describe(folder: Path, config: Config, world: World, step: int) -> None:
@@ -324,7 +359,28 @@ def _chosen(config: Config, name: str) -> Place:
     if is_restart and has_saved(folder):
         return Place(folder, folder, is_restart=True)
     goes_on = is_restart or flags.load_if_exists
+    if flags.load and object_store.is_remote(flags.load):
+        return _of_store(flags, folder, goes_on=goes_on)
     return Place(folder, source, begins_again=goes_on and not saved_in(folder))
+
+
+def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> Place:
+    """Return the place of a run that goes on from a store; from its own folder, where that has the newest, too."""
+    assert flags.load is not None
+    is_own, saved = _is_own_store(flags), saved_in(folder)
+    try:
+        newest = remote.require(flags.load)[0].sequence
+    except CheckpointError as error:
+        if not flags.load_if_exists:
+            raise
+        if not (is_own and saved):
+            log.info(f"--load-if-exists: starting from scratch, since {error}")
+            return Place(folder, begins_again=goes_on and not saved)
+        newest = 0
+    if is_own and last_sequence(saved) >= newest:
+        return Place(folder, folder)
+    downloads = folder / (CHECKPOINTS if is_own else LOADED)
+    return Place(folder, remote=flags.load, downloads=downloads, begins_again=goes_on and not saved)
 
 
 def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
@@ -340,7 +396,7 @@ def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
 def _source(config: Config, name: str) -> Path | None:
     """Return what the flags go on from; with --load-if-exists None where it holds no checkpoint."""
     flags = config.checkpoint
-    if not flags.load and not flags.resume:
+    if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None
     try:
         source = Path(flags.load or flags.save or newest_run(name))

@@ -153,6 +153,10 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
         from megatron.training.callbacks.hf_exporter import HuggingFaceExporter
 
         yield HuggingFaceExporter(config.checkpoint.export_hf_interval, config.precision.dtype)
+    if is_training and config.checkpoint.save_remote:
+        from megatron.training.callbacks.checkpoint_uploader import CheckpointUploader
+
+        yield CheckpointUploader(config.checkpoint.save_remote)
 
 
 def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Callback]:

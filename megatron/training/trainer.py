@@ -42,12 +42,14 @@ class Callback:
     | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
     | ``on_evaluate_end(split, values)`` | when the loss of a split is known; of --eval-tasks, ``split`` is "tasks" |
     | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
+    | ``on_export_end(step, path)`` | on rank 0, when a Hugging Face folder was written (``path``) |
     | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
     | ``on_exception(error)`` | when an error ends the run on this rank |
     | ``find_nonfinite(error)`` | when a number that is not finite ends a step: says where it is, "" for elsewhere |
 
-    Hooks are called in the order of the list of callbacks, on all ranks the same, so a hook may hold collectives. Three
-    may not, for ranks come to them by themselves: ``on_save_end``, ``on_exception`` and ``find_nonfinite``.
+    Hooks are called in the order of the list of callbacks, on all ranks the same, so a hook may hold collectives. Four
+    may not, for ranks come to them by themselves: ``on_save_end``, ``on_export_end``, ``on_exception`` and
+    ``find_nonfinite``.
 
     Attributes:
         every: the hooks of a step (``on_step_start`` to ``on_step_end``, not ``on_log``) are called in each so many-th;
@@ -84,6 +86,8 @@ class Callback:
     def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None: ...
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None: ...
+
+    def on_export_end(self, step: int, path: Path) -> None: ...
 
     def on_train_end(self) -> None: ...
 

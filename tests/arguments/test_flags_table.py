@@ -249,6 +249,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "lr_by_name": "layers.*=0.4",
         "weight_decay_by_name": "layers.*=0.4",
         "device": "cpu",
+        "save_remote": "memory://b/run",
     }
     if option.name in chosen:
         return chosen[option.name]

@@ -119,8 +119,8 @@ ACTS_ON = {
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
-        mixture_schedule data_impl data_cache_path packing fim_rate fim_spm_rate sft valid_sft chat_template
-        sft_overlong
+        mixture_schedule data_impl data_cache_path object_storage_cache_path object_storage_cache_gb packing fim_rate
+        fim_spm_rate sft valid_sft chat_template sft_overlong
     """,
     "samples": "eval_iters eval_interval",
     "batch": "reset_position_ids reset_attention_mask eod_mask_loss",
@@ -148,6 +148,7 @@ READ_IN = {
     "resize_vocab": "training/train_state.py",
     "no_save_optim": "training/train_state.py",
     "export_hf_interval": "training/train.py",
+    "save_remote": "training/train.py",
     "drift_interval": "training/train.py",
     "debug_dump": "training/callbacks/debugger.py",
     "debug_dump_steps": "training/callbacks/debugger.py:steps()",

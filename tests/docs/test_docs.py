@@ -337,7 +337,7 @@ def test_the_defaults_in_the_table_are_those_of_each_script(page: str) -> None:
 
 def test_what_the_pages_let_a_user_write_is_no_change_to_the_repository(tmp_path: Path) -> None:
     """git does not list it: else what belongs to a user stands beside what he changed in the code."""
-    option = re.compile(r"(?:--output-prefix|--output|--out|--save|-o|CHECKPOINT_PATH)(?: +|=)([\w./-]+)")
+    option = re.compile(r"(?:--output-prefix|--output|--out|--save|-o|CHECKPOINT_PATH)(?: +|=)(?!\w+://)([\w./-]+)")
     lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line[:4] == "    "]
     written = sorted({name for line in lines for name in option.findall(line)})
     assert {"data/corpus", "runs/mine", "my-model"} <= set(written)

@@ -75,6 +75,7 @@ from tests.mutants.sources import SOURCES
 from tests.mutants.stages import STAGES
 from tests.mutants.steps import STEPS
 from tests.mutants.store import STORE
+from tests.mutants.stores import STORES
 from tests.mutants.t5 import T5
 from tests.mutants.tensor import TENSOR
 from tests.mutants.tokenizers import TOKENIZERS
@@ -89,7 +90,7 @@ from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OF_PUT_OFF, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
-IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *TOOLS, *LEGACY, *GENERATE)
+IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *STORES, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
 IN_FAULTS = (
     *STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *ELASTIC, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS,

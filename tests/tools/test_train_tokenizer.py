@@ -17,6 +17,7 @@ from megatron import tokenizer
 from megatron.data.preprocess import BadRecord, tokenizer_corpus
 from megatron.data.preprocess.tokenizer_corpus import Drawn, sample
 from megatron.errors import DataError
+from tests.helpers.fake_store import empty_store
 from tools import make_big_corpus, train_tokenizer
 
 ENGLISH = "The lamp stood in the window of the house by the river. "
@@ -64,6 +65,15 @@ def test_control_tokens_come_first_and_the_same_text_gives_the_same_file(
     rows = [line.split("│")[1:-1] for line in said.splitlines() if "│" in line]
     assert [row[0].strip() for row in rows] == ["Latin", "code or other", "Han", "all"]
     assert all(row[-1].strip() == "0.000%" for row in rows) and rows[2][5].strip() == "-"
+
+
+def test_a_name_of_a_store_gives_the_file_of_the_disk(
+    train: Callable[..., tuple], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty_store(monkeypatch, 50_000).pipe("/b/c.jsonl", corpus.read_bytes())
+    expected = train("--input", corpus, "--vocab-size", 300)[1].read_bytes()
+    code, path, said = train("--input", "memory://b/c.jsonl", "--vocab-size", 300, name="other.json")
+    assert code == 0 and path.read_bytes() == expected, said
 
 
 def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., tuple], corpus: Path) -> None:

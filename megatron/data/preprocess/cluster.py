@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron import log
-from megatron.data import remote
+from megatron import log, object_store
 from megatron.data.preprocess.encode import Encoder
 from megatron.data.preprocess.job_types import Counts, Unit
 from megatron.data.preprocess.shards import Part, ShardFolder
@@ -47,7 +46,7 @@ def encode_unit(setup: tuple[Encoder, ShardFolder], folder: str, unit: Unit) -> 
     began = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        if not all(remote.is_remote(path) or os.path.isabs(path) for path in unit.paths):
+        if not all(object_store.is_remote(path) or os.path.isabs(path) for path in unit.paths):
             os.chdir(folder)
         encoder, parts = setup
         if not parts.folder.is_dir():

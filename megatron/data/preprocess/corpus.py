@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron import log
-from megatron.data import remote
+from megatron import log, object_store
 from megatron.data.preprocess import readers
 from megatron.data.preprocess.encode import parse
 from megatron.data.preprocess.foreign_folders import OF_OTHER_TOOLS, check_is_finished, is_hidden, is_log_folder
@@ -49,7 +48,7 @@ def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
         raise DataError("--input - (standard input) can be read once only; it was given more than once")
     found: list[Path | str] = []
     for path in paths:
-        found += _remote_files_of(str(path)) if remote.is_remote(path) else _files_of(Path(path))
+        found += _remote_files_of(str(path)) if object_store.is_remote(path) else _files_of(Path(path))
     if not found:
         raise DataError("--input must name at least one file or folder")
     return found
@@ -73,9 +72,9 @@ def _files_of(path: Path) -> list[Path]:
 
 def _remote_files_of(path: str) -> list[str]:
     """Return the files that a name of fsspec stands for, left out and refused as in folders of this machine."""
-    if remote.is_file(path):
+    if object_store.is_file(path):
         return [path]
-    below = remote.files_below(path)
+    below = object_store.files_below(path)
     names: dict[str, set[str]] = defaultdict(set)
     for parts, _ in below:
         for depth, name in enumerate(parts):
@@ -200,7 +199,7 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
             raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
         yield Unit(0, path, format, 0, _TO_THE_END, 0)
         return
-    head, size = read_head(path), remote.status(path).size
+    head, size = read_head(path), object_store.status(path).size
     if format == "parquet":
         if compression_of(path):
             raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")

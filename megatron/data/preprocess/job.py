@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron import files, log
+from megatron.data import token_upload
 from megatron.data.file_io import read_sizes
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, check_prefix
 from megatron.data.preprocess import plan, shards
@@ -163,6 +164,8 @@ def run(job: Job) -> Summary:
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not live on in a forked process
     check_prefix(job.output_prefix)
+    if job.upload_to and not job.share:
+        token_upload.check_target(job.upload_to)
     paths = find_inputs(job.inputs)
     plan.check_resumable(job, paths)
     tokenizer = job.make_tokenizer()
@@ -183,6 +186,8 @@ def run(job: Job) -> Summary:
                 found = _finish(job, parts, tally, found)
         else:
             log.info(f"{job.output_prefix}.bin was finished already")
+        if job.upload_to:
+            _upload(job.output_prefix, job.upload_to)
         parts.remove()
         return Summary(**(found.committed or {}))
 
@@ -201,6 +206,14 @@ def _run_share(
     with suppress(FileNotFoundError):  # of an earlier run that was refused; what was allowed is told by ``join``
         files.remove_file(shards.path_of(_bad_prefix(job)))
     return tally.summary(None)
+
+
+def _upload(prefix: str, target: str) -> None:
+    """Upload the finished output; the parts stay until it is there, so that ``resume`` need not make it again."""
+    try:
+        token_upload.upload(prefix, target)
+    except DataError as error:
+        raise DataError(f"{error} --resume uploads them again.") from error
 
 
 def _bad_prefix(job: Job) -> str:

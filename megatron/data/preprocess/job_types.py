@@ -159,6 +159,7 @@ class Job:
     Args:
         inputs: files and folders in order; ``-`` for standard input.
         output_prefix: path of the output without ``.bin``.
+        upload_to: the same in an object store, where the files go when they are whole; None: they stay.
         make_tokenizer: called once.
         num_workers: processes that encode; with ``cluster`` units at a time, 0 for as many as it has CPUs.
         format: of all inputs, one of ``FORMATS``; None for that which each file's name says.
@@ -187,6 +188,7 @@ class Job:
     use_gigatoken: bool = False
     share: Share | None = None
     cluster: str | None = None
+    upload_to: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

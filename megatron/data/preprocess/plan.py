@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron import files, log
-from megatron.data import index_format, remote
+from megatron import files, log, object_store
+from megatron.data import index_format
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.corpus import UNIT_BYTES, plan_units
 from megatron.data.preprocess.job_types import STDIN, Counts, Job, Share, Unit
@@ -173,13 +173,13 @@ def _number_of_jobs(plan: JobPlan) -> str:
 
 def _file_facts(path: str) -> tuple[str, int, int]:
     try:
-        return _absolute(path), *remote.status(path)
+        return _absolute(path), *object_store.status(path)
     except OSError as error:
         raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
 
 
 def _absolute(path: str) -> str:
-    return path if remote.is_remote(path) else os.path.abspath(path)
+    return path if object_store.is_remote(path) else os.path.abspath(path)
 
 
 def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> list[str]:
@@ -285,7 +285,7 @@ def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Pa
 def _unit_bytes(job: Job, paths: Sequence[Path | str], earlier: JobPlan | None) -> int:
     if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
         return found
-    total = sum(remote.status(path).size for path in paths if str(path) != STDIN)
+    total = sum(object_store.status(path).size for path in paths if str(path) != STDIN)
     num_workers = job.num_workers
     if job.share or job.cluster:  # not by this machine's cores: all jobs must cut alike, and a cluster may grow
         num_workers = _WORKERS_OF_A_MACHINE * (job.share.num_jobs if job.share else _MACHINES_OF_A_CLUSTER)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 import zstandard
 
-from megatron.data import remote
+from megatron import object_store
 from megatron.data.preprocess.job_types import ROWS, STDIN, Record, Unit, compression_of
 from megatron.errors import DataError
 
@@ -138,7 +138,8 @@ def _opened(path: str) -> Any:
     except ImportError as error:
         raise DataError(f"--input {path} is parquet, which needs pyarrow: pip install -e '.[parquet]'") from error
     try:
-        return parquet.ParquetFile(remote.open_file(path) if remote.is_remote(path) else path, pre_buffer=False)
+        file = object_store.open_file(path) if object_store.is_remote(path) else path
+        return parquet.ParquetFile(file, pre_buffer=False)
     except (OSError, ValueError) as error:
         raise DataError(f"--input {path} must be a whole parquet file, pyarrow says: {error}") from error
 
@@ -234,7 +235,7 @@ def read_head(path: str | Path) -> bytes:
         DataError: the file cannot be read.
     """
     try:
-        with remote.open_file(path) as file:
+        with object_store.open_file(path) as file:
             return file.read(HEAD_BYTES)
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
@@ -296,7 +297,7 @@ def check_is_whole(path: str) -> None:
         DataError: the file is damaged or cut off, or cannot be read.
     """
     try:
-        with remote.open_file(path) as file:
+        with object_store.open_file(path) as file:
             for _ in decompressed(path, file):
                 pass
     except OSError as error:
@@ -306,11 +307,11 @@ def check_is_whole(path: str) -> None:
 def unpacked_size(path: str) -> int:
     """Return about how many bytes a compressed file holds, judged by its first ones; exact for small files."""
     unpacked = 0
-    with remote.open_file(path) as file:
+    with object_store.open_file(path) as file:
         for data in decompressed(path, file):
             unpacked += len(data)
             if unpacked >= _JUDGED_BYTES:
-                return unpacked * remote.status(path).size // file.tell()
+                return unpacked * object_store.status(path).size // file.tell()
     return unpacked
 
 
@@ -344,7 +345,7 @@ def blocks(path: str, start: int = 0) -> Iterator[bytes]:
             with open(0, "rb", closefd=False) as file:  # a forked process has no sys.stdin, but it has its descriptor
                 yield from _checked(path, _raw(file))
             return
-        with remote.open_file(path) as file:
+        with object_store.open_file(path) as file:
             if compression_of(path):
                 yield from _checked(path, decompressed(path, file))
             else:

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import orjson
 
-from megatron import files
-from megatron.data import file_io, remote
+from megatron import files, object_store
+from megatron.data import file_io
 from megatron.data.file_io import StreamedFile
 from megatron.data.preprocess.encode import Encoded
 from megatron.data.preprocess.job_types import ROWS, BadRecord, Counts
@@ -303,7 +303,7 @@ class _Lines:
     def _open(self, path: str) -> None:
         if self._file:
             self._file.close()
-        self._file = remote.open_file(path, buffering=0)  # noqa: SIM115 - one file at a time, closed above
+        self._file = object_store.open_file(path, buffering=0)  # noqa: SIM115 - one file at a time, closed above
         self._path, self._offset, self._line = path, 0, 1
 
     def _advance(self, offset: int) -> None:

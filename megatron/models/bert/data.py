@@ -17,7 +17,7 @@ from megatron.data.cache import IndexCache
 from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
 from megatron.data.indexed_dataset import Documents, IndexedDataset, Piece, count_of, documents_key, longest_of
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import SampleIndex, TokenSource
+from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces
 from megatron.errors import DataError
 
 # The control tokens that BERT's samples are framed and masked with: the tokenizer's own, or appended ones.
@@ -302,6 +302,10 @@ class BertDataset:
     def num_predicted(self, index: int) -> int:
         """Return how many tokens of sample ``index`` are to be predicted, without reading it."""
         return num_to_mask(self._length(self._words(index, _LENGTH + 1)), self.mask_prob)
+
+    def prefetch(self, index: int) -> None:
+        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.

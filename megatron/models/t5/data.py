@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, documents_key
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import SampleIndex, TokenSource, runs
+from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, runs
 from megatron.errors import DataError
 from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target, most_spans, noise_and_spans, raw_length
 
@@ -416,6 +416,10 @@ class T5Dataset:
             self.seed,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def prefetch(self, index: int) -> None:
+        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.

@@ -137,7 +137,8 @@ class SpanFiles:
             found = file.first_outside(beyond)
             if found is not None:
                 document, offset, token = found
-                raise self._damaged(document, f"token {offset} of {file.token_path.name} is {token}, above all markers")
+                name = Path(file.token_path).name
+                raise self._damaged(document, f"token {offset} of {name} is {token}, above all markers")
 
 
 # T5 samples from a set of CPM's three files: spans as the set has them, sentinels numbered anew in each sample.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron import log
 from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, open_checkpoint, open_latest
+from megatron.checkpoint.downloading import fetch_newest
 from megatron.checkpoint.folders import (
     AUTOMATIC,
     CHECKPOINTS,
@@ -80,6 +82,9 @@ class Checkpointer(Callback):
 
     def on_train_start(self) -> None:
         trainer, flags = self.trainer, self.trainer.config.checkpoint
+        if self.place.remote is not None and self.place.downloads is not None:
+            with trainer.phases.over(LOADING):
+                self.place = replace(self.place, source=self._downloaded(self.place.remote, self.place.downloads))
         if self.place.source is not None:
             with trainer.phases.over(LOADING):
                 self.load()
@@ -89,6 +94,12 @@ class Checkpointer(Callback):
             trainer.resumed_step = trainer.progress.step  # steps behind it have been recorded, and come again
         if trainer.world.rank == 0 and not flags.eval_only and not self.is_same_run:
             self._leave_earlier_alone()
+
+    def _downloaded(self, source: str, root: Path) -> Path:
+        """Return the newest checkpoint of a store, downloaded into ``root`` by all ranks together. Collective."""
+        strict = self.trainer.config.checkpoint.strict_load
+        with marked(is_of_this_rank=False):
+            return fetch_newest(source, root, self.trainer.world.grid.host, strict=strict)
 
     def load(self) -> None:
         """Take up what the checkpoint holds, as far as the flags say; a restart takes all. Collective."""

@@ -130,3 +130,4 @@ class HuggingFaceExporter(Callback):
         self.trainer.print_line(f"step {outcome.step} | exported {outcome.path} in {outcome.seconds:.2f} s, {size}")
         for note in outcome.done.notes:
             log.warn_once(f"{outcome.path.parent}: {note}")
+        self.trainer.call("on_export_end", outcome.step, outcome.path)

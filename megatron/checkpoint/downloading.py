@@ -1,0 +1,83 @@
+"""A checkpoint of an object store brought into a folder, by all ranks together, every byte compared."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from megatron import files, log, object_store
+from megatron.checkpoint import remote
+from megatron.checkpoint.folders import commit_checkpoint, free_name
+from megatron.checkpoint.manifest import MANIFEST_NAME
+from megatron.checkpoint.rank_errors import gather_verdict
+from megatron.checkpoint.remote import RemoteCheckpoint
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import Group
+
+
+def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False) -> Path:
+    """Download the newest checkpoint of ``source`` whose bytes fit its checksums into ``root``. Collective.
+
+    The ranks share its files. One that is in ``root`` already is not downloaded.
+
+    Args:
+        strict: the newest must fit; none older is taken.
+
+    Raises:
+        CheckpointError: there is none; on all ranks alike.
+    """
+    reasons = []
+    for one in gather_verdict(world, lambda: None, lambda _: remote.require(source)):
+        try:
+            path = _fetch(one, root, world)
+        except CheckpointError as error:
+            if strict:
+                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
+            reasons.append(str(error))
+            continue
+        if reasons and world.rank == 0:
+            log.warning(f"going back to {one.path} (step {one.step}), since: " + " | ".join(reasons))
+        return path
+    raise CheckpointError(f"no checkpoint in {source} verifies: " + " | ".join(reasons))
+
+
+def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:
+    """Download ``one``, each rank some of its files, and let it be a checkpoint of ``root``. Collective."""
+
+    def prepared(_: list[None]) -> tuple[Path, Path | None]:
+        target = root / one.name
+        with suppress(OSError):
+            if (target / MANIFEST_NAME).read_bytes() == one.manifest:
+                return target, None
+        temporary = root / f".tmp-{one.name}-download"
+        if temporary.exists():
+            files.remove_tree(temporary)
+        files.make_folder(temporary)
+        return free_name(root, one.step) if target.exists() else target, temporary
+
+    target, temporary = gather_verdict(world, lambda: None, prepared)
+    if temporary is None:
+        return target
+
+    def commit(problems: list[list[str]]) -> None:
+        if found := [text for each in problems for text in each]:
+            files.remove_tree(temporary)
+            raise CheckpointError(f"{one.path} is damaged: " + ", ".join(found))
+        files.write_bytes(temporary / MANIFEST_NAME, one.manifest)
+        files.sync_folder(temporary)
+        commit_checkpoint(temporary, target)
+
+    own = sorted(one.files)[world.rank :: world.size]
+    gather_verdict(world, lambda: [text for name in own if (text := _download(one, name, temporary))], commit)
+    if world.rank == 0:
+        total = sum(size for size, _ in one.files.values())
+        log.info(f"downloaded {one.path} to {target}: {total / 1e6:.1f} MB, all checksums fit")
+    return target
+
+
+def _download(one: RemoteCheckpoint, name: str, folder: Path) -> str:
+    """Download a file; return what is wrong with it, "" where nothing is."""
+    size, crc32 = one.files[name]
+    chunks = object_store.read_chunks(object_store.join(one.path, name), size)
+    _, found = files.write_chunks(folder / name, chunks)
+    return "" if found == crc32 else f"{name} was altered: its checksum does not fit"

@@ -1,0 +1,66 @@
+"""Object stores for tests: one in memory that fails on demand, and moto's server in the place of S3."""
+
+from __future__ import annotations
+
+import importlib.util
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from megatron import object_store
+
+needs_moto = pytest.mark.skipif(
+    not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")),
+    reason="needs s3fs and moto: pip install -e '.[stores]'",
+)
+
+
+def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> MemoryFileSystem:
+    """Return an empty store in memory; ranges are of ``block_bytes``, and nothing pauses."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    monkeypatch.setattr(object_store, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0, 0.0))
+    return fsspec.filesystem("memory")
+
+
+def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before: Callable[..., None]) -> None:
+    """Have ``before(path, ...)`` called ahead of each such operation of the store; it may raise in its place."""
+    answer = getattr(MemoryFileSystem, operation)
+
+    def asked(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return answer(self, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, operation, asked)
+
+
+@contextmanager
+def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]:
+    """Start moto's server with an empty bucket; yields its file system."""
+    from moto.server import ThreadedMotoServer
+
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "k"),
+        ("AWS_SECRET_ACCESS_KEY", "s"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()  # of servers before it
+        files = fsspec.filesystem("s3")
+        type(files).clear_instance_cache()  # they know the address of an earlier server
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        files.mkdir(bucket)
+        yield files
+    finally:
+        server.stop()
