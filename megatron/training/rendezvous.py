@@ -28,6 +28,8 @@ _LINGER_S = 2 * _HEARTBEAT_S
 _BEGIN_S = 30.0
 """All have come, and look at the store every half second: whoever does not answer for so long is gone."""
 _POLL_S = 0.25
+_LOOK_S = 10.0
+"""Of those who give up at once one looks who is missing: the others wait so long for its answer."""
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
@@ -167,7 +169,7 @@ def _barrier(
         if signal_name() is not None:
             keys.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
         elif now > deadline:
-            missing = [other for other in range(size) if not keys.check([f"{name}/{other}"])]
+            missing = missing_of(keys, f"{name}/", size)
             keys.compare_set(name, "", f"{wanted}, {_format_missing(missing)}")
         elif now > heartbeat:
             heartbeat = now + _HEARTBEAT_S
@@ -179,6 +181,24 @@ def _barrier(
     if signal_name() is not None:
         raise _asked_to_stop(signal_name())
     raise PeerError(word)
+
+
+def missing_of(keys: Store, opening: str, size: int) -> list[int]:
+    """Return the numbers from 0 to ``size - 1`` for which there is no key ``opening + number``.
+
+    Whoever comes first looks for all who ask: if each looked for itself, the store would be asked ``size`` squared
+    times, for all give up at the same time.
+    """
+    answer = f"{opening}missing"
+    if keys.add(f"{opening}looks", 1) > 1:
+        end = time.monotonic() + _LOOK_S
+        while time.monotonic() < end:
+            if keys.check([answer]):
+                return [int(number) for number in keys.get(answer).decode().split()]
+            time.sleep(_POLL_S)
+    missing = [number for number in range(size) if not keys.check([f"{opening}{number}"])]
+    keys.set(answer, " ".join(map(str, missing)))
+    return missing
 
 
 def _format_missing(missing: list[int]) -> str:
