@@ -134,7 +134,8 @@ def deciding(exits: Collection[Exit]) -> list[Exit]:
     The first of each weight is the best within any window; the first that failed opens the window; of those that were
     killed the lowest rank counts, and only as long as all others ended with 4.
     """
-    own = sorted((one for one in exits if not one.is_consequence), key=lambda one: (one.at, one.rank))
+    exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))  # the same of the same, in whatever order
+    own = [one for one in exits if not one.is_consequence]
     kept = [next((one for one in own if one.weight == weight), None) for weight in range(4)]
     kept += [next((one for one in own if one.has_failed), None), next((one for one in own if one.status != 4), None)]
     kept.append(first_stuck(exits))

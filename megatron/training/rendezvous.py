@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megatron import files, log
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, marked
 
 ALL = "all"
@@ -28,6 +29,8 @@ _LINGER_S = 2 * _HEARTBEAT_S
 _BEGIN_S = 30.0
 """All have come, and look at the store every half second: whoever does not answer for so long is gone."""
 _POLL_S = 0.25
+CONNECTIONS, OWN_FILES = 4, 256
+"""At the store: of a rank at most, one of them while it reconnects; and what its process has open else."""
 _LOOK_S = 10.0
 """Of those who give up at once one looks who is missing: the others wait so long for its answer."""
 
@@ -71,7 +74,9 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = _is_server(rank)
-    if not is_server:
+    if is_server:
+        make_room(size)
+    else:
         _await_server(host, port, deadline, wanted, signal_name)
     try:
         return TCPStore(
@@ -87,6 +92,20 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
                 "with RANK=0, or another job at this port? Give each process a RANK of its own, and each job a "
                 "MASTER_PORT of its own; MASTER_ADDR is the host of rank 0"
             ) from error
+
+
+def make_room(size: int) -> None:
+    """Let this process, which has the store, hold the connections of ``size`` ranks, and warn if it may not.
+
+    A rank has three: of its process groups, and of the watchdogs of its run and of its pipeline.
+    """
+    wanted = CONNECTIONS * size + OWN_FILES
+    allowed = files.allow_open_files(wanted)
+    if allowed < wanted:
+        log.warning(
+            f"the store of {size:,} ranks needs {wanted:,} open files, and `ulimit -n` lets this process have "
+            f"{allowed:,}: ranks beyond that cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
+        )
 
 
 def _is_server(rank: int) -> bool:
