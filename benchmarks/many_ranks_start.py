@@ -5,15 +5,19 @@ Each function takes a number of ranks and returns its figures by their titles; `
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import socket
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -29,6 +33,8 @@ from benchmarks.many_ranks_counting import (
 )
 from megatron.arguments import parse
 from megatron.config import Config
+from megatron.launch.control import Control, Peer
+from megatron.launch.elastic import heard_by_all
 from megatron.launch.outcome import Exit, NodeBoard
 from megatron.mpu import groups
 from megatron.mpu.groups import Grid
@@ -249,8 +255,49 @@ def ending(ranks: int) -> Figures:
     for board in boards:
         board.all_left()
         board.verdicts()
-    return {"launchers agree on the culprit": Figure(store.messages, "messages"),
-            "the same in bytes, launchers": Figure(store.num_bytes, "bytes")}  # fmt: skip
+    return {
+        "launchers agree on the culprit": Figure(store.messages, "messages"),
+        "the same in bytes, launchers": Figure(store.num_bytes, "bytes"),
+        **_elastic(exits),
+    }
+
+
+class _Follower:
+    """What the leader of an elastic job sees of a node; it counts the lines of a start that are sent to it."""
+
+    lines, num_bytes = 0, 0
+
+    def __init__(self, node: int) -> None:
+        self.node, self.ready, self.heard_at = node, 0, float("inf")
+        self.socket = mock.Mock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        if "set" in message or "start" in message:
+            _Follower.lines += 1
+            _Follower.num_bytes += len(json.dumps(message))
+
+
+def _elastic(exits: Sequence[Exit]) -> Figures:
+    """Return what the leader of an elastic job sends when all nodes fail and leave at once, and start again."""
+    nodes, facts = len(exits), {"nodes": len(exits)}
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+        control = Control([("127.0.0.1", 0)] * nodes, 0, listener, facts, 1e9, Path(folder) / "progress")
+        control.summary = heard_by_all
+        control.lead()
+        followers = [_Follower(node) for node in range(1, nodes)]
+        control.members = {each.node: cast(Peer, each) for each in followers}
+        _Follower.lines = _Follower.num_bytes = 0
+        control.begin({"start": 0, "nodes": list(range(nodes)), "host": "leader", "port": 1, "job": {}})
+        for name in ("verdict", "failed", "left", "restart", "gone"):
+            for peer, own in zip(followers, exits[1:], strict=True):
+                value = json.dumps(asdict(own)) if name == "verdict" else "1"
+                key = name if name == "failed" else f"{name}/{peer.node}"
+                control._take(cast(Peer, peer), {"set": [0, key, value]})
+        control.members.clear()
+    return {
+        "elastic: what the leader sends at an end": Figure(_Follower.lines, "messages"),
+        "elastic: the same in bytes": Figure(_Follower.num_bytes, "bytes"),
+    }
 
 
 PARTS: dict[str, Callable[[int], Figures]] = {

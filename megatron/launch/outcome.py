@@ -142,7 +142,8 @@ def deciding(exits: Collection[Exit]) -> list[Exit]:
     return list(dict.fromkeys(one for one in kept if one is not None))
 
 
-def _exits(text: str) -> list[Exit]:
+def exits_of(text: str) -> list[Exit]:
+    """Return the exits of a JSON list; none of an empty text."""
     return [Exit(**fields) for fields in json.loads(text or "[]")]
 
 
@@ -203,7 +204,7 @@ class NodeBoard:
         """Add ``verdict`` to those of all nodes if it may decide: with a key for each, all nodes would read all."""
         known = self._read("verdicts")
         while True:
-            merged = json.dumps([asdict(one) for one in deciding([*_exits(known), verdict])])
+            merged = json.dumps([asdict(one) for one in deciding([*exits_of(known), verdict])])
             if merged == known:
                 return
             before, known = known, self._store.compare_set("verdicts", known, merged).decode()
@@ -220,7 +221,7 @@ class NodeBoard:
 
     def verdicts(self) -> list[Exit]:
         """Return those of the culprits that the nodes have named so far among which the job's is."""
-        return _exits(self._ask(lambda: self._read("verdicts"), "")) if self._num_nodes > 1 else []
+        return exits_of(self._ask(lambda: self._read("verdicts"), "")) if self._num_nodes > 1 else []
 
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
         """Return whether the job starts again and the reason, the same on every node.

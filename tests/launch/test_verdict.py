@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.launch.outcome import Exit, NodeBoard, deciding, root_cause
@@ -62,6 +62,8 @@ EXITS = st.builds(
 
 
 @given(st.lists(EXITS, max_size=12), st.lists(EXITS, max_size=4))
+@example([gone(0, 4, 0.0), gone(3, -9, 0.5, was_signalled=True)], [])
+@example([gone(0, 0, 0.0), gone(1, 0, 1.0, state=RUNNING)], [gone(2, 5, 2.5)])
 def test_the_few_that_decide_name_the_culprit_of_all_whatever_comes_later(some: list[Exit], later: list[Exit]) -> None:
     few = deciding(some)
     assert len(few) <= 7 and deciding(few) == few

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
+from benchmarks.many_ranks_counting import lines_run
 from tds import deepspeed_api, torch_api
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
@@ -219,13 +221,22 @@ def test_our_grid_is_deepspeeds(sizes: tuple[int, ...]) -> None:
         grid._topo.get_coord(rank=ranks)
 
 
-def _kind_of_grid(rank: int) -> str:
-    return type(make_engine(Toy("chain"), 1).grid).__module__
+def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:
+    """On the last rank, which DeepSpeed's own finds last."""
+    few, many = (
+        lines_run(partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n))
+        for n in (64, 256)
+    )
+    assert many < 5 * few
+
+
+def _kind_of_grid(rank: int) -> tuple[str, bool]:
+    kind = type(make_engine(Toy("chain"), 1).grid).__module__
+    return kind, pipe_module.PipelineParallelGrid is pipe_topology.PipelineParallelGrid
 
 
 def test_pipeline_modules_have_our_grid_and_deepspeeds_module_is_as_it_was() -> None:
-    assert run_ranks(1, _kind_of_grid) == ["tds.deepspeed_api"]
-    assert pipe_module.PipelineParallelGrid is pipe_topology.PipelineParallelGrid
+    assert run_ranks(1, _kind_of_grid) == [("tds.deepspeed_api", True)]
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:
