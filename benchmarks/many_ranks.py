@@ -201,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = rows_of(parts, sorted(args.ranks))
     by_documents = order_rows(sorted(args.documents), args.folder) if args.documents else []
     cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {time.strftime('%Y-%m-%d')}"
+    rows = [row for row in rows if len(row.values) == len(args.ranks)]  # lines of Python are counted for few ranks
     picture = page.parent / "pictures" / "scaling_ranks.png"
     draw(rows, picture)
     update(page, "ranks", f"{cores}.\n\n{table(rows, 'ranks')}\n\n![growth](pictures/{picture.name})")

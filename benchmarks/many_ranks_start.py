@@ -48,11 +48,12 @@ from tds.watchdog.diagnosis import Report
 
 RANKS_OF_A_NODE = 8
 THREADS = 64
-COUNTED, SECONDS, BY_LAW = "counted", "processor seconds", "by the law of fewer ranks"
+COUNTED, SECONDS = "counted", "processor seconds"
+BY_LAW, BY_FORMULA = "64 ranks counted", "by formula"
 
 
 class Figure(NamedTuple):
-    """What was found for one number of ranks: ``how`` is one of the three above; lines of Python are counted too."""
+    """What was found for one number of ranks: ``how`` is one of the four above."""
 
     value: float
     unit: str
@@ -127,8 +128,8 @@ def meeting(ranks: int) -> Figures:
     for _ in range(ranks):
         assert missing_of(late, "come/", ranks) == [0]
     return {
-        "rendezvous, without polls": Figure(store.messages, "messages"),
-        "polls meanwhile, four of each rank": Figure(ranks / rendezvous._POLL_S, "messages/s", BY_LAW),
+        "rendezvous, without its polls": Figure(store.messages, "messages"),
+        "rendezvous: polls, four a second of each rank": Figure(ranks / rendezvous._POLL_S, "messages/s", BY_FORMULA),
         "all ranks find who is missing": Figure(late.messages, "messages"),
     }
 
@@ -175,8 +176,8 @@ def _first_sum(ranks: int) -> Figures:
     made.clear()
     return {
         "gloo: a group and its first sum": Figure(store.messages, "messages"),
-        "the same in bytes": Figure(store.num_bytes, "bytes"),
-        "connections of each rank": Figure(connections, "sockets"),
+        "gloo: bytes of the same": Figure(store.num_bytes, "bytes"),
+        "gloo: connections of each rank": Figure(connections, "sockets"),
     }
 
 
@@ -217,8 +218,8 @@ def checks(ranks: int) -> Figures:
     everyone = [facts | {"version: torch": str(rank % 2)} for rank in range(ranks)]
     told = cpu_seconds(lambda: list(initialize.differences(everyone)))
     return {
-        "comparing versions, flags and code": Figure(host.received[0], "bytes"),
-        "the same in seconds": Figure(alike, "s", SECONDS),
+        "versions, flags and code that come to rank 0": Figure(host.received[0], "bytes"),
+        "comparing them": Figure(alike, "s", SECONDS),
         "naming what differs": Figure(told, "s", SECONDS),
     }
 
@@ -239,7 +240,7 @@ def watching(ranks: int) -> Figures:
         other = store.messages - before
     listens_s = max(watchdog.LOOK_S, alarms[0].pause_s)
     return {
-        "watchdogs of run and engine, looking": Figure(2 * ranks / listens_s, "messages/s", BY_LAW),
+        "watchdogs of run and engine, looking": Figure(2 * ranks / listens_s, "messages/s", BY_FORMULA),
         "an alarm that all ranks answer": Figure(before + other * (ranks - 1), "messages"),
     }
 
@@ -257,7 +258,7 @@ def ending(ranks: int) -> Figures:
         board.verdicts()
     return {
         "launchers agree on the culprit": Figure(store.messages, "messages"),
-        "the same in bytes, launchers": Figure(store.num_bytes, "bytes"),
+        "launchers: bytes of the same": Figure(store.num_bytes, "bytes"),
         **_elastic(exits),
     }
 
@@ -296,7 +297,7 @@ def _elastic(exits: Sequence[Exit]) -> Figures:
         control.members.clear()
     return {
         "elastic: what the leader sends at an end": Figure(_Follower.lines, "messages"),
-        "elastic: the same in bytes": Figure(_Follower.num_bytes, "bytes"),
+        "elastic: bytes of the same": Figure(_Follower.num_bytes, "bytes"),
     }
 
 

@@ -203,8 +203,8 @@ def stepping(ranks: int, micro_batches: int = 8) -> Figures:
     known = RankData(None, True, "fingerprint", None, {}, {"train": f"fingerprint {'0' * 64} and order 00000000"})
     opened = [pickle.loads(pickle.dumps(known)) for _ in range(ranks)]  # of this process, just now
     found = {
-        "step: agreeing on the data": Figure(numbers.numel() * 8, "bytes"),
-        "step: the same in seconds": Figure(agreeing, "s", SECONDS),
+        "step: data of all ranks that come to rank 0": Figure(numbers.numel() * 8, "bytes"),
+        "step: comparing them": Figure(agreeing, "s", SECONDS),
         "log line: metrics of all ranks": Figure(4 * 4 * ranks, "bytes"),
         "log line: finding a straggler": Figure(cpu_seconds(lambda: slowest(own_s, own_s, topology), 3), "s", SECONDS),
         "opening data: what ranks tell": Figure(ranks * len(pickle.dumps(known)), "bytes"),

@@ -11,7 +11,7 @@ agent and its stores serve; why its dynamic rendezvous does not is in docs/archi
 | ``join`` | a launcher | take me in, with what must be the same on all nodes; ``refused``: the reason why not |
 | ``ready`` | a follower | no rank of mine lives: the next start may come |
 | ``start`` | the leader | the next start: its number, its nodes, where its store is |
-| ``set`` | both | an entry of the table of this start, or what follows from those of all nodes: who failed, what was decided |
+| ``set`` | both | an entry of the table of this start, or what follows from those of all: who failed, what is decided |
 | ``end`` | the leader | the job has ended, with this code |
 | ``beat`` | both | nothing; the leader's has the step of the newest durable checkpoint |
 """
@@ -109,6 +109,8 @@ class Control:
         """What the leader passes on to its followers of an entry: were it all, it would send nodes squared lines."""
         self.entries: Counter[str] = Counter()
         """How many of the table of this start have the same name ahead of their slash."""
+        self.told, self.told_at = "", 0.0
+        """What the leader has passed on last of what it does not pass on at once, and when."""
         self._table: dict[str, str] = {}
         self._facts, self._silence_s, self._progress = dict(facts), silence_s, progress
         self._lock = threading.RLock()
@@ -129,7 +131,7 @@ class Control:
         """Take in those who join, from now on."""
         with self._lock:
             if self.round and self.round[0] != self.node:
-                self._enter(f"lost/{self.round[0]}", "1")  # else somebody would lead already
+                self.keep(f"lost/{self.round[0]}", "1")  # else somebody would lead already
             self.leads, self.leader = True, None
 
     def abdicate(self) -> None:
@@ -189,7 +191,7 @@ class Control:
         """Enter ``value`` in the table of this start; the leader's copy decides, and the others get its summary."""
         with self._lock:
             is_known = self._table.get(key) == value
-            self._enter(key, value)
+            self.keep(key, value)
             if not self.leads:
                 if self.leader is not None:
                     self.leader.send({"set": [self.number, key, value]})
@@ -200,7 +202,8 @@ class Control:
                     if node in self.members:
                         self.members[node].send({"set": [self.number, name, text]})
 
-    def _enter(self, key: str, value: str) -> None:
+    def keep(self, key: str, value: str) -> None:
+        """Enter ``value`` in this node's own copy of the table."""
         self.entries[key.partition("/")[0]] += key not in self._table
         self._table[key] = value
 
@@ -346,11 +349,13 @@ class Control:
         if welcome["welcome"] > self.number:
             self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
             self.entries.clear()
+            self.told, self.told_at = "", 0.0
             self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
         self.entries.clear()
+        self.told, self.told_at = "", 0.0
         self.job = message["job"]
         for peer in self.members.values():
             if peer.node in self.round:

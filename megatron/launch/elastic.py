@@ -297,6 +297,8 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 ALL_LEFT, VERDICTS = "all left", "verdicts"
+VERDICTS_S = 0.1
+"""The leader passes on no more often which exits decide: on all nodes ranks may fail within a moment."""
 TO_LEADER = ("left", "verdict", "restart", "gone")
 """What nodes enter for the leader alone."""
 
@@ -310,9 +312,12 @@ def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
         statuses = [control.get(f"left/{node}") for node in control.round]
         found[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
     if name == "verdict":
-        known = control.get(VERDICTS) or "[]"
-        merged = json.dumps([asdict(one) for one in deciding([*exits_of(known), *exits_of(f"[{value}]")])])
-        found |= {VERDICTS: merged} if merged != known else {}
+        known = exits_of(control.get(VERDICTS) or "")
+        control.keep(VERDICTS, json.dumps([asdict(one) for one in deciding([*known, *exits_of(f"[{value}]")])]))
+    verdicts, now = control.get(VERDICTS) or "", time.monotonic()
+    if verdicts != control.told and (ALL_LEFT in found or now > control.told_at + VERDICTS_S):
+        control.told, control.told_at = verdicts, now
+        found = {VERDICTS: verdicts, **found}  # whoever hears that all have left knows the culprit
     return found
 
 

@@ -258,13 +258,23 @@ def test_a_node_that_comes_back_at_once_does_not_lead_a_job_that_it_does_not_kno
 
 
 def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
-    control = mock.Mock(round=[0, 1, 2], entries=Counter(), lost=lambda: [2] if "lost/2" in table else [])
+    control = mock.Mock(
+        round=[0, 1, 2],
+        entries=Counter(),
+        told="",
+        told_at=0.0,
+        keep=lambda *entry: keep(*entry),
+        lost=lambda: [2] if "lost/2" in table else [],
+    )
     table: dict[str, str] = {}
     control.get = table.get
 
-    def enter(key: str, value: str) -> dict[str, str]:
+    def keep(key: str, value: str) -> None:
         control.entries[key.partition("/")[0]] += key not in table
         table[key] = value
+
+    def enter(key: str, value: str) -> dict[str, str]:
+        keep(key, value)
         found = heard_by_all(control, key, value)
         table.update(found)
         return found
@@ -273,11 +283,13 @@ def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
     assert enter("left/0", "4") == {}
     assert enter("left/2", "0") == {}
     assert enter("lost/2", "1") == {"lost/2": "1"}  # three entries, of two nodes
-    assert enter("left/1", "75") == {ALL_LEFT: "75"}
     first, worse = (Exit(rank=rank, pid=1, status=status, at=0.5) for rank, status in ((3, 4), (5, -9)))
     assert exits_of(enter("verdict/0", json.dumps(asdict(first)))[VERDICTS]) == [first]
-    assert worse in exits_of(enter("verdict/1", json.dumps(asdict(worse)))[VERDICTS])
-    assert enter("verdict/1", json.dumps(asdict(first))) == {}
+    assert enter("verdict/1", json.dumps(asdict(worse))) == {}  # so soon after the last word
+    told = enter("left/1", "75")
+    assert list(told) == [VERDICTS, ALL_LEFT] and told[ALL_LEFT] == "75" and worse in exits_of(told[VERDICTS])
+    control.told_at -= 1
+    assert enter("verdict/1", json.dumps(asdict(first))) == {}  # nothing new
 
 
 def test_nodes_travel_in_runs() -> None:
