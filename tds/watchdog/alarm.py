@@ -33,7 +33,7 @@ All end as soon as they have what they wait for. They are this long because a ra
 it can looks late, and one that lives is not to be called dead.
 """
 LOOKS_PER_S = 10_000
-"""How often all ranks together look into the store, which has one thread for all of them: 28,000 to 49,000 looks a second on two cores."""
+"""How often all ranks together look into the store, whose one thread answered 28,000 to 49,000 looks on two cores."""
 ANSWERS_PER_S = 2_000
 """How many ranks the one that judges can hear in a second, beside all who look."""
 PAUSE_S = 0.02
