@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -248,24 +248,13 @@ class Grid(_DeepSpeedGrid):
 
 
 def _index(topology: Any) -> None:
-    """Let ``topology`` find the place of a rank, and the ranks at a place of an axis, without a look at all ranks."""
-    places = {rank: place for place, rank in topology.mapping.items()}
+    """Let ``topology`` find the ranks at a place of an axis without a look at all ranks, and a rank's place with one."""
     ranks_at: dict[tuple[str, int], list[int]] = {}
-    for rank, place in places.items():
+    for place, rank in topology.mapping.items():
         for axis, index in place._asdict().items():
             ranks_at.setdefault((axis, index), []).append(rank)
-    topology.get_coord = partial(_place_in, places)
-    topology.get_axis_list = partial(_ranks_in, ranks_at)
-
-
-def _place_in(places: Mapping[int, Any], rank: int) -> Any:
-    if rank not in places:
-        raise ValueError(f"rank must be one of the {len(places)} of the topology, got {rank}")
-    return places[rank]
-
-
-def _ranks_in(ranks_at: Mapping[tuple[str, int], list[int]], axis: str, idx: int) -> list[int]:
-    return list(ranks_at.get((axis, idx), ()))
+    topology.get_coord = cache(topology.get_coord)  # asked again and again for the own rank
+    topology.get_axis_list = lambda axis, idx: list(ranks_at.get((axis, idx), ()))
 
 
 @contextmanager

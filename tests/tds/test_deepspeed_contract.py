@@ -216,9 +216,6 @@ def test_our_grid_is_deepspeeds(sizes: tuple[int, ...]) -> None:
         assert ours == theirs
     grid = mock.Mock(_topo=kind(*sizes))
     assert deepspeed_api.places_of(grid) == [grid._topo.get_coord(rank) for rank in range(ranks)]
-    deepspeed_api._index(grid._topo)
-    with pytest.raises(ValueError, match="rank must be one of"):
-        grid._topo.get_coord(rank=ranks)
 
 
 def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:
@@ -227,7 +224,7 @@ def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:
         lines_run(partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n))
         for n in (64, 256)
     )
-    assert many < 5 * few
+    assert many < 2.5 * few
 
 
 def _kind_of_grid(rank: int) -> tuple[str, bool]:
