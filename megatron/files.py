@@ -207,6 +207,15 @@ def too_large_message() -> str:
     return f"larger than `ulimit -f` lets a file be here, {limit:,} bytes. Raise that limit (ulimit -f unlimited)"
 
 
+def allow_open_files(number: int) -> int:
+    """Let this process have ``number`` files and sockets open, as far as it may; return how many it may have."""
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = number if most == resource.RLIM_INFINITY else min(number, most)
+    if own != resource.RLIM_INFINITY and own < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    return number if own == resource.RLIM_INFINITY else max(own, allowed)
+
+
 def rename(source: Path, target: Path) -> None:
     """Move ``source`` to ``target`` in one step and flush the folder: the commit of a protocol."""
     before_operation("rename", target)

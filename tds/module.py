@@ -11,7 +11,16 @@ import torch.distributed as dist
 
 from tds import device
 from tds.deepspeed_alias import without_prints
-from tds.deepspeed_api import BaseModule, LayerRun, deepspeed, first_layer, layer_specs, limit_waits, sharing_groups
+from tds.deepspeed_api import (
+    BaseModule,
+    LayerRun,
+    deepspeed,
+    first_layer,
+    indexed_grid,
+    layer_specs,
+    limit_waits,
+    sharing_groups,
+)
 from tds.layer_profiler import ProfiledCut, profiled_cut
 from tds.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
 
@@ -68,7 +77,7 @@ class PipelineModule(BaseModule):
         self._profile_batch = profile_batch
         self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
         self._runs: list[LayerRun] = []
-        with without_prints(), sharing_groups():
+        with without_prints(), sharing_groups(), indexed_grid():
             super().__init__(layers, *args, **kwargs)
 
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:

@@ -126,3 +126,16 @@ def test_the_crc_of_pieces_of_megabytes_follows_too():
     for _ in range(15):
         whole = zlib.crc32(block, whole)
     assert crc == whole
+
+
+def test_a_process_may_open_more_files_as_far_as_the_system_lets_it(monkeypatch):
+    limits = [1024, 4096]
+    monkeypatch.setattr(files.resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(files.resource, "setrlimit", lambda which, given: limits.__setitem__(slice(None), given))
+    assert files.allow_open_files(500) == 1024 and limits == [1024, 4096]
+    assert files.allow_open_files(2000) == 2000 and limits == [2000, 4096]
+    assert files.allow_open_files(40_000) == 4096 and limits == [4096, 4096]
+    limits[1] = files.resource.RLIM_INFINITY
+    assert files.allow_open_files(40_000) == 40_000 and limits[0] == 40_000
+    limits[0] = files.resource.RLIM_INFINITY
+    assert files.allow_open_files(50_000) == 50_000 and limits[0] == files.resource.RLIM_INFINITY

@@ -61,6 +61,17 @@ class Claim:
     shard: Shard
     is_owner: bool
 
+    def packed(self) -> tuple[Any, ...]:
+        """Return it as plain values, which are quick to pickle."""
+        shard = self.shard
+        cut = shard.global_shape, shard.partition_dim, shard.start, shard.length
+        return self.name, self.dtype, cut, self.is_owner
+
+    @classmethod
+    def unpacked(cls, name: str, dtype: str, cut: tuple[Any, ...], is_owner: bool) -> Claim:
+        """Return the claim that was packed so."""
+        return cls(name, dtype, Shard(*cut), is_owner)
+
 
 def claim(record: TensorRecord) -> Claim:
     """Return the claim of ``record``.

@@ -53,8 +53,11 @@ def _launch(options: Options) -> int:
     from megatron.launch.agent import PROGRESS, LaunchAgent
     from megatron.launch.elastic import JobEnded
     from megatron.launch.rendezvous import NodeRendezvous
+    from megatron.training.rendezvous import make_room
 
     listener = _open_port(options) if options.is_elastic or options.node_rank == 0 else None
+    if listener is not None:
+        make_room(options.nproc_per_node * options.nnodes)
     gc.disable()  # nothing of what is imported goes away
     for name in options.preload:
         importlib.import_module(name)

@@ -11,7 +11,7 @@ agent and its stores serve; why its dynamic rendezvous does not is in docs/archi
 | ``join`` | a launcher | take me in, with what must be the same on all nodes; ``refused``: the reason why not |
 | ``ready`` | a follower | no rank of mine lives: the next start may come |
 | ``start`` | the leader | the next start: its number, its nodes, where its store is |
-| ``set`` | both | an entry of the table of this start: who has left, who failed, what was decided |
+| ``set`` | both | an entry of the table of this start, or what follows from those of all: who failed, what is decided |
 | ``end`` | the leader | the job has ended, with this code |
 | ``beat`` | both | nothing; the leader's has the step of the newest durable checkpoint |
 """
@@ -23,8 +23,8 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -107,6 +107,12 @@ class Control:
         self.members: dict[int, Peer] = {}
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
+        self.summary: Callable[[Control, str, str], dict[str, str]] = lambda control, key, value: {key: value}
+        """What the leader passes on to its followers of an entry: were it all, it would send nodes squared lines."""
+        self.entries: Counter[str] = Counter()
+        """How many of the table of this start have the same name ahead of their slash."""
+        self.told, self.told_at = "", 0.0
+        """What the leader has passed on last of what it does not pass on at once, and when."""
         self._table: dict[str, str] = {}
         self._end: Message | None = None
         self._facts, self._silence_s, self._progress = dict(facts), silence_s, progress
@@ -128,7 +134,7 @@ class Control:
         """Take in those who join, from now on."""
         with self._lock:
             if self.round and self.round[0] != self.node:
-                self._table[f"lost/{self.round[0]}"] = "1"  # else somebody would lead already
+                self.keep(f"lost/{self.round[0]}", "1")  # else somebody would lead already
             self.leads, self.leader = True, None
 
     def abdicate(self) -> None:
@@ -163,9 +169,10 @@ class Control:
         """Begin a start as its leader: tell its nodes."""
         with self._lock:
             self._start(message)
+            sent = {**message, "nodes": in_runs(message["nodes"])}
             for node in message["nodes"]:
                 if node != self.node and node in self.members:
-                    self.members[node].send(message)
+                    self.members[node].send(sent)
                 elif node != self.node:
                     self._lose(node)  # since it was counted
 
@@ -185,16 +192,24 @@ class Control:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
-        """Enter ``value`` in the table of this start, on all of its nodes; the leader's copy decides."""
+        """Enter ``value`` in the table of this start; the leader's copy decides, and the others get its summary."""
         with self._lock:
-            self._table[key] = value
-            entry = {"set": [self.number, key, value]}
-            if self.leads:
+            is_known = self._table.get(key) == value
+            self.keep(key, value)
+            if not self.leads:
+                if self.leader is not None:
+                    self.leader.send({"set": [self.number, key, value]})
+                return
+            for name, text in ({} if is_known else self.summary(self, key, value)).items():
+                self._table[name] = text
                 for node in self.round:
                     if node in self.members:
-                        self.members[node].send(entry)
-            elif self.leader is not None:
-                self.leader.send(entry)
+                        self.members[node].send({"set": [self.number, name, text]})
+
+    def keep(self, key: str, value: str) -> None:
+        """Enter ``value`` in this node's own copy of the table."""
+        self.entries[key.partition("/")[0]] += key not in self._table
+        self._table[key] = value
 
     def get(self, key: str) -> str | None:
         """Return an entry of the table, None if there is none."""
@@ -309,6 +324,7 @@ class Control:
             elif number == self.number and peer is self.leader:
                 self._table[key] = value
         elif peer is self.leader and "start" in message:
+            message["nodes"] = from_runs(message["nodes"])
             self._start(message)
             self.inbox.append(message)
         elif peer is self.leader and "end" in message:
@@ -330,22 +346,42 @@ class Control:
                 self._drop(held)
             peer.node, peer.ready = node, int(message["ready"])
             self.members[node] = peer
-            peer.send({"welcome": self.number, "nodes": self.round, "job": self.job})
+            peer.send({"welcome": self.number, "nodes": in_runs(self.round), "job": self.job})
             if self._end is not None:
                 peer.send(self._end)
 
     def _learn(self, welcome: Message) -> None:
         """Know what the leader knows: a node that waits may be the last that is left."""
         if welcome["welcome"] > self.number:
-            self.number, self.round, self._table = welcome["welcome"], list(welcome["nodes"]), {}
+            self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
+            self.entries.clear()
+            self.told, self.told_at = "", 0.0
             self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
+        self.entries.clear()
+        self.told, self.told_at = "", 0.0
         self.job = message["job"]
         for peer in self.members.values():
             if peer.node in self.round:
                 peer.ready = RUNS
+
+
+def in_runs(nodes: Sequence[int]) -> list[list[int]]:
+    """Return [[first, last], ...] for nodes in their order: each node hears of all nodes, which are mostly one run."""
+    runs: list[list[int]] = []
+    for node in nodes:
+        if runs and runs[-1][1] == node - 1:
+            runs[-1][1] = node
+        else:
+            runs.append([node, node])
+    return runs
+
+
+def from_runs(runs: Sequence[Sequence[int]]) -> list[int]:
+    """Return the nodes of ``in_runs``."""
+    return [node for first, last in runs for node in range(first, last + 1)]
 
 
 def _first_answers(peer: Peer) -> list[Message]:

@@ -29,7 +29,7 @@ from megatron import log
 from megatron.config.elastic import VARIABLE
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.control import BEAT_S, RUNS, Control, ask
-from megatron.launch.outcome import POLL_S, Exit, NodeBoard
+from megatron.launch.outcome import POLL_S, Exit, NodeBoard, deciding, exits_of
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import LaunchRendezvous
 from megatron.training.exit_signals import REGROUP_VARIABLE
@@ -60,6 +60,7 @@ class ElasticRendezvous(LaunchRendezvous):
     ) -> None:  # fmt: skip
         self.control, self._signals, self._durable = control, signals, durable
         self.fewest, self.most, self._nproc = fewest, most, nproc
+        control.summary = heard_by_all
         control.job = {"run": uuid.uuid4().hex[:12], "restarts": 0}
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._since = self._deadline = 0.0
@@ -291,16 +292,49 @@ class ElasticRendezvous(LaunchRendezvous):
             self.control.end(code, f"the job has ended with code {code}")
 
 
+ALL_LEFT, VERDICTS = "all left", "verdicts"
+VERDICTS_S = 0.1
+"""The leader passes on no more often which exits decide: on all nodes ranks may fail within a moment."""
+TO_LEADER = ("left", "verdict", "restart", "gone")
+"""What nodes enter for the leader alone."""
+
+
+def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
+    """Return what the leader tells all nodes of an entry: that all have left, and which exits decide on the culprit."""
+    name = key.partition("/")[0]
+    found = {} if name in TO_LEADER else {key: value}
+    number = control.entries["left"] + control.entries["lost"]  # else all are gone over for each of them
+    if name in ("left", "lost") and number >= len(control.round) and have_all(control, "left"):
+        statuses = [control.get(f"left/{node}") for node in control.round]
+        found[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
+    if name == "verdict":
+        known = exits_of(control.get(VERDICTS) or "")
+        control.keep(VERDICTS, json.dumps([asdict(one) for one in deciding([*known, *exits_of(f"[{value}]")])]))
+    verdicts, now = control.get(VERDICTS) or "", time.monotonic()
+    if verdicts != control.told and (ALL_LEFT in found or now > control.told_at + VERDICTS_S):
+        control.told, control.told_at = verdicts, now
+        found = {VERDICTS: verdicts, **found}  # whoever hears that all have left knows the culprit
+    return found
+
+
+def have_all(control: Control, name: str) -> bool:
+    """Return whether each node of this start has entered something of ``name``, but for those that are lost."""
+    lost = set(control.lost())
+    return all(control.get(f"{name}/{node}") is not None or node in lost for node in control.round)
+
+
 class ElasticBoard(NodeBoard):
     """The same as ``NodeBoard`` over the table of ``Control``, of those nodes that are not lost.
 
     | key | written by | holds |
     |---|---|---|
     | ``lost/N`` | the leader | that node N is lost |
-    | ``left/N`` | node N | the highest code of its ranks |
-    | ``verdict/N``, ``failed``, ``decision`` | as in ``NodeBoard`` | the same |
-    | ``restart/N`` | node N | why it would not start again; empty if it would |
-    | ``gone/N`` | node N | that it has read what it wants to know |
+    | ``left/N`` | node N, to the leader | the highest code of its ranks |
+    | ``all left`` | the leader | that all have left, and the highest of their codes |
+    | ``verdict/N`` | node N, to the leader | its culprit, as JSON |
+    | ``verdicts``, ``failed``, ``decision`` | the leader, who may have it of a node | as in ``NodeBoard`` |
+    | ``restart/N`` | node N, to the leader | why it would not start again; empty if it would |
+    | ``gone/N`` | node N, to the leader | that it has read what it wants to know |
     """
 
     def __init__(self, control: Control, signals: Signals, silence_s: float) -> None:
@@ -311,14 +345,14 @@ class ElasticBoard(NodeBoard):
         return self._control.get("failed") is not None or self._control.is_cut_off
 
     def all_left(self) -> bool:
-        return self._all_have("left") or self._control.is_cut_off
+        return self._control.get(ALL_LEFT) is not None or self._control.is_cut_off
 
     def report_left(self, status: int = 0) -> None:
         self._control.set(f"left/{self._control.node}", str(status))
 
     def statuses(self) -> list[int]:
-        found = [self._control.get(f"left/{node}") for node in self._nodes]
-        return [int(status) for status in found if status is not None]
+        status = self._control.get(ALL_LEFT)
+        return [] if status is None else [int(status)]
 
     def report_failed(self, verdict: Exit | None) -> None:
         if verdict is not None:
@@ -326,8 +360,7 @@ class ElasticBoard(NodeBoard):
         self._control.set("failed", "1")
 
     def verdicts(self) -> list[Exit]:
-        found = [self._control.get(f"verdict/{node}") for node in self._nodes]
-        return [Exit(**json.loads(verdict)) for verdict in found if verdict]
+        return exits_of(self._control.get(VERDICTS) or "")
 
     def lost(self) -> list[int]:
         return self._control.lost()
@@ -337,7 +370,7 @@ class ElasticBoard(NodeBoard):
         control = self._control
         control.set(f"restart/{control.node}", against)
         if control.leads:
-            self._wait(lambda: self._all_have("restart"), timeout_s + self._silence_s)
+            self._wait(lambda: have_all(control, "restart"), timeout_s + self._silence_s)
             for node in self._nodes:
                 if node not in control.lost() and control.get(f"restart/{node}") is None:
                     control.drop(node)
@@ -356,8 +389,4 @@ class ElasticBoard(NodeBoard):
     def leave(self, timeout_s: float) -> None:
         self._control.set(f"gone/{self._control.node}", "1")
         if self._control.leads:
-            self._wait(lambda: self._all_have("gone"), timeout_s)
-
-    def _all_have(self, name: str) -> bool:
-        lost = self._control.lost()
-        return all(self._control.get(f"{name}/{node}") is not None or node in lost for node in self._nodes)
+            self._wait(lambda: have_all(self._control, "gone"), timeout_s)

@@ -128,6 +128,25 @@ def first_stuck(exits: Collection[Exit]) -> Exit | None:
     return min((one for one in exits if one.is_stuck), key=lambda one: one.rank, default=None)
 
 
+def deciding(exits: Collection[Exit]) -> list[Exit]:
+    """Return the few of ``exits`` that ``root_cause`` needs of them, whatever others are added later.
+
+    The first of each weight is the best within any window; the first that failed opens the window; of those that were
+    killed the lowest rank counts, and only as long as all others ended with 4.
+    """
+    exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))  # the same of the same, in whatever order
+    own = [one for one in exits if not one.is_consequence]
+    kept = [next((one for one in own if one.weight == weight), None) for weight in range(4)]
+    kept += [next((one for one in own if one.has_failed), None), next((one for one in own if one.status != 4), None)]
+    kept.append(first_stuck(exits))
+    return list(dict.fromkeys(one for one in kept if one is not None))
+
+
+def exits_of(text: str) -> list[Exit]:
+    """Return the exits of a JSON list; none of an empty text."""
+    return [Exit(**fields) for fields in json.loads(text or "[]")]
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -140,7 +159,7 @@ def _signal_name(number: int) -> str:
 # | key | written by | holds |
 # |---|---|---|
 # | ``failed`` | a node that lost a rank | that it happened |
-# | ``verdict/R`` | node R | its culprit, as JSON |
+# | ``verdicts`` | a node that knows more than it says | the exits that decide who the culprit is, as JSON |
 # | ``left`` | every node | how many nodes have no rank left |
 # | ``restart/R`` | node R, once all have left | why it would not start again; empty if it would |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |
@@ -178,8 +197,19 @@ class NodeBoard:
         """Say which rank of this node ended the job, if one did."""
         if self._num_nodes > 1:
             if verdict is not None:
-                self._ask(lambda: self._store.set(f"verdict/{self._node_rank}", json.dumps(asdict(verdict))), None)
+                self._ask(lambda: self._enter(verdict), None)
             self._ask(lambda: self._store.set("failed", "1"), None)
+
+    def _enter(self, verdict: Exit) -> None:
+        """Add ``verdict`` to those of all nodes if it may decide: with a key for each, all nodes would read all."""
+        known = self._read("verdicts")
+        while True:
+            merged = json.dumps([asdict(one) for one in deciding([*exits_of(known), verdict])])
+            if merged == known:
+                return
+            before, known = known, self._store.compare_set("verdicts", known, merged).decode()
+            if known in (merged, before):  # torch gives back what is there now: ours, or what another node has entered
+                return
 
     def statuses(self) -> list[int]:
         """Return the codes of nodes with which their ranks have ended, where nodes may have no ranks to tell."""
@@ -190,13 +220,8 @@ class NodeBoard:
         return []
 
     def verdicts(self) -> list[Exit]:
-        """Return the culprits that the nodes have named so far."""
-        found = []
-        for node in range(self._num_nodes if self._num_nodes > 1 else 0):
-            key = f"verdict/{node}"
-            if self._ask(partial(self._store.check, [key]), False):
-                found.append(Exit(**json.loads(self._store.get(key))))
-        return found
+        """Return those of the culprits that the nodes have named so far among which the job's is."""
+        return exits_of(self._ask(lambda: self._read("verdicts"), "")) if self._num_nodes > 1 else []
 
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
         """Return whether the job starts again and the reason, the same on every node.

@@ -6,6 +6,7 @@ nobody can take it in between.
 | key | written by | holds |
 |---|---|---|
 | ``node/R`` | node R | how many launchers said to be node R |
+| ``node/looks``, ``node/missing`` | the first that gives up | that it looks who is missing; their numbers |
 | ``run`` | node 0, when all have come | the run's id |
 | ``come/N`` | every node | how many nodes are ready for restart N |
 | ``begin/N`` | node 0, when all are | that the store is clean |
@@ -30,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.outcome import NodeBoard
 from megatron.launch.processes import Signals
+from megatron.training.rendezvous import missing_of
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
@@ -180,7 +182,8 @@ class NodeRendezvous(LaunchRendezvous):
                 f"Number the nodes from 0 to {self.num_nodes - 1}."
             )
         if self.node_rank == 0:
-            self._wait(lambda: not self._missing(store), self._missing_message)
+            every = [f"node/{node}" for node in range(self.num_nodes)]
+            self._wait(lambda: store.check(every), self._missing_message)  # one question, not one for each node
             store.set("run", uuid.uuid4().hex[:12])
         else:
             self._wait(lambda: store.check(["run"]), self._missing_message)
@@ -207,11 +210,8 @@ class NodeRendezvous(LaunchRendezvous):
     def _lost_message(self, come: int) -> str:
         return f"{come} of {self.num_nodes} nodes came to restart {self._restart} within {self._timeout_s:g} s"
 
-    def _missing(self, store: Store) -> list[int]:
-        return [node for node in range(self.num_nodes) if not store.check([f"node/{node}"])]
-
     def _missing_message(self, store: Store) -> str:
-        missing = self._missing(store)
+        missing = missing_of(store, "node/", self.num_nodes)
         return (
             f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes after {self._timeout_s:g} s at "
             f"{self.host}:{self.port}; missing: NODE_RANK {', '.join(map(str, missing))}. Start them with the same "

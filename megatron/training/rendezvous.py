@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megatron import files, log
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, marked
 
 ALL = "all"
@@ -28,6 +29,10 @@ _LINGER_S = 2 * _HEARTBEAT_S
 _BEGIN_S = 30.0
 """All have come, and look at the store every half second: whoever does not answer for so long is gone."""
 _POLL_S = 0.25
+CONNECTIONS, OWN_FILES = 4, 256
+"""At the store: of a rank at most, one of them while it reconnects; and what its process has open else."""
+_LOOK_S = 10.0
+"""Of those who give up at once one looks who is missing: the others wait so long for its answer."""
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
@@ -69,7 +74,9 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = _is_server(rank)
-    if not is_server:
+    if is_server:
+        make_room(size)
+    else:
         _await_server(host, port, deadline, wanted, signal_name)
     try:
         return TCPStore(
@@ -85,6 +92,20 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
                 "with RANK=0, or another job at this port? Give each process a RANK of its own, and each job a "
                 "MASTER_PORT of its own; MASTER_ADDR is the host of rank 0"
             ) from error
+
+
+def make_room(size: int) -> None:
+    """Let this process, which has the store, hold the connections of ``size`` ranks, and warn if it may not.
+
+    A rank has three: of its process groups, and of the watchdogs of its run and of its pipeline.
+    """
+    wanted = CONNECTIONS * size + OWN_FILES
+    allowed = files.allow_open_files(wanted)
+    if allowed < wanted:
+        log.warning(
+            f"the store of {size:,} ranks needs {wanted:,} open files, and `ulimit -n` lets this process have "
+            f"{allowed:,}: ranks beyond that cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
+        )
 
 
 def _is_server(rank: int) -> bool:
@@ -167,7 +188,7 @@ def _barrier(
         if signal_name() is not None:
             keys.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
         elif now > deadline:
-            missing = [other for other in range(size) if not keys.check([f"{name}/{other}"])]
+            missing = missing_of(keys, f"{name}/", size)
             keys.compare_set(name, "", f"{wanted}, {_format_missing(missing)}")
         elif now > heartbeat:
             heartbeat = now + _HEARTBEAT_S
@@ -179,6 +200,24 @@ def _barrier(
     if signal_name() is not None:
         raise _asked_to_stop(signal_name())
     raise PeerError(word)
+
+
+def missing_of(keys: Store, opening: str, size: int) -> list[int]:
+    """Return the numbers from 0 to ``size - 1`` for which there is no key ``opening + number``.
+
+    Whoever comes first looks for all who ask: if each looked for itself, the store would be asked ``size`` squared
+    times, for all give up at the same time.
+    """
+    answer = f"{opening}missing"
+    if keys.add(f"{opening}looks", 1) > 1:
+        end = time.monotonic() + _LOOK_S
+        while time.monotonic() < end:
+            if keys.check([answer]):
+                return [int(number) for number in keys.get(answer).decode().split()]
+            time.sleep(_POLL_S)
+    missing = [number for number in range(size) if not keys.check([f"{opening}{number}"])]
+    keys.set(answer, " ".join(map(str, missing)))
+    return missing
 
 
 def _format_missing(missing: list[int]) -> str:

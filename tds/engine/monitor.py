@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tds import trace
-from tds.deepspeed_api import layer_specs, log_dist, place_of
+from tds.deepspeed_api import layer_specs, log_dist, places_of
 from tds.deepspeed_api import logger as _deepspeed_logger
 from tds.engine.auto_schedule import Auto
 from tds.engine.engine_parts import EngineParts
@@ -414,7 +414,7 @@ class EngineMonitor:
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
         grid, limit = self._engine.grid, self._exchange.links.timeout
-        names = [watchdog.name_of(rank, place_of(grid, rank)) for rank in range(dist.get_world_size())]
+        names = [watchdog.name_of(rank, place) for rank, place in enumerate(places_of(grid))]
         store = own_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
         return watchdog.EngineWatchdog(self._exchange, store, dist.get_rank(), names, limit_s)

@@ -32,6 +32,11 @@ PATIENCE_S = 3.2
 All end as soon as they have what they wait for. They are this long because a rank of a machine that has more to do than
 it can looks late, and one that lives is not to be called dead.
 """
+LOOKS_PER_S = 10_000
+"""How often all ranks together look into the store, whose one thread answered 28,000 to 49,000 looks on two cores."""
+ANSWERS_PER_S = 2_000
+"""How many ranks the one that judges can hear in a second, beside all who look."""
+PAUSE_S = 0.02
 
 
 class Alarms:
@@ -50,6 +55,16 @@ class Alarms:
     def num_ranks(self) -> int:
         return len(self._names)
 
+    @property
+    def pause_s(self) -> float:
+        """How long a rank pauses between two looks, so that those of all ranks are not more than the store takes."""
+        return max(PAUSE_S, self.num_ranks / LOOKS_PER_S)
+
+    @property
+    def more_s(self) -> float:
+        """How much longer than among few ranks the answers of all may take: to notice the alarm, and to be read."""
+        return self.num_ranks / LOOKS_PER_S + self.num_ranks / ANSWERS_PER_S
+
     def is_raised(self) -> bool:
         """Return whether another rank has raised the next alarm."""
         return bool(self._store.check([f"{self.number}/alarm"]))
@@ -67,7 +82,7 @@ class Alarms:
             reports = self._gather(store)
             store.set("number", str(len(reports)))
             store.set("verdict", verdict(reports, self._names, self._rank, self._last_places(reports)))
-        if until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S):
+        if until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S + self.more_s, self.pause_s):
             found = store.get("verdict").decode()
         self.number += 1
         return found
@@ -81,7 +96,7 @@ class Alarms:
         if store.check(["verdict"]):
             readers = int(store.get("number"))
             store.add("read", 1)
-            until(lambda: store.add("read", 0) >= readers, LINGER_S)
+            until(lambda: store.add("read", 0) >= readers, LINGER_S + self.pause_s, self.pause_s)
 
     def _gather(self, store: Any) -> dict[int, Report]:
         """Return what the ranks say of themselves within ``GATHER_S``."""
@@ -95,7 +110,7 @@ class Alarms:
                     missing.discard(rank)
             return not missing
 
-        until(have_all_reported, GATHER_S)
+        until(have_all_reported, GATHER_S + self.more_s, self.pause_s)
         return reports
 
     def _last_places(self, reports: dict[int, Report]) -> dict[int, str]:
@@ -125,11 +140,11 @@ def own_store(run: str, prefix: str = "tds/watchdog") -> Any:
     return copy
 
 
-def until(condition: Callable[[], bool], limit_s: float) -> bool:
+def until(condition: Callable[[], bool], limit_s: float, pause_s: float = PAUSE_S) -> bool:
     """Wait until ``condition`` holds, for ``limit_s`` at most; return whether it does."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:
             return False
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return True

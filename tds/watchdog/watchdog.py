@@ -82,7 +82,9 @@ class Watchdog:
         self._closed, self._wake = threading.Event(), threading.Event()
         own = weakref.ref(self)
         self._timer = threading.Thread(target=_time, args=(own, self._closed), name=thread_name, daemon=True)
-        self._listener = threading.Thread(target=_listen, args=(own, self._wake), name=thread_name, daemon=True)
+        pause_s = LOOK_S if alarms is None else max(LOOK_S, alarms.pause_s)
+        listened = own, self._wake, pause_s
+        self._listener = threading.Thread(target=_listen, args=listened, name=thread_name, daemon=True)
         if alarms is not None:
             self._timer.start()
             self._listener.start()
@@ -145,7 +147,8 @@ class Watchdog:
             self._finished.clear()
             self._asked = True
         self._wake.set()
-        if not self._finished.wait(PATIENCE_S + LINGER_S) and number == self._number and not self._closed.is_set():
+        patience_s = PATIENCE_S + LINGER_S + (self._alarms.more_s if self._alarms else 0.0)
+        if not self._finished.wait(patience_s) and number == self._number and not self._closed.is_set():
             own = self._report()
             self._write_report(own)
             self._answered = self._seen
@@ -227,10 +230,10 @@ def _time(own: weakref.ref[Watchdog], closed: threading.Event) -> None:
         del watchdog  # else this thread would keep it alive
 
 
-def _listen(own: weakref.ref[Watchdog], wake: threading.Event) -> None:
+def _listen(own: weakref.ref[Watchdog], wake: threading.Event, pause_s: float) -> None:
     is_on = True
     while is_on:
-        wake.wait(LOOK_S)
+        wake.wait(pause_s)
         wake.clear()
         watchdog = own()
         is_on = watchdog is not None and watchdog._hear()
@@ -291,7 +294,8 @@ class EngineWatchdog(Watchdog):
         with self._lock:
             self._asked = not self._finished.is_set()
         self._wake.set()
-        if self._listener.is_alive() and not self._finished.wait(PATIENCE_S):
+        patience_s = PATIENCE_S + (self._alarms.more_s if self._alarms else 0.0)
+        if self._listener.is_alive() and not self._finished.wait(patience_s):
             self._verdict = STORE_LOST
         self._write_report(self._report())
         return self._verdict or self._is_cut_off

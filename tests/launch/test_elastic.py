@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.launch.control import from_runs, in_runs
+from megatron.launch.elastic import ALL_LEFT, VERDICTS, heard_by_all
 from megatron.launch.options import parse
+from megatron.launch.outcome import Exit, exits_of
 from tests.helpers.elastic_jobs import Nodes
 
 FLAGS = ("--preload", "torch", "--node-timeout", "3", "--init-timeout", "4")
@@ -248,3 +255,44 @@ def test_a_node_that_comes_back_at_once_does_not_lead_a_job_that_it_does_not_kno
     nodes.until(lambda: "has 3 of 3 nodes" in nodes.jobs[0].output, "the node")
     nodes.let("done")
     assert nodes.wait() == {0: 0, 1: 0, 2: 0}
+
+
+def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
+    control = mock.Mock(
+        round=[0, 1, 2],
+        entries=Counter(),
+        told="",
+        told_at=0.0,
+        keep=lambda *entry: keep(*entry),
+        lost=lambda: [2] if "lost/2" in table else [],
+    )
+    table: dict[str, str] = {}
+    control.get = table.get
+
+    def keep(key: str, value: str) -> None:
+        control.entries[key.partition("/")[0]] += key not in table
+        table[key] = value
+
+    def enter(key: str, value: str) -> dict[str, str]:
+        keep(key, value)
+        found = heard_by_all(control, key, value)
+        table.update(found)
+        return found
+
+    assert enter("failed", "1") == {"failed": "1"} and enter("restart/1", "") == {} and enter("gone/1", "1") == {}
+    assert enter("left/0", "4") == {}
+    assert enter("left/2", "0") == {}
+    assert enter("lost/2", "1") == {"lost/2": "1"}  # three entries, of two nodes
+    first, worse = (Exit(rank=rank, pid=1, status=status, at=0.5) for rank, status in ((3, 4), (5, -9)))
+    assert exits_of(enter("verdict/0", json.dumps(asdict(first)))[VERDICTS]) == [first]
+    assert enter("verdict/1", json.dumps(asdict(worse))) == {}  # so soon after the last word
+    told = enter("left/1", "75")
+    assert list(told) == [VERDICTS, ALL_LEFT] and told[ALL_LEFT] == "75" and worse in exits_of(told[VERDICTS])
+    control.told_at -= 1
+    assert enter("verdict/1", json.dumps(asdict(first))) == {}  # nothing new
+
+
+def test_nodes_travel_in_runs() -> None:
+    for nodes in ([], [3], [0, 1, 2], [7, 0, 1, 5, 6], [2, 1, 0]):
+        assert from_runs(in_runs(nodes)) == nodes
+    assert in_runs(range(1250)) == [[0, 1249]]

@@ -43,6 +43,7 @@ from tests.mutants.launch import LAUNCH
 from tests.mutants.leftovers import LEFTOVERS
 from tests.mutants.legacy import LEGACY
 from tests.mutants.llama import LLAMA
+from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.migration import MIGRATION
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.modern import MODERN_DECODERS
@@ -93,7 +94,8 @@ IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OF_PUT_OFF, *OVERLAP, *T5, *ZERO_1
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *STORES, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
 IN_FAULTS = (
-    *STORE, *SAVES, *GUARDED, *IN_CALLBACKS, *LAUNCH, *ELASTIC, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS, *KILLED_RUNS,
+    *STORE, *SAVES, *MANY_RANKS, *GUARDED, *IN_CALLBACKS, *LAUNCH, *ELASTIC, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *ENDS,
+    *KILLED_RUNS,
 )  # fmt: skip
 IN_FAMILIES = (*DECODER, *IN_EXPERTS, *LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS, *MODERN_DECODERS)
 IN_SYSTEMS = (

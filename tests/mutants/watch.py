@@ -85,8 +85,8 @@ WATCHED = (
     Mutant(
         "a store that is gone takes the watch with it",
         WATCH,
-        "        if not self._finished.wait(PATIENCE_S + LINGER_S) and",
-        "        if self._finished.wait() and",
+        "        if not self._finished.wait(patience_s) and number",
+        "        if self._finished.wait() and number",
         (f"{RANKS}::test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit",),
     ),
     Mutant(

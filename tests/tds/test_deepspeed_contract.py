@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -29,6 +32,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.module import PipelineError
 from deepspeed.runtime.utils import CheckOverflow, get_weight_norm, is_model_parallel_parameter
@@ -36,7 +40,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from tds import torch_api
+from benchmarks.many_ranks_counting import lines_run
+from tds import deepspeed_api, torch_api
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
 from tds.engine.build import KEYS
@@ -186,6 +191,49 @@ def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     memory = torch.zeros(4)
     assert torch._C._is_alias_of(memory[:2], memory[2:]) and not torch._C._is_alias_of(memory, torch.zeros(4))
     assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
+
+
+def _grid_of(kind: Any, topology: Any, rank: int, ranks: int) -> dict[str, Any]:
+    backend = mock.Mock(get_rank=lambda group=None: rank, get_world_size=lambda group=None: ranks)
+    with (
+        mock.patch("deepspeed.comm.comm.cdb", backend),
+        mock.patch("deepspeed.comm.new_group", lambda ranks: tuple(ranks)),
+        mock.patch("builtins.print"),
+    ):
+        grid = kind(topology=topology)
+        stages = [grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size)]
+        return vars(grid) | {"_topo": None, "stages": stages, "slice": grid.get_slice_parallel_rank()}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 3), (4, 1, 2), (1, 2, 2), (3, 4)])
+def test_our_grid_is_deepspeeds(sizes: tuple[int, ...]) -> None:
+    """All that it holds, on every rank; with axes pipe, data and tensor, and without tensor ranks."""
+    kind = pipe_topology.PipeModelDataParallelTopology if len(sizes) == 3 else pipe_topology.PipeDataParallelTopology
+    ranks = math.prod(sizes)
+    for rank in range(ranks):
+        ours = _grid_of(deepspeed_api.Grid, kind(*sizes), rank, ranks)
+        theirs = _grid_of(pipe_topology.PipelineParallelGrid, kind(*sizes), rank, ranks)
+        assert ours == theirs
+    grid = mock.Mock(_topo=kind(*sizes))
+    assert deepspeed_api.places_of(grid) == [grid._topo.get_coord(rank) for rank in range(ranks)]
+
+
+def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:
+    """On the last rank, which DeepSpeed's own finds last."""
+    few, many = (
+        lines_run(partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n))
+        for n in (64, 256)
+    )
+    assert many < 2.5 * few
+
+
+def _kind_of_grid(rank: int) -> tuple[str, bool]:
+    kind = type(make_engine(Toy("chain"), 1).grid).__module__
+    return kind, pipe_module.PipelineParallelGrid is pipe_topology.PipelineParallelGrid
+
+
+def test_pipeline_modules_have_our_grid_and_deepspeeds_module_is_as_it_was() -> None:
+    assert run_ranks(1, _kind_of_grid) == [("tds.deepspeed_api", True)]
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:

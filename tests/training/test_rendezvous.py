@@ -144,3 +144,28 @@ def test_a_rank_that_died_after_all_had_come_is_named(port: int, monkeypatch: py
 
     ends = start([(0, 2, 0.0), (1, 2, 0.0)], port, act=die)
     assert ends[0][0] == 4 and "rank 1 did not come" in ends[0][1] and ends[1] == (75, "died")
+
+
+def test_one_looks_who_is_missing_and_the_others_read_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    for rank in (0, 2):
+        store.set(f"come/{rank}", "1")
+    assert rendezvous.missing_of(store, "come/", 4) == [1, 3]
+    store.set("come/1", "1")
+    assert rendezvous.missing_of(store, "come/", 4) == [1, 3]  # as it was when the first one gave up
+    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.1)
+    lost = dist.HashStore()
+    lost.add("come/looks", 1)  # by one that died over it
+    assert rendezvous.missing_of(lost, "come/", 2) == [0, 1]
+
+
+def test_the_store_of_many_ranks_is_let_have_a_connection_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(rendezvous.files, "allow_open_files", lambda number: asked.append(number) or 4096)
+    warned: list[str] = []
+    monkeypatch.setattr(rendezvous.log, "warning", warned.append)
+    rendezvous.make_room(8)
+    assert not warned
+    rendezvous.make_room(10_000)
+    assert asked == [288, 40_256]
+    assert len(warned) == 1 and "40,256 open files" in warned[0] and "have 4,096" in warned[0]

@@ -178,3 +178,39 @@ def test_a_set_of_ranks_has_one_group_for_our_grid_and_deepspeeds(layout: str) -
     for found in run_ranks(4, _groups_by_ranks, layout):
         assert {ranks: len(names) for ranks, names in found.items()} == dict.fromkeys(found, 1)
         assert tuple(range(4)) in found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "found"), [("128", None, None), ("129", None, "1"), ("10000", "0", "0"), (None, None, None)]
+)
+def test_gloo_connects_as_needed_in_a_job_of_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: str | None, given: str | None, found: str | None
+) -> None:
+    for name, value in (("WORLD_SIZE", ranks), ("TORCH_GLOO_LAZY_INIT", given)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    initialize.connect_as_needed()
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == found
+
+
+def test_groups_that_connect_as_needed_do_all_that_a_run_asks_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # read by each rank, which is forked ahead of its first group
+
+    def use(rank: int) -> list[object]:
+        grid = build_grid(Topology.of_world(4, 2, 2), rank)
+        number = torch.full((2,), float(rank))
+        for group in (grid.tensor, grid.pipe, grid.world, grid.host):
+            dist.all_reduce(number, group=group.handle)
+        sent = torch.full((3,), float(rank))
+        if grid.pipe.rank == 0:
+            dist.send(sent, grid.pipe.ranks[1], group=grid.pipe.handle, tag=5)
+        else:
+            dist.recv(sent, grid.pipe.ranks[0], group=grid.pipe.handle, tag=5)
+        dist.barrier(group=grid.host.handle)
+        return [number[0].item(), sent[0].item(), grid.host.gather_objects(rank), grid.host.broadcast_object(rank)]
+
+    found = run_ranks(4, use)
+    assert [one[0] for one in found] == [2.0 * 6 * 16] * 4 or len({one[0] for one in found}) == 1
+    assert [one[1] for one in found] == [0.0, 1.0, 0.0, 1.0]
+    assert all(one[2:] == [[0, 1, 2, 3], 0] for one in found)
