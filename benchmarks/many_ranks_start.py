@@ -216,11 +216,11 @@ def checks(ranks: int) -> Figures:
     alike = cpu_seconds(lambda: initialize.check_ranks_identical(config, grid))
     facts = initialize.facts(config)
     everyone = [facts | {"version: torch": str(rank % 2)} for rank in range(ranks)]
-    told = cpu_seconds(lambda: list(initialize.differences(everyone)))
+    naming = cpu_seconds(lambda: list(initialize.differences(everyone)))
     return {
         "versions, flags and code that come to rank 0": Figure(host.received[0], "bytes"),
         "comparing them": Figure(alike, "s", SECONDS),
-        "naming what differs": Figure(told, "s", SECONDS),
+        "naming what differs": Figure(naming, "s", SECONDS),
     }
 
 
