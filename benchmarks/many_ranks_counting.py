@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -114,7 +115,7 @@ class CountingGroup(Group):
     def gather_objects(self, value: Any) -> list[Any]:
         content = pickle.dumps(value)
         self.received.append(self.size * len(content))
-        return [pickle.loads(content) for _ in range(self.size)]  # of this process, just now
+        return [ForkingPickler.loads(content) for _ in range(self.size)]
 
     def broadcast_object(self, value: Any) -> Any:
         return value

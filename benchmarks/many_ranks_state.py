@@ -6,6 +6,7 @@ are on torch's meta device: they have shapes and no values.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import random
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,7 +108,7 @@ def saving(ranks: int) -> Figures:
     planner = dcp.RecordSavePlanner(list)
 
     def plan() -> None:
-        every, index = planner.create_global_plan([pickle.loads(one) for one in plans])  # made here, just now
+        every, index = planner.create_global_plan([ForkingPickler.loads(one) for one in plans])
         out["index"], out["plans"] = index.planner_data, [pickle.dumps(one) for one in every]
 
     seconds = cpu_seconds(plan)
@@ -201,7 +203,7 @@ def stepping(ranks: int, micro_batches: int = 8) -> Figures:
         agreeing = cpu_seconds(lambda: data.end(None, list(range(micro_batches)), micro_batches), 3)
         lines = lines_run(lambda: data.end(None, list(range(micro_batches)), micro_batches)) if ranks <= 512 else None
     known = RankData(None, True, "fingerprint", None, {}, {"train": f"fingerprint {'0' * 64} and order 00000000"})
-    opened = [pickle.loads(pickle.dumps(known)) for _ in range(ranks)]  # of this process, just now
+    opened = [copy.deepcopy(known) for _ in range(ranks)]
     found = {
         "step: data of all ranks that come to rank 0": Figure(numbers.numel() * 8, "bytes"),
         "step: comparing them": Figure(agreeing, "s", SECONDS),

@@ -248,7 +248,7 @@ class Grid(_DeepSpeedGrid):
 
 
 def _index(topology: Any) -> None:
-    """Let ``topology`` find the ranks at a place of an axis without a look at all ranks, and a rank's place with one."""
+    """Let ``topology`` find the ranks at a place of an axis without a look at all, and a rank's place with one look."""
     ranks_at: dict[tuple[str, int], list[int]] = {}
     for place, rank in topology.mapping.items():
         for axis, index in place._asdict().items():

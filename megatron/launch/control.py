@@ -111,7 +111,7 @@ class Control:
         """What the leader passes on to its followers of an entry: were it all, it would send nodes squared lines."""
         self.entries: Counter[str] = Counter()
         """How many of the table of this start have the same name ahead of their slash."""
-        self.told, self.told_at = "", 0.0
+        self.passed_on, self.passed_on_at = "", 0.0
         """What the leader has passed on last of what it does not pass on at once, and when."""
         self._table: dict[str, str] = {}
         self._end: Message | None = None
@@ -355,13 +355,13 @@ class Control:
         if welcome["welcome"] > self.number:
             self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
             self.entries.clear()
-            self.told, self.told_at = "", 0.0
+            self.passed_on, self.passed_on_at = "", 0.0
             self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
         self.entries.clear()
-        self.told, self.told_at = "", 0.0
+        self.passed_on, self.passed_on_at = "", 0.0
         self.job = message["job"]
         for peer in self.members.values():
             if peer.node in self.round:

@@ -311,8 +311,8 @@ def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
         known = exits_of(control.get(VERDICTS) or "")
         control.keep(VERDICTS, json.dumps([asdict(one) for one in deciding([*known, *exits_of(f"[{value}]")])]))
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
-    if verdicts != control.told and (ALL_LEFT in found or now > control.told_at + VERDICTS_S):
-        control.told, control.told_at = verdicts, now
+    if verdicts != control.passed_on and (ALL_LEFT in found or now > control.passed_on_at + VERDICTS_S):
+        control.passed_on, control.passed_on_at = verdicts, now
         found = {VERDICTS: verdicts, **found}  # whoever hears that all have left knows the culprit
     return found
 

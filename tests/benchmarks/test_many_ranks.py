@@ -124,7 +124,7 @@ def test_a_table_says_what_grows_too_fast_and_figures_have_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "words"),
     [
         ("--ranks 4", "--ranks must be at least 8, got 4"),
         ("--ranks 12", "--ranks must be a multiple of 8, got 12"),
@@ -132,10 +132,10 @@ def test_a_table_says_what_grows_too_fast_and_figures_have_units() -> None:
         ("--only planner", "give --out DIR too"),
     ],
 )
-def test_options_that_cannot_be_are_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_cannot_be_are_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         many_ranks.parse_args(line.split())
-    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_the_order_of_documents_is_looked_at_by_two_ranks_of_a_host(tmp_path: Path) -> None:

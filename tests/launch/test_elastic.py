@@ -261,8 +261,8 @@ def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
     control = mock.Mock(
         round=[0, 1, 2],
         entries=Counter(),
-        told="",
-        told_at=0.0,
+        passed_on="",
+        passed_on_at=0.0,
         keep=lambda *entry: keep(*entry),
         lost=lambda: [2] if "lost/2" in table else [],
     )
@@ -286,9 +286,9 @@ def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
     first, worse = (Exit(rank=rank, pid=1, status=status, at=0.5) for rank, status in ((3, 4), (5, -9)))
     assert exits_of(enter("verdict/0", json.dumps(asdict(first)))[VERDICTS]) == [first]
     assert enter("verdict/1", json.dumps(asdict(worse))) == {}  # so soon after the last word
-    told = enter("left/1", "75")
-    assert list(told) == [VERDICTS, ALL_LEFT] and told[ALL_LEFT] == "75" and worse in exits_of(told[VERDICTS])
-    control.told_at -= 1
+    heard = enter("left/1", "75")
+    assert list(heard) == [VERDICTS, ALL_LEFT] and heard[ALL_LEFT] == "75" and worse in exits_of(heard[VERDICTS])
+    control.passed_on_at -= 1
     assert enter("verdict/1", json.dumps(asdict(first))) == {}  # nothing new
 
 
