@@ -1,4 +1,4 @@
-"""The benchmark of the wait for data: a simulated store whose requests take the latency, and a row of each contender."""
+"""The benchmark of the wait for data: requests of its store take the latency, and each contender has a row."""
 
 from __future__ import annotations
 
