@@ -136,13 +136,13 @@ tasks() {
 
 warned() {
   local job steps
-  steps=$(steps_in 60)
+  steps=$(steps_in 85)
   echo "  $steps steps"
   undisturbed whole 2 --train-iters "$steps"
-  # SLURM looks twice a minute: the warning comes 30 to 60 seconds after each start.
-  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/warned submit --gpus-per-node=1 --time=2 --signal=B:USR1@60 \
+  # SLURM looks twice a minute: the warning comes 50 to 80 seconds after each start.
+  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/warned submit --gpus-per-node=1 --time=3 --signal=B:USR1@100 \
     examples/slurm/gpt2.sh "${tiny[@]}" --train-iters "$steps")
-  await 900 "the warned job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
+  await 1800 "the warned job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
   grep -h "^stopped\|resumed\|ended with" "$runs/gpt2-$job.log" | cut -c 1-110 | sed 's/^/  /'
   echo "  job $job: $(state "$job"), $(restarts "$job")"
   is_in "$job" COMPLETED && grep -q "ended with code 75" "$runs/gpt2-$job.log"
