@@ -14,7 +14,7 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
-# Since 22.05 srun does not take --cpus-per-task from sbatch, and a task has one.
+# Since 22.05 srun does not take --cpus-per-task from sbatch (its manual).
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 # Ranks that another one left behind would wait for it until their own limit: end them with it.

@@ -16,7 +16,7 @@
 set -uo pipefail
 
 run=${RUN_FOLDER:-runs/${SLURM_JOB_NAME:-gpt2}-$SLURM_JOB_ID}   # the same in each start of this job
-# Since 22.05 srun does not take --cpus-per-task from sbatch, and a task has one.
+# Since 22.05 srun does not take --cpus-per-task from sbatch (its manual).
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 srun --kill-on-bad-exit=0 bash run_gpt2.sh --save "$run" --resume --load-if-exists --save-interval-minutes 30 \

@@ -124,13 +124,9 @@ undisturbed() {                                   # undisturbed NAME RANKS [flag
 # ---- the parts
 
 tasks() {
-  local job step
+  local job
   job=$(submit --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 examples/launch/srun.sh "${tiny[@]}" \
     --train-iters 20 --save "$runs/tasks")
-  await 200 "two ranks train" has_steps "$runs/tasks" 1
-  step=$(scontrol show step "$job.0" | grep -o "Tasks=[0-9]*\|CPUs=[0-9]*" | sort | paste -sd ' ')
-  echo "  step $job.0: $step"
-  [ "$step" = "CPUs=8 Tasks=2" ]
   await 200 "the job of two tasks ends" is_in "$job" "COMPLETED FAILED"
   echo "  job $job: $(state "$job")"
   is_in "$job" COMPLETED
@@ -140,13 +136,13 @@ tasks() {
 
 warned() {
   local job steps
-  steps=$(steps_in 60)
+  steps=$(steps_in 85)
   echo "  $steps steps"
   undisturbed whole 2 --train-iters "$steps"
-  # SLURM looks twice a minute: the warning comes 30 to 60 seconds after each start.
-  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/warned submit --gpus-per-node=1 --time=2 --signal=B:USR1@60 \
+  # SLURM looks twice a minute: the warning comes 50 to 80 seconds after each start.
+  job=$(GPUS_PER_NODE=1 pp_size=2 RUN_FOLDER=$runs/warned submit --gpus-per-node=1 --time=3 --signal=B:USR1@100 \
     examples/slurm/gpt2.sh "${tiny[@]}" --train-iters "$steps")
-  await 900 "the warned job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
+  await 1800 "the warned job ends" is_in "$job" "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL"
   grep -h "^stopped\|resumed\|ended with" "$runs/gpt2-$job.log" | cut -c 1-110 | sed 's/^/  /'
   echo "  job $job: $(state "$job"), $(restarts "$job")"
   is_in "$job" COMPLETED && grep -q "ended with code 75" "$runs/gpt2-$job.log"

@@ -146,7 +146,7 @@ LAUNCH = (
         ("tests/launch/test_machine.py::test_the_launcher_warns_once_of_more_ranks_than_cores",),
     ),
     Mutant(
-        "a node's task under SLURM has one CPU",
+        "srun of a node's task takes no --cpus-per-task",
         "examples/slurm/gpt2.sh",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
         ":",
@@ -154,7 +154,7 @@ LAUNCH = (
         refuses=True,
     ),
     Mutant(
-        "a rank's task under SLURM has one CPU",
+        "srun of a rank's task takes no --cpus-per-task",
         "examples/launch/srun.sh",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
         ":",
