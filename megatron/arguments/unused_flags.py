@@ -45,7 +45,7 @@ def data_problems(config: Config) -> Iterator[str]:
             "--mixture-schedule changes the weights of several corpora, got no --data-path. Leave it out, or give "
             "several as 0.7 a 0.3 b"
         )
-    if "prefetch_factor" in given and not data.num_workers:
+    if "prefetch_factor" in given and not data.reading_processes:
         yield "--prefetch-factor acts with --num-workers 1 or more, got 0. Leave it out, or add --num-workers"
     if "fim_spm_rate" in given and not data.fim_rate:
         yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"

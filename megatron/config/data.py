@@ -240,7 +240,8 @@ class DataConfig:
     )
     num_workers: int = option(
         0,
-        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself",
+        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, or one "
+        "where it would wait for an object store",
         minimum=0,
     )
     prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
@@ -304,6 +305,12 @@ class DataConfig:
     def training_path(self) -> str | None:
         """The corpora that training reads, as they were given."""
         return self.sft or self.train_data_path or self.data_path
+
+    @property
+    def reading_processes(self) -> int:
+        """``num_workers``, but one where the training itself would have to fetch from an object store."""
+        is_fetched = any(object_store.is_remote(word) for word in str(self.training_path).split())
+        return self.num_workers or int(is_fetched)
 
     @property
     def is_mock(self) -> bool:

@@ -248,7 +248,7 @@ class RunData:
             samples_consumed=samples_consumed,
             sizes=config.batch.sizes(replicas) if is_training else BatchSizes(config.batch.global_batch_size(replicas)),
             lengths=lengths,
-            num_workers=config.data.num_workers if is_training else 0,
+            num_workers=config.data.reading_processes if is_training else 0,
             prefetch_factor=config.data.prefetch_factor,
             pin_memory=device.can_pin(world.kind),
         )

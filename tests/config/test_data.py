@@ -188,3 +188,16 @@ def test_a_ramp_of_the_batch_is_checked_size_by_size() -> None:
     assert "must be a multiple of micro-batch x replicas = 2 x 4 = 8, got 4, 12, 20, 28 among 4, 8, 12" in message
     assert "must start below the global batch" in error_of(*ramp[:4], "--rampup-batch-size", "8", "2", "9")
     assert "START INCREMENT SAMPLES" in error_of("--rampup-batch-size", "8")
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        ("--data-path a", 0),
+        ("--data-path 0.3 a 0.7 s3://bucket/b", 1),
+        ("--train-data-path memory://b --valid-data-path a", 1),
+        ("--data-path s3://bucket/b --num-workers 3", 3),
+    ],
+)
+def test_a_process_of_its_own_fetches_from_a_store(given: str, number: int) -> None:
+    assert read(*given.split()).data.reading_processes == number

@@ -68,6 +68,7 @@ OF_OTHERS = {
     "--gpu-device",
     "--ntasks-per-node",
     "--kill-on-bad-exit",
+    "--bind-to",
     "--to",
     "--require-hashes",
     *OF_DOCKER,
