@@ -240,8 +240,8 @@ class DataConfig:
     )
     num_workers: int = option(
         0,
-        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, or one "
-        "where it would wait for an object store",
+        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, "
+        "or one does where it would wait for an object store",
         minimum=0,
     )
     prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)

@@ -193,11 +193,11 @@ def test_a_ramp_of_the_batch_is_checked_size_by_size() -> None:
 @pytest.mark.parametrize(
     ("given", "number"),
     [
-        ("--data-path a", 0),
-        ("--data-path 0.3 a 0.7 s3://bucket/b", 1),
-        ("--train-data-path memory://b --valid-data-path a", 1),
+        ("--data-path {0}", 0),
+        ("--data-path 0.3 {0} 0.7 s3://bucket/b", 1),
+        ("--train-data-path memory://b --valid-data-path {0}", 1),
         ("--data-path s3://bucket/b --num-workers 3", 3),
     ],
 )
-def test_a_process_of_its_own_fetches_from_a_store(given: str, number: int) -> None:
-    assert read(*given.split()).data.reading_processes == number
+def test_a_process_of_its_own_fetches_from_a_store(given: str, number: int, corpora: list[str]) -> None:
+    assert read(*given.format(corpora[0]).split()).data.reading_processes == number
