@@ -73,7 +73,7 @@ def draw_planned(
 def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
     """Write the picture of a measured step, above its simulation with the costs that it had, to ``out``, a PNG."""
     measured, simulated = step.timeline, predicted(step)
-    peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks)
+    peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement)
     unit, factor = ("s", 1.0) if measured.step_s >= 10 else ("ms", 1e3)
     panels = [
         Panel(line, f"{title}: step {line.step_s * factor:.4g} {unit}", peaks, step.num_chunks, factor)
@@ -88,7 +88,7 @@ def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
 
 def predicted(step: MeasuredStep) -> Timeline:
     """Return the simulation of the order in which a measured step ran, with the costs that it had."""
-    return simulate(_order(step.timeline), step.costs, step.num_chunks)
+    return simulate(_order(step.timeline), step.costs, step.num_chunks, step.placement)
 
 
 def _order(timeline: Timeline) -> list[list[Action]]:

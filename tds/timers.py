@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tds.device import current, finish_stream, has_events, timing_event
-from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward
+from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Placement
 
 # Two clocks with one face: the host's for work on a CPU, events for work that a device has in a queue.
 #
@@ -196,12 +196,15 @@ def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
     return {key: statistics.median(seconds) for key, seconds in durations.items()}
 
 
-def costs_of(stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int) -> Costs:
+def costs_of(
+    stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int, placement: str = LOOP
+) -> Costs:
     """Return the costs of the pieces, from the seconds of each kind of action and chunk of each stage.
 
     Where no backward is split a whole one counts as ``backward_input``, with nothing left for the weights.
     """
-    pieces = [(stage, chunk) for chunk in range(num_chunks) for stage in stages]
+    lie = Placement(len(stages), num_chunks, placement)
+    pieces = [(stages[lie.stage_of(piece)], piece // len(stages)) for piece in range(lie.num_pieces)]
     to_input = [stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in pieces]
     to_weight = [stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in pieces]
     whole = [

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
+from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
 from tds.timers import Durations, Work, costs_of, medians
 
 DEFAULT_STEPS = 20
@@ -115,6 +115,7 @@ class MeasuredStep:
     num_micro_batches: int
     timeline: Timeline
     costs: Costs
+    placement: str = LOOP
 
 
 def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
@@ -160,7 +161,8 @@ def _steps(replica: int, of_stage: Mapping[int, dict[str, Any]], folder: Any) ->
         )
     stages = [_by_step(of_stage[stage]) for stage in sorted(of_stage)]
     for number in sorted(set(stages[0]).intersection(*stages[1:])):
-        step = _measured(number, replica, [rows[number] for rows in stages], about["num_chunks"])
+        chunks = about["num_chunks"], about.get("placement", LOOP)
+        step = _measured(number, replica, [rows[number] for rows in stages], *chunks)
         if step is not None:
             yield step
 
@@ -173,7 +175,9 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
     return steps
 
 
-def _measured(number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int) -> MeasuredStep | None:
+def _measured(
+    number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
+) -> MeasuredStep | None:
     """Return one step from the events of each stage; None if a stage did not end it."""
     about = stages[0][0]["args"]
     actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
@@ -186,9 +190,9 @@ def _measured(number: int, replica: int, stages: list[list[dict[str, Any]]], num
         for e in row:
             durations.setdefault((_ACTIONS[e["cat"]], e["args"]["chunk"]), []).append(e["args"]["work"] * 1e-6)
     spans = tuple(tuple(Span(_action(e), *_seconds(e, origin)) for e in row) for row in actions)
-    costs = costs_of([medians(durations) for durations in work], num_chunks)
+    costs = costs_of([medians(durations) for durations in work], num_chunks, placement)
     names = about["schedule"], num_chunks, about["num_micro_batches"]
-    return MeasuredStep(number, replica, *names, Timeline(spans), costs)
+    return MeasuredStep(number, replica, *names, Timeline(spans), costs, placement)
 
 
 def _action(event: Mapping[str, Any]) -> Action:

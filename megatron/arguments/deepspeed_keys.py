@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tds.schedule import PLACEMENTS
 from tds.schedule.simulate import SCHEDULES
 
 
@@ -150,6 +151,7 @@ OPTIMIZER_PARAMS = {
 PIPELINE = {
     "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
     "chunks": Key(POSITIVE, "pipeline_chunks"),
+    "placement": Key(TEXT, "pipeline_placement", choices=PLACEMENTS),
     "trace": Key(TEXT, "pipeline_trace"),
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),

@@ -150,6 +150,7 @@ SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
 PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_chunks": "--pipeline-chunks",
+    "pipeline_placement": "--pipeline-placement",
     "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_trace": "--pipeline-trace",
     "check_data_agreement": "--check-data-agreement",

@@ -402,7 +402,7 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
     """Return the share of idle time of equal stages; for the schedule "auto" that of the best one."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas
-    names = candidates(parallel.schedule, parallel.chunks)
+    names = candidates(parallel.schedule, parallel.chunks, parallel.placement)
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 

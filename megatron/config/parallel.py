@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 from megatron import accelerators
 from megatron.config.option import option
-from tds.schedule.simulate import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES, by_default, candidates
+from tds.schedule import LOOP, PLACEMENTS, Placement, V
+from tds.schedule.simulate import (
+    AUTO,
+    IN_A_V,
+    MANY_CHUNKS,
+    ONE_CHUNK,
+    SCHEDULES,
+    SPLITTING,
+    by_default,
+    candidates,
+    placement_for,
+)
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
-SPLITTING = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
 STEP_TIMEOUT_S = 60
 """A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
 
@@ -73,15 +82,23 @@ class ParallelConfig:
         None,
         "order of work in the pipeline; auto: the one that is fastest in the first steps",
         choices=SCHEDULES,
-        constants={"--enable-zbh1-pipeline": SPLITTING},
-        shown_default="1f1b; interleaved with more than 1 chunk",
-        short="1f1b, gpipe, zb-h1, interleaved or auto",
+        constants={"--enable-zbh1-pipeline": "zb-h1"},
+        shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
+        short="1f1b, gpipe, zb-h1, interleaved, zb-v, dualpipev or auto",
     )
     pipeline_chunks: int = option(
         1,
         "runs of layers that each stage holds; with more than 1 the pipeline fills and drains faster and sends more",
         minimum=1,
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+        shown_default="1; 2 in a V",
+    )
+    pipeline_placement: str | None = option(
+        None,
+        "how the chunks lie on the stages: loop: down the stages, then down again; v: down, then up, so that the first "
+        "stage has the loss, too",
+        choices=PLACEMENTS,
+        shown_default="v for zb-v and dualpipev, else loop",
     )
     layers_per_chunk: int = option(
         0,
@@ -214,12 +231,23 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """The schedule's name, said or by default."""
-        return self.pipeline_schedule or by_default(self.pipeline_chunks)
+        return self.pipeline_schedule or by_default(self.chunks, self.placement)
+
+    @property
+    def placement(self) -> str:
+        """How the chunks lie on the stages, said or by the schedule."""
+        return (self.pipeline_placement or placement_for(self.pipeline_schedule)) if self.has_pipeline else LOOP
 
     @property
     def chunks(self) -> int:
         """c, which is 1 without a pipeline."""
-        return self.pipeline_chunks if self.has_pipeline else 1
+        least = 2 if self.placement == V else 1
+        return max(self.pipeline_chunks, least) if self.has_pipeline else 1
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the loss."""
+        return Placement(self.num_stages, self.chunks, self.placement).last_stage
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return d: what the tensor, pipe and context axes leave of ``world_size`` ranks."""
@@ -259,16 +287,29 @@ class ParallelConfig:
                 "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
                 "--recompute-granularity selective. Leave one out"
             )
-        if self.compile and self.has_pipeline and SPLITTING in candidates(self.schedule, self.pipeline_chunks):
+        names = candidates(self.schedule, self.chunks, self.placement) if self.has_pipeline else ()
+        if self.compile and (split := [name for name in names if name in SPLITTING]):
             yield (
-                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {SPLITTING} "
+                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {split[0]} "
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
                 f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        schedule, chunks = self.schedule, self.pipeline_chunks
+        schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
+        if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or schedule != AUTO):
+            needs = V if schedule in IN_A_V else LOOP
+            if schedule != AUTO:
+                yield (
+                    f"the schedule {schedule} needs its chunks in a {needs}, {got}, --pipeline-placement "
+                    f"{self.placement}. Leave one of the two out"
+                )
+            return
+        if self.placement == V:
+            if chunks != 2:
+                yield f"a V has two chunks on each stage, {got}. Use --pipeline-chunks 2, or leave it out"
+            return
         if chunks == 1 and schedule not in (*ONE_CHUNK, AUTO):
             yield f"the schedule {schedule} needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
         if chunks > 1 and schedule not in (*MANY_CHUNKS, AUTO):

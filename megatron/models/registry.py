@@ -126,7 +126,7 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
         return _class_of(config.family, "model")(args, place)
     partition = parallel.partition_method
     if partition == "balanced":
-        partition = costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
+        partition = costs_of(config).stage_bounds(topology.pipe, parallel.chunks, parallel.placement)
     kind = _class_of(config.family, "pipeline")
     stages = kind(
         args,
@@ -134,6 +134,7 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
         topology,
         partition=partition,
         chunks=parallel.chunks,
+        placement=parallel.placement,
         probe=(batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None,
         **kind.beside(config),
     )

@@ -203,6 +203,7 @@ class World:
     device: torch.device
     grid: Grid
     local_rank: int
+    loss_stage: int | None = None  # None: the last
 
     @property
     def rank(self) -> int:
@@ -210,11 +211,12 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank opens the corpus: the first tensor rank of the first and the last stage.
+        """Whether this rank opens the corpus: the first tensor rank of the first stage and of that of the loss.
 
         The ranks of a context group read the same samples, each for its own pieces.
         """
-        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
+        of_loss = self.grid.pipe.size - 1 if self.loss_stage is None else self.loss_stage
+        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, of_loss)
 
     @property
     def decision_group(self) -> tuple[Group, torch.device]:
@@ -278,7 +280,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
     beside = parallel.context_parallel_size, parallel.expert_model_parallel_size if config.model.num_experts else 1
     grid = initialize_model_parallel(*sizes, place, timeout, *beside)
-    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
+    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank, loss_stage=config.parallel.loss_stage)
     compare_devices(place, grid)
     _touch_every_group(grid, place)
     check_ranks_identical(config, grid)

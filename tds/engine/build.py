@@ -25,7 +25,7 @@ from tds.module import PipelineModule
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Kind
+from tds.schedule import LOOP, Kind, Placement
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -34,11 +34,11 @@ from tds.watchdog import watchdog
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
+    "use_reentrant", "schedule", "chunks", "placement", "trace", "trace_steps", "timeout_s", "check_data",
     "overlap_reduction", "p2p_max_ctas",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction,
-p2p_max_ctas."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, placement, trace, trace_steps, timeout_s, check_data,
+overlap_reduction, p2p_max_ctas."""
 
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -65,10 +65,10 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
     """Return the schedule that the section asks for: a name, a function (from a program's own dict), or None.
 
     Raises:
-        ValueError: chunks or an interleaved schedule that do not agree with the module.
+        ValueError: chunks, a placement or an interleaved schedule that do not agree with the module.
     """
     has_chunks = isinstance(module, PipelineModule)
-    chunks = module.chunks if has_chunks else 1
+    chunks, placement = (module.chunks, module.placement) if has_chunks else (1, LOOP)
     asked, schedule = section.get("chunks", chunks), section.get("schedule")
     if not has_chunks and (asked != 1 or schedule == "interleaved"):
         raise ValueError(
@@ -79,6 +79,12 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
         raise ValueError(
             f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
+        )
+    if section.get("placement", placement) != placement:
+        raise ValueError(
+            f'"pipeline": {{"placement": ...}} in the JSON must be the module\'s, got {section["placement"]!r} there '
+            f"and {placement!r} in PipelineModule. Build it with tds.PipelineModule(..., placement=...), or leave the "
+            "key out."
         )
     return schedule
 
@@ -266,14 +272,14 @@ def make_stage(engine: EngineParts) -> Stage:
         cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
     device = torch.device(engine.device)
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
-    chunks = num_chunks(engine.module)
+    placement = placement_of(engine.module, engine.num_stages)
     limit = wait_limit(engine.pipeline_section, default_timeout())
     ctas = max_ctas(engine.pipeline_section)
-    groups, must_open = process_groups.message_groups(grid, device, chunks, limit, ctas)
+    groups, must_open = process_groups.message_groups(grid, device, placement, limit, ctas)
     if must_open:
-        process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
+        process_groups.open_channels(groups, ranks, engine.stage_id, device, placement)
     links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit, are_own=must_open)
-    exchange = P2PCommunicator(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
+    exchange = P2PCommunicator(links, engine.module, placement=placement, is_dynamic=engine.module.dynamic_shape)
     return Stage(engine.module, exchange, device)
 
 
@@ -298,14 +304,16 @@ def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) 
 def make_plan(engine: EngineParts) -> SchedulePlan:
     """Return the schedule that the JSON asks for; that which "auto" starts with."""
     chosen = chosen_schedule(engine.pipeline_section, engine.module)
-    return SchedulePlan(
-        auto_schedule.first_name(num_chunks(engine.module)) if is_auto(chosen) else chosen,
-        num_stages=engine.num_stages,
-        num_chunks=num_chunks(engine.module),
-        stage=engine.stage_id,
-    )
+    placement = placement_of(engine.module, engine.num_stages)
+    first = auto_schedule.trials(placement)[0]
+    return SchedulePlan(first if is_auto(chosen) else chosen, placement=placement, stage=engine.stage_id)
 
 
 def num_chunks(module: Any) -> int:
     """Return how many chunks of layers each stage of ``module`` has; DeepSpeed's own modules have one."""
     return getattr(module, "chunks", 1)
+
+
+def placement_of(module: Any, num_stages: int) -> Placement:
+    """Return how the pieces of ``module`` lie on the stages."""
+    return Placement(num_stages, num_chunks(module), getattr(module, "placement", LOOP))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tds.schedule import Placement
+
 # What crosses from one stage to the next, as the user declares it.
 #
 # On the module, one entry for each tensor that crosses:
@@ -270,15 +272,15 @@ class Place:
         return f"stage {self.stage}" + (f" chunk {self.chunk}" if self.chunk else "")
 
 
-def output_place(module: Any, chunk: int, stage: int, num_stages: int) -> Place:
+def output_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
     """Return where the output of a piece of ``module`` leaves it."""
-    bounds = _bounds(module, chunk * num_stages + stage)
+    bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
 
 
-def input_place(module: Any, chunk: int, stage: int, num_stages: int) -> Place:
+def input_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
     """Return where a piece of ``module`` reads its input."""
-    bounds = _bounds(module, chunk * num_stages + stage)
+    bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
 
 

@@ -1,126 +1,23 @@
-"""Actions (Forward, Backward, BackwardInput, BackwardWeight), their messages, and the orders of them: GPipe, 1F1B,
-interleaved 1F1B, ZB-H1.
-"""
+"""The orders of actions: GPipe, 1F1B, interleaved 1F1B, ZB-H1; the names of all schedules."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
-# What a stage can do. A schedule is a list of these for each stage.
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One piece of work on one micro-batch, for one chunk of layers of the stage."""
-
-    micro_batch: int
-    chunk: int = 0
-
-
-class Forward(Action):
-    """Run the layers; the output goes to the next stage, or into the loss on the last."""
-
-    __slots__ = ()
-
-
-class Backward(Action):
-    """Run the whole backward: gradients of the weights, and of the input for the previous stage."""
-
-    __slots__ = ()
-
-
-class BackwardInput(Action):
-    """Run the part of the backward that the previous stage waits for; linear layers put their weights' off."""
-
-    __slots__ = ()
-
-
-class BackwardWeight(Action):
-    """Compute the gradients of weights that the ``BackwardInput`` of this micro-batch and chunk put off."""
-
-    __slots__ = ()
-
-
-# Which messages an action receives and sends. Communication is derived from the actions, never written by hand.
-#
-# With c chunks per stage the model is cut into p c pieces; piece ``chunk * p + stage`` lies on ``stage``. So the piece
-# after the last stage's is the next chunk of stage 0.
-
-SENDS_GRADIENTS = (Backward, BackwardInput)
-
-
-class Kind(IntEnum):
-    """What a message holds; also its tag on the wire."""
-
-    ACTIVATION = 0
-    GRADIENT = 1
-    HEADER = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Tensors of one micro-batch that cross from one stage to another.
-
-    ``chunk`` is the chunk of the stage that looks at it: the receiver's in ``received``, the sender's in ``sent``.
-    """
-
-    kind: Kind
-    micro_batch: int
-    chunk: int
-    peer: int
-
-
-def is_first_piece(chunk: int, stage: int) -> bool:
-    """True where the data comes in."""
-    return chunk == 0 and stage == 0
-
-
-def is_last_piece(chunk: int, stage: int, num_stages: int, num_chunks: int = 1) -> bool:
-    """True where the loss is."""
-    return chunk == num_chunks - 1 and stage == num_stages - 1
-
-
-def received(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -> Message | None:
-    """Return the message that ``action`` on ``stage`` waits for, if any."""
-    if isinstance(action, Forward) and not is_first_piece(action.chunk, stage):
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage - 1) % num_stages)
-    if isinstance(action, SENDS_GRADIENTS) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage + 1) % num_stages)
-    return None
-
-
-def sent(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -> Message | None:
-    """Return the message that ``action`` on ``stage`` sends when done, if any."""
-    if isinstance(action, Forward) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage + 1) % num_stages)
-    if isinstance(action, SENDS_GRADIENTS) and not is_first_piece(action.chunk, stage):
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage - 1) % num_stages)
-    return None
-
-
-# What every order of work asks of its arguments.
-
-Order = Callable[[int, int, int], list[Action]]
-"""A function of (number of stages, number of micro-batches, stage) to what the stage does."""
-
-
-def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> None:
-    """Raise ValueError unless there is such a stage with work to do."""
-    if num_stages < 1 or num_micro_batches < 1 or not 0 <= stage < num_stages:
-        raise ValueError(
-            f"a schedule needs num_stages >= 1, num_micro_batches >= 1 and 0 <= stage < num_stages, got "
-            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}, stage={stage}"
-        )
-    if num_chunks < 1 or (num_chunks > 1 and num_stages == 1):
-        raise ValueError(
-            f"a schedule needs num_chunks >= 1, and num_stages >= 2 for more than one chunk, got "
-            f"num_chunks={num_chunks}, num_stages={num_stages}. Lower chunks= of the module, or add stages."
-        )
-
+from tds.schedule.actions import (
+    LOOP,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Order,
+    V,
+    check_sizes,
+)
+from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 
 # Interleaved 1F1B: each stage has several chunks of layers, so the pipeline fills and drains in smaller pieces.
 #
@@ -320,6 +217,8 @@ def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Actio
 # | zb-h1 | min(p, m) | (p-1)(F+B-W) |
 # | interleaved, c chunks | 2(p-i-1) + (c-1)p + 1 chunks of 1/c | (p-1)(F+B+W)/c if p divides m |
 # | zb-h1, c chunks | i more than interleaved | (p-1)(F+B-W)/c if p divides m |
+# | zb-v, 2 chunks in a V | min(2p, i + 1 + m, 2m) chunks of 1/2 | (p-1)F/2 at F = B = W if m >= 2p-1 |
+# | dualpipev, 2 chunks in a V | 1 more | p F/2 at F = B = W if m >= 2p and p > 2 |
 #
 # F, B and W are the times of a forward, a backward for the input and one for the weights. All add up the gradients of
 # each weight by rising micro-batch: the results are the same to the bit. Sources are in the files of the orders.
@@ -336,19 +235,32 @@ def forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks
 ONE_CHUNK: dict[str, Order] = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 MANY_CHUNKS: dict[str, Callable[..., list[Action]]] = {"interleaved": interleaved, "zb-h1": zero_bubble_h1}
 """Orders for several chunks of layers on each stage; they take the number of chunks as a last argument."""
+IN_A_V: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpipev": dual_pipe_v}
+"""Orders for two chunks whose pieces lie in a V."""
 
-SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS)))
+SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)))
 
 
-def schedule_named(name: object, num_chunks: int = 1) -> Order:
+def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP) -> Order:
     """Return the training order that the JSON's ``"pipeline": {"schedule": name}`` asks for.
 
     Raises:
-        ValueError: no such order, or none for so many chunks of layers on each stage.
+        ValueError: no such order, or none for so many chunks of layers on each stage, placed so.
     """
     key = name.lower() if isinstance(name, str) else name
     if key not in SCHEDULE_NAMES:
         raise ValueError(f'"pipeline": {{"schedule": ...}} must be one of {sorted(SCHEDULE_NAMES)}, got {name!r}')
+    if (key in IN_A_V) != (placement == V) or (key in IN_A_V and num_chunks != 2):
+        needs = V if key in IN_A_V else LOOP
+        instead = [name for name in SCHEDULE_NAMES if (name in IN_A_V) == (placement == V)]
+        raise ValueError(
+            f'"pipeline": {{"schedule": {name!r}}} needs '
+            f"{'2 chunks' if key in IN_A_V else 'chunks'} of layers on each stage, placed in a "
+            f"{needs}, got {num_chunks} in a {placement}. Build the model with "
+            f'tds.PipelineModule(..., chunks=2, placement="{needs}"), or choose one of {instead}.'
+        )
+    if key in IN_A_V:
+        return IN_A_V[key]
     if num_chunks == 1 and key not in ONE_CHUNK:
         raise ValueError(
             f'"pipeline": {{"schedule": {name!r}}} needs 2 or more chunks of layers on each stage, got 1. '

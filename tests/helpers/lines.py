@@ -17,12 +17,14 @@ import torch.distributed as dist
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Action, Backward, Forward, received, sent
+from tds.schedule import LOOP, Action, Backward, Forward, Placement, received, sent
 
 CPU = torch.device("cpu")
 
 
-def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) -> P2PCommunicator:
+def make_exchange(
+    num_chunks: int = 1, timeout_s: float = 10.0, placement: str = LOOP, **options: Any
+) -> P2PCommunicator:
     """Return this rank's exchange; the ranks of the world are the stages."""
     stage, num_stages = dist.get_rank(), dist.get_world_size()
     grid = SimpleNamespace(
@@ -32,12 +34,12 @@ def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) 
         pipe_parallel_size=num_stages,
         pipe_groups=[list(range(num_stages))],
     )
-    ranks = list(range(num_stages))
-    groups, must_open = process_groups.message_groups(grid, CPU, num_chunks)
+    ranks, lie = list(range(num_stages)), Placement(num_stages, num_chunks, placement)
+    groups, must_open = process_groups.message_groups(grid, CPU, lie)
     if must_open:
-        process_groups.open_channels(groups, ranks, stage, CPU, num_chunks)
+        process_groups.open_channels(groups, ranks, stage, CPU, lie)
     links = StageLinks(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
-    return P2PCommunicator(links, num_chunks=num_chunks, **options)
+    return P2PCommunicator(links, placement=lie, **options)
 
 
 def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
@@ -77,10 +79,10 @@ def drive(
     exchange: P2PCommunicator, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
-    stage, num_stages, num_chunks = exchange.links.stage, exchange.links.num_stages, exchange.num_chunks
-    every = weights(num_stages * num_chunks)
-    own = [every[chunk * num_stages + stage] for chunk in range(num_chunks)]
-    place = stage, num_stages, num_chunks
+    stage, placement = exchange.links.stage, exchange.placement
+    every = weights(placement.num_pieces)
+    own = [every[piece] for piece in placement.pieces_on(stage)]
+    place = stage, placement
     in_flight: dict[Any, Any] = {}
     losses = []
     exchange.begin(actions, is_training=is_training)
@@ -91,7 +93,7 @@ def drive(
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):
                 value, leaves = exchange.recv_forward(came) if came else (inputs[action.micro_batch], [])
-                output = run_piece(action.chunk * num_stages + stage, value, own[action.chunk])
+                output = run_piece(placement.piece(stage, action.chunk), value, own[action.chunk])
                 if goes is None:
                     ends = [loss_of(output)]
                     losses.append(ends[0].item())

@@ -203,7 +203,7 @@ def _frees(rank: int) -> list[int]:
 
     def taken(message: Message) -> list[torch.Tensor]:
         gradients = take(message)
-        kept.append(len(exchange._sending[Kind.ACTIVATION]))
+        kept.append(len(exchange._sending[Kind.ACTIVATION, 1]))
         return gradients
 
     exchange.recv_backward = taken  # type: ignore[method-assign]
