@@ -240,7 +240,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensors: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in tensors)  # of a tensor that is returned itself autograd makes a view
+        # Of a tensor that is returned itself autograd makes a view. A stage that hands an output to its own next chunk
+        # keeps the count of changes, by which autograd sees one in place of what a backward needs.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -311,16 +311,21 @@ class BoundaryTensors:
 @functools.lru_cache(maxsize=16)
 def expected_messages(
     actions: tuple[Action, ...], stage: int, placement: Placement, is_dynamic: bool
-) -> tuple[list[Message | None], dict[Kind, list[Message]]]:
-    """Return (what each of a stage's ``actions`` receives, what comes in of each kind in order: a header ahead of each
-    new form). What a stage hands to itself does not come in."""
+) -> tuple[list[Message | None], dict[tuple[Kind, int], list[Message]]]:
+    """Return (what each of a stage's ``actions`` receives, what comes in of each kind from each stage in order: a header
+    ahead of each new form). What a stage hands to itself does not come in."""
     messages = [received(action, stage, placement) for action in actions]
-    others = [message for message in messages if message is not None and message.peer != stage]
-    expected = {kind: [message for message in others if message.kind is kind] for kind in Kind}
-    first: dict[tuple[int, int], Message] = {}
-    for message in expected[Kind.ACTIVATION]:
-        first.setdefault((message.micro_batch if is_dynamic else 0, message.chunk), message)
-    return messages, expected | {Kind.HEADER: list(first.values())}
+    expected: dict[tuple[Kind, int], list[Message]] = defaultdict(list)
+    announced: set[tuple[int, int]] = set()
+    for message in messages:
+        if message is None or message.peer == stage:
+            continue
+        expected[message.kind, message.peer].append(message)
+        form = message.micro_batch if is_dynamic else 0, message.chunk
+        if message.kind is Kind.ACTIVATION and form not in announced:
+            announced.add(form)
+            expected[Kind.HEADER, message.peer].append(message)
+    return messages, expected
 
 
 class P2PCommunicator(Transport):
@@ -352,7 +357,7 @@ class P2PCommunicator(Transport):
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
         self.declared = declared_boundary(module)
         self._declaration = declaration(module)  # that ``agreed`` was checked against
-        self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
+        self._posted: dict[tuple[Kind, int], deque[P2PHandle]] = defaultdict(deque)  # by kind and peer
         self._own: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # by kind, micro-batch, chunk that takes it
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
@@ -371,7 +376,7 @@ class P2PCommunicator(Transport):
         self._actions = tuple(actions)
         expects = expected_messages(self._actions, self.links.stage, self.placement, self.is_dynamic)
         self._messages, expected = expects
-        self._expected = {kind: deque(each) for kind, each in expected.items()}
+        self._expected = {route: deque(each) for route, each in expected.items()}
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
@@ -530,7 +535,7 @@ class P2PCommunicator(Transport):
     def _take(self, kind: Kind, message: Message) -> torch.Tensor:
         """Return the bytes of ``message``."""
         self._post(kind, message)  # unless begin_action has: its size may have come with a header only now
-        posted = self._posted[kind]
+        posted = self._posted[kind, message.peer]
         if not posted or posted[0].message != message:
             found = posted[0].message if posted else "nothing"
             raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
@@ -540,13 +545,13 @@ class P2PCommunicator(Transport):
         """Start the receives of one action. A device, for which all are posted here, waits for its header if any."""
         if (message := self._messages[number]) is not None:
             self._post(Kind.HEADER, message)
-            if self._posted[Kind.HEADER] and not is_host(self.links.device):
+            if self._posted[Kind.HEADER, message.peer] and not is_host(self.links.device):
                 self._take_header(message)
             self._post(message.kind, message)
 
     def _post(self, kind: Kind, message: Message) -> None:
         """Start the receive of ``message`` if it is the next of its kind, and its size is known."""
-        expected = self._expected[kind]
+        expected = self._expected.get((kind, message.peer))
         while kind is Kind.GRADIENT and expected and self._is_never_sent(expected[0]):
             expected.popleft()
         if not expected or expected[0] != message:
@@ -559,7 +564,7 @@ class P2PCommunicator(Transport):
                 return
             layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
             buffer = layout.new_buffer(self.links.device)
-        self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
+        self._posted[kind, message.peer].append(self.receive(kind, expected.popleft(), buffer))
 
     def _is_never_sent(self, gradient: Message) -> bool:
         crossing = self.outgoing.get(self._key(gradient))

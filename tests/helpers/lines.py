@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import LOOP, Action, Backward, Forward, Placement, received, sent
+from tds.schedule import LOOP, Action, Backward, BackwardWeight, Forward, Placement, received, sent
 
 CPU = torch.device("cpu")
 
@@ -89,6 +89,8 @@ def drive(
     with torch.set_grad_enabled(is_training):
         for action in actions:
             exchange.begin_action(action)
+            if isinstance(action, BackwardWeight):  # the first half runs it all
+                continue
             came, goes = received(action, *place), sent(action, *place)
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):
@@ -128,11 +130,11 @@ def chunk_by_chunk(num_micro_batches: int, num_chunks: int) -> list[Action]:
     return forwards + [Backward(i, c) for c in reversed(range(num_chunks)) for i in range(num_micro_batches)]
 
 
-def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1) -> None:
+def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1, placement: str = LOOP) -> None:
     """Compare what every rank returned from ``drive`` with one process, to the bit."""
-    num_stages = len(results)
-    losses, gradients = in_one_process(num_stages * num_chunks, inputs)
-    assert results[-1][0] == losses
+    lie = Placement(len(results), num_chunks, placement)
+    losses, gradients = in_one_process(lie.num_pieces, inputs)
+    assert results[lie.last_stage][0] == losses
     for stage, (_, own) in enumerate(results):
         for chunk, gradient in enumerate(own):
-            assert torch.equal(gradient, gradients[chunk * num_stages + stage]), (stage, chunk)
+            assert torch.equal(gradient, gradients[lie.piece(stage, chunk)]), (stage, chunk)

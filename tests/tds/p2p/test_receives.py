@@ -19,8 +19,9 @@ from tds.p2p import communicator
 from tds.p2p.boundary import SINGLE, TensorMeta, encode_header, output_place
 from tds.p2p.communicator import P2PCommunicator, P2PHandle
 from tds.p2p.packed_layout import Slice
-from tds.schedule import LOOP, Action, Backward, Forward, Kind, Message, Placement, received, sent
+from tds.schedule import LOOP, Action, Backward, Forward, Kind, Message, Placement, V, received, sent
 from tds.schedule.limits import Posts, receive_posts
+from tds.schedule.simulate import IN_A_V
 from tds.schedule.validate import run
 from tests.helpers.orders import MANY_CHUNKS, ONE_CHUNK
 
@@ -175,6 +176,12 @@ def test_no_receive_is_posted_that_depends_on_what_the_stage_runs() -> None:
 def test_no_receive_of_any_schedule_is_posted_that_depends_on_what_the_stage_runs(num_stages: int) -> None:
     for case in cases([num_stages], range(1, 33)):
         hold(case)
+
+
+@pytest.mark.parametrize("name", IN_A_V)
+def test_nor_in_a_v(name: str) -> None:
+    for p, m in itertools.product((2, 3, 5), (1, 4, 11)):
+        assert check(name, p, m, 2, kind=V) <= 11
 
 
 def test_nor_in_an_evaluation() -> None:
