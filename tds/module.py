@@ -104,7 +104,7 @@ class PipelineModule(BaseModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that holds a layer of the whole model."""
-        return Placement(self.num_stages, self.chunks, self.placement).stage_of(piece_of(self.parts, layer_idx))
+        return Placement(self.num_stages, self.chunks, self.placement).stage_of(chunk_of(self.parts, layer_idx))
 
     def build_layers(self) -> None:
         with held_in(self.tied_modules):
@@ -174,7 +174,7 @@ def forwards_uncounted(module: Any) -> Iterator[None]:
             each.micro_offset = offset
 
 
-def piece_of(parts: Sequence[int], layer: int) -> int:
+def chunk_of(parts: Sequence[int], layer: int) -> int:
     """Return the piece that holds ``layer``."""
     for piece in range(len(parts) - 1):
         if parts[piece] <= layer < parts[piece + 1]:

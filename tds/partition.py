@@ -143,14 +143,14 @@ def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
 
 def chunks_on(bounds: Sequence[int], num_stages: int, stage: int, placement: str = LOOP) -> list[tuple[int, int]]:
     """Return (first, one past the last) of each piece that lies on ``stage``, by chunk."""
-    pieces = Placement(num_stages, (len(bounds) - 1) // num_stages, placement).pieces_on(stage)
+    pieces = Placement(num_stages, (len(bounds) - 1) // num_stages, placement).own_pieces(stage)
     return [(bounds[piece], bounds[piece + 1]) for piece in pieces]
 
 
 def stage_sums(pieces: Sequence[float], num_stages: int, placement: str = LOOP) -> list[float]:
     """Return what the pieces of each stage add up to."""
     lie = Placement(num_stages, len(pieces) // num_stages, placement)
-    return [sum(pieces[piece] for piece in lie.pieces_on(stage)) for stage in range(num_stages)]
+    return [sum(pieces[piece] for piece in lie.own_pieces(stage)) for stage in range(num_stages)]
 
 
 def partition_uniform_chunks(
@@ -188,7 +188,7 @@ def _filled(besides: Sequence[float], num_layers: int, placement: Placement, lim
     Of equals the last is taken: an early one keeps more micro-batches.
     """
     pieces = [cost + 1 for cost in besides]
-    beside = [placement.pieces_on(placement.stage_of(piece)) for piece in range(len(pieces))]
+    beside = [placement.own_pieces(placement.stage_of(piece)) for piece in range(len(pieces))]
     for _ in range(num_layers - len(pieces)):
         open_ones = [i for i, cost in enumerate(pieces) if cost + 1 <= limit * (1 + 1e-9)]
         place = min(open_ones, key=lambda i: (sum(pieces[n] for n in beside[i]), pieces[i], -i))

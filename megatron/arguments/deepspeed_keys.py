@@ -152,6 +152,8 @@ PIPELINE = {
     "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
     "chunks": Key(POSITIVE, "pipeline_chunks"),
     "placement": Key(TEXT, "pipeline_placement", choices=PLACEMENTS),
+    "schedule_file": Key(TEXT, "pipeline_schedule_file"),
+    "micro_batch_group_size": Key(POSITIVE, "micro_batch_group_size"),
     "trace": Key(TEXT, "pipeline_trace"),
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),

@@ -151,6 +151,8 @@ PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_chunks": "--pipeline-chunks",
     "pipeline_placement": "--pipeline-placement",
+    "pipeline_schedule_file": "--pipeline-schedule-file",
+    "pipeline_layout": "--pipeline-model-parallel-layout",
     "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_trace": "--pipeline-trace",
     "check_data_agreement": "--check-data-agreement",

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron import accelerators
 from megatron.config.option import option
-from tds.schedule import LOOP, PLACEMENTS, Placement, V
+from megatron.config.pipeline_layout import parse_layout
+from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
     AUTO,
     IN_A_V,
+    IN_FILE,
     MANY_CHUNKS,
     ONE_CHUNK,
     SCHEDULES,
-    SPLITTING,
     by_default,
     candidates,
     placement_for,
+    splits,
 )
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
@@ -84,7 +87,7 @@ class ParallelConfig:
         choices=SCHEDULES,
         constants={"--enable-zbh1-pipeline": "zb-h1"},
         shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
-        short="1f1b, gpipe, zb-h1, interleaved, zb-v, dualpipev or auto",
+        short="1f1b, interleaved, zb-v, auto and more",
     )
     pipeline_chunks: int = option(
         1,
@@ -99,6 +102,26 @@ class ParallelConfig:
         "stage has the loss, too",
         choices=PLACEMENTS,
         shown_default="v for zb-v and dualpipev, else loop",
+    )
+    pipeline_schedule_file: str | None = option(
+        None,
+        "a CSV file with the order of work, in torch's compute-only form (0F0,0B0,1I2,1W2), for this number of stages "
+        "and micro-batches; it is proven to run at the start",
+        shown_default="none",
+    )
+    micro_batch_group_size: int = option(
+        0,
+        "with more than 1 chunk in a loop: micro-batches that go through one chunk before the next one's turn",
+        minimum=1,
+        flag="--microbatch-group-size-per-virtual-pipeline-stage",
+        shown_default="the number of stages",
+    )
+    pipeline_layout: str | None = option(
+        None,
+        "Megatron's notation for the layers of each piece of the model: E embedding, t a layer, L the head, | between "
+        "pieces, *n times: Et*3|(tt|)*2t|L; it takes the place of --partition-method and --pipeline-chunks",
+        flag="--pipeline-model-parallel-layout",
+        shown_default="layers are cut by --partition-method",
     )
     layers_per_chunk: int = option(
         0,
@@ -231,18 +254,43 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """The schedule's name, said or by default."""
+        if self.pipeline_schedule_file is not None:
+            return IN_FILE + self.pipeline_schedule_file
         return self.pipeline_schedule or by_default(self.chunks, self.placement)
 
     @property
     def placement(self) -> str:
         """How the chunks lie on the stages, said or by the schedule."""
-        return (self.pipeline_placement or placement_for(self.pipeline_schedule)) if self.has_pipeline else LOOP
+        if not self.has_pipeline:
+            return LOOP
+        if (found := self._order_in_file) is not None:
+            return found.placement.kind
+        return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
     @property
     def chunks(self) -> int:
         """c, which is 1 without a pipeline."""
-        least = 2 if self.placement == V else 1
-        return max(self.pipeline_chunks, least) if self.has_pipeline else 1
+        if not self.has_pipeline:
+            return 1
+        if (found := self._order_in_file) is not None:
+            return found.placement.num_chunks
+        if self.pipeline_layout is not None:
+            with suppress(ValueError):  # of which problems() tells
+                return max(len(parse_layout(self.pipeline_layout)) // self.num_stages, 1)
+        return max(self.pipeline_chunks, 2 if self.placement == V else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that go through a chunk before the next one's turn; 0: the stages, or one chunk, or a V."""
+        return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
+
+    @property
+    def _order_in_file(self) -> FileSchedule | None:
+        """The order of --pipeline-schedule-file; None without one that can be read, of which problems() tells."""
+        if self.pipeline_schedule_file is not None:
+            with suppress(OSError, ValueError):
+                return read_schedule(self.pipeline_schedule_file)
+        return None
 
     @property
     def loss_stage(self) -> int:
@@ -280,6 +328,9 @@ class ParallelConfig:
                 yield f"--partition-method type:REGEX needs a regular expression, got {method!r}: {error}"
         elif method not in METHODS:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
+        if self.has_pipeline and (wrong := self._file_problem() or self._layout_problem()):
+            yield wrong
+            return  # what follows asks for chunks
         if self.has_pipeline:
             yield from self._schedule_problems()
         if self.checkpoint_activations and self.recompute_granularity == "selective":
@@ -288,14 +339,61 @@ class ParallelConfig:
                 "--recompute-granularity selective. Leave one out"
             )
         names = candidates(self.schedule, self.chunks, self.placement) if self.has_pipeline else ()
-        if self.compile and (split := [name for name in names if name in SPLITTING]):
+        if self.compile and (split := [name for name in names if splits(name)]):
             yield (
                 f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {split[0]} "
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
                 f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
 
+    def _file_problem(self) -> str | None:
+        """Return what is wrong with a file of a schedule, looking at the layout alone."""
+        if self.pipeline_schedule_file is None:
+            return None
+        beside = {
+            "--pipeline-schedule": self.pipeline_schedule is not None,
+            "--pipeline-chunks": self.pipeline_chunks > 1,
+            "--pipeline-placement": self.pipeline_placement is not None,
+            "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
+        }
+        if said := [flag for flag, is_said in beside.items() if is_said]:
+            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(said)} too. Leave it out"
+        try:
+            found = read_schedule(self.pipeline_schedule_file).placement.num_stages
+        except (OSError, ValueError) as error:
+            return f"--pipeline-schedule-file must hold an order that runs: {error}"
+        if found != self.num_stages:
+            return (
+                f"--pipeline-schedule-file must be for --pipe-parallel-size {self.num_stages}, got "
+                f"{self.pipeline_schedule_file} of {found} stages. Use --pipe-parallel-size {found}, or another file"
+            )
+        return None
+
+    def _layout_problem(self) -> str | None:
+        """Return what is wrong with a layout in Megatron's notation but for the number of its layers."""
+        if self.pipeline_layout is None:
+            return None
+        beside = {
+            "--pipeline-chunks": self.pipeline_chunks > 1,
+            "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
+            "--partition-method": self.partition_method != "balanced",
+        }
+        if said := [flag for flag, is_said in beside.items() if is_said]:
+            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(said)} too. Leave it out"
+        try:
+            number = len(parse_layout(self.pipeline_layout))
+        except ValueError as error:
+            return str(error)
+        if number % self.num_stages:
+            return (
+                "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size pieces, got "
+                f"{number} and {self.num_stages} in {self.pipeline_layout!r}"
+            )
+        return None
+
     def _schedule_problems(self) -> Iterator[str]:
+        if self.pipeline_schedule_file is not None:
+            return
         schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
         if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or schedule != AUTO):
@@ -306,6 +404,11 @@ class ParallelConfig:
                     f"{self.placement}. Leave one of the two out"
                 )
             return
+        if 0 < self.group_size < self.num_stages:
+            yield (
+                "--microbatch-group-size-per-virtual-pipeline-stage must be --pipe-parallel-size or more, got "
+                f"{self.group_size} and {self.num_stages}"
+            )
         if self.placement == V:
             if chunks != 2:
                 yield f"a V has two chunks on each stage, {got}. Use --pipeline-chunks 2, or leave it out"

@@ -23,8 +23,8 @@ from megatron.mpu.topology import Topology
 from megatron.training.console import TrainingConsole
 from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
 from tds.partition import chunks_on
-from tds.schedule import Costs, V, schedule_named, simulate
-from tds.schedule.simulate import AUTO, bubble, by_default, candidates, in_flight, placement_for
+from tds.schedule import Costs, V, simulate
+from tds.schedule.simulate import AUTO, bubble, by_default, candidates, file_of, in_flight, order_named, placement_for
 
 # Rows of the start table that tell which data are read, and how texts become samples.
 
@@ -101,7 +101,7 @@ def dry_run(config: Config, world_size: int) -> None:
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
     topology = Topology.of_world(world_size, *sizes, experts)
-    bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks, parallel.placement)
+    bounds = registry.bounds_of(config, topology.pipe)
     dtype = config.precision.dtype or "the device's default"
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
@@ -344,11 +344,11 @@ def _pipeline_rows(
     config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the schedule and the share of a step in which stages will idle."""
-    schedule, chunks, placement = _schedule(config, bounds, stages).values()
+    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
     m, method = config.batch.gas, config.parallel.partition_method
     in_a_v = " in a V" if placement == V else ""
     each = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
-    yield "pipeline", f"schedule {schedule}{each}"
+    yield "pipeline", f"schedule {file_of(schedule) or schedule}{each}"
     if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
@@ -369,8 +369,10 @@ def _pipeline_rows(
 def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
     """Return the schedule's name, and the chunks as they were built: a script may have its own."""
     chunks, placement = (len(bounds) - 1) // stages, config.parallel.placement
-    named = config.parallel.pipeline_schedule or by_default(chunks, placement)
-    return {"schedule": named, "chunks": chunks, "placement": placement}
+    parallel = config.parallel
+    is_said = parallel.pipeline_schedule or parallel.pipeline_schedule_file
+    named = parallel.schedule if is_said else by_default(chunks, placement)
+    return {"schedule": named, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
 
 
 def layers_text(bounds: Sequence[int], stages: int, stage: int, placement: str) -> str:
@@ -407,8 +409,8 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    schedule, chunks, placement = _schedule(config, bounds, stages).values()
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, placement)
+    schedule, chunks, *lie = _schedule(config, bounds, stages).values()
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"
 
@@ -434,7 +436,7 @@ def simulated_bubble(
     forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
     to_input = tuple(2 * cost if recomputes else cost for cost in forward)
     lie = num_chunks, placement_for(schedule)
-    order = schedule_named(schedule, *lie)
+    order = order_named(schedule, *lie)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
     return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *lie).bubble
 
@@ -447,7 +449,7 @@ def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int])
         counted: as ``megatron.training.report.count_parameters`` returns it.
     """
     stages = config.parallel.num_stages
-    schedule, chunks, placement = _schedule(config, bounds, stages).values()
+    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
     names = candidates(schedule, chunks, placement)
     costs = registry.costs_of(config).piece_costs(bounds) if is_known(config, counted) else None
     recomputes = config.parallel.checkpoint_activations

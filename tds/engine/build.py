@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from tds.module import PipelineModule
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import LOOP, Kind, Placement
+from tds.schedule import LOOP, FileSchedule, Kind, Placement, read_schedule
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -34,11 +35,11 @@ from tds.watchdog import watchdog
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks", "placement", "trace", "trace_steps", "timeout_s", "check_data",
-    "overlap_reduction", "p2p_max_ctas",
+    "use_reentrant", "schedule", "schedule_file", "chunks", "placement", "micro_batch_group_size", "trace",
+    "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, placement, trace, trace_steps, timeout_s, check_data,
-overlap_reduction, p2p_max_ctas."""
+"""DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
+trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas."""
 
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -62,9 +63,11 @@ def check_keys(section: Mapping[str, Any]) -> None:
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
-    """Return the schedule that the section asks for: a name, a function (from a program's own dict), or None.
+    """Return the schedule that the section asks for: a name, a function (from a program's own dict, or that of a file),
+    or None.
 
     Raises:
+        ScheduleError: a file that holds no order, or one that cannot run.
         ValueError: chunks, a placement or an interleaved schedule that do not agree with the module.
     """
     has_chunks = isinstance(module, PipelineModule)
@@ -86,7 +89,20 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
             f"and {placement!r} in PipelineModule. Build it with tds.PipelineModule(..., placement=...), or leave the "
             "key out."
         )
+    if (path := section.get("schedule_file")) is not None:
+        return _schedule_in(path, section)
     return schedule
+
+
+def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
+    """Return the order of a file, which stands alone."""
+    beside = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
+    if not isinstance(path, (str, os.PathLike)) or beside:
+        raise ValueError(
+            f'"pipeline": {{"schedule_file": ...}} must be the path of a file, and stand without "schedule" and '
+            f'"micro_batch_group_size", got {path!r}' + (f" beside {', '.join(beside)}" if beside else "")
+        )
+    return read_schedule(os.fspath(path))
 
 
 def accepted(given: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +178,27 @@ def max_ctas(section: Mapping[str, Any]) -> int:
             f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
         )
     return asked
+
+
+def group_size(section: Mapping[str, Any], placement: Placement) -> int:
+    """Return how many micro-batches go through a chunk before the next one's turn; 0: as many as stages.
+
+    Raises:
+        ValueError: "micro_batch_group_size" is no whole number of the stages or more, or there is one chunk, or a V.
+    """
+    asked = section.get("micro_batch_group_size", 0)
+    is_number = isinstance(asked, int) and not isinstance(asked, bool)
+    if asked != 0 and not (is_number and asked >= placement.num_stages):
+        raise ValueError(
+            '"pipeline": {"micro_batch_group_size": ...} must be a whole number, as large as the stages are many, got '
+            f"{asked!r} for {placement.num_stages} stages"
+        )
+    if asked and (placement.num_chunks == 1 or placement.kind != LOOP):
+        raise ValueError(
+            f'"pipeline": {{"micro_batch_group_size": {asked}}} needs several chunks on each stage, in a {LOOP}, got '
+            f"{placement.num_chunks} in a {placement.kind}. Leave it out"
+        )
+    return int(asked)
 
 
 def reduce_bucket_size(given: Mapping[str, Any]) -> int:
@@ -306,7 +343,8 @@ def make_plan(engine: EngineParts) -> SchedulePlan:
     chosen = chosen_schedule(engine.pipeline_section, engine.module)
     placement = placement_of(engine.module, engine.num_stages)
     first = auto_schedule.trials(placement)[0]
-    return SchedulePlan(first if is_auto(chosen) else chosen, placement=placement, stage=engine.stage_id)
+    chosen, size = first if is_auto(chosen) else chosen, group_size(engine.pipeline_section, placement)
+    return SchedulePlan(chosen, placement=placement, stage=engine.stage_id, group_size=size)
 
 
 def num_chunks(module: Any) -> int:

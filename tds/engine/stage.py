@@ -52,18 +52,19 @@ class SchedulePlan:
     Args:
         schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
             interleaved where a stage has several chunks, zb-v in a V.
+        group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
 
     Raises:
         ValueError: no such name, or it does not go with ``placement``.
     """
 
-    def __init__(self, schedule: Any, *, placement: Placement, stage: int) -> None:
-        self.placement, self.stage = placement, stage
+    def __init__(self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0) -> None:
+        self.placement, self.stage, self.group_size = placement, stage, group_size
         self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
 
     def set(self, schedule: Any) -> None:
         """Run ``schedule`` from the next call on."""
-        known = self.placement.num_chunks, self.placement.kind
+        known = self.placement.num_chunks, self.placement.kind, self.group_size
         self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)

@@ -224,29 +224,35 @@ def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure
     return tensors, structure
 
 
-def entered(tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+def entered(
+    tensors: Sequence[torch.Tensor], is_own: bool = False
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
     """Return (``tensors`` as layers are given them, the leaves in which their gradients will lie).
 
     What is given shares the memory of ``tensors``: nothing is copied. It is no leaf that requires a gradient and no
     view of one, since autograd lets no layer work on these in place. The leaves have shapes and no memory.
+
+    Args:
+        is_own: the stage itself made them and may need them in a backward: a change in place is to be an error there.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
-    return (_Enter.apply(tuple(tensors), *leaves) if leaves else ()), leaves
+    return (_Enter.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves
 
 
 class _Enter(torch.autograd.Function):
     """From leaves to the tensors that they stand for, whose gradients are theirs."""
 
     @staticmethod
-    def forward(ctx: Any, tensors: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, tensors: tuple[torch.Tensor, ...], is_own: bool, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Of a tensor that is returned itself autograd makes a view. A stage that hands an output to its own next chunk
-        # keeps the count of changes, by which autograd sees one in place of what a backward needs.
-        return tuple(tensor.detach() for tensor in tensors)
+        # Of a tensor that is returned itself autograd makes a view. One that is detached shares its count of changes.
+        return tuple(tensor.detach() if is_own else tensor.data for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *gradients
+        return None, None, *gradients
 
 
 # Which layers meet at a boundary, by the names that a user knows, for the texts of errors.

@@ -312,8 +312,8 @@ class BoundaryTensors:
 def expected_messages(
     actions: tuple[Action, ...], stage: int, placement: Placement, is_dynamic: bool
 ) -> tuple[list[Message | None], dict[tuple[Kind, int], list[Message]]]:
-    """Return (what each of a stage's ``actions`` receives, what comes in of each kind from each stage in order: a header
-    ahead of each new form). What a stage hands to itself does not come in."""
+    """Return (what each of a stage's ``actions`` receives, what comes in of each kind from each stage in order: a
+    header ahead of each new form). What a stage hands to itself does not come in."""
     messages = [received(action, stage, placement) for action in actions]
     expected: dict[tuple[Kind, int], list[Message]] = defaultdict(list)
     announced: set[tuple[int, int]] = set()
@@ -435,7 +435,7 @@ class P2PCommunicator(Transport):
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
         crossing = self.incoming.get(self._key(message)) or self._take_header(message)
         tensors = self._unpack(crossing.activations, message)
-        given, leaves = entered(crossing.with_grad(tensors))
+        given, leaves = entered(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
         with_grad = iter(given)
         tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves

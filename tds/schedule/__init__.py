@@ -16,6 +16,7 @@ from tds.schedule.actions import (
     received,
     sent,
 )
+from tds.schedule.schedule_file import FileSchedule, read_schedule, write_schedule
 from tds.schedule.schedules import (
     SCHEDULE_NAMES,
     forward_only,
@@ -39,6 +40,7 @@ __all__ = [
     "BackwardWeight",
     "Choice",
     "Costs",
+    "FileSchedule",
     "Forward",
     "Kind",
     "Message",
@@ -54,11 +56,13 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_forward_one_backward",
+    "read_schedule",
     "received",
     "schedule_named",
     "sent",
     "simulate",
     "validate",
+    "write_schedule",
     "zero_bubble_h1",
     "zero_bubble_v",
 ]

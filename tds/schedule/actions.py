@@ -88,7 +88,7 @@ class Placement:
         chunk, place = divmod(piece, self.num_stages)
         return self._mirrored(place, chunk)
 
-    def pieces_on(self, stage: int) -> list[int]:
+    def own_pieces(self, stage: int) -> list[int]:
         """Return the pieces of a stage, by chunk."""
         return [self.piece(stage, chunk) for chunk in range(self.num_chunks)]
 

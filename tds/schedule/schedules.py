@@ -21,14 +21,15 @@ from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 
 # Interleaved 1F1B: each stage has several chunks of layers, so the pipeline fills and drains in smaller pieces.
 #
-# Micro-batches go in rounds of p, the last one short if p does not divide m. All stages take forwards in one sequence
+# Micro-batches go in rounds of g, p unless it is said (Megatron's group size), the last one short if g does not divide
+# m. With a larger g messages have longer to arrive, and more is in flight. All stages take forwards in one sequence
 # (round, chunk, micro-batch) and backwards in one (round, chunk from the last, micro-batch), so messages never cross.
-# How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) p + 1
+# How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) g + 1
 # forwards, as in Megatron: with fewer it takes the next forward, else a backward. With whole rounds it waits for that
 # forward, which gives Megatron's order. With a short round such waiting can stop all stages for good, each waiting for
 # what another has not started, so there a stage takes a backward meanwhile. This never stops: if no backward can start,
 # all stages have done the same k, and the last has yet to do the last chunk's forward of that micro-batch; so it holds
-# at most (c-1) p, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
+# at most (c-1) g, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
 # first.
 #
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
@@ -38,25 +39,40 @@ Place = tuple[int, int]
 """(micro-batch, chunk)"""
 
 
-def interleaved(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> list[Action]:
-    """Return the order of ``stage`` with ``num_chunks`` chunks of layers; any number of micro-batches."""
+def interleaved(
+    num_stages: int, num_micro_batches: int, stage: int, num_chunks: int, group_size: int = 0
+) -> list[Action]:
+    """Return the order of ``stage`` with ``num_chunks`` chunks of layers; any number of micro-batches.
+
+    Args:
+        group_size: micro-batches that go through one chunk before the next one's turn; 0: as many as stages.
+
+    Raises:
+        ValueError: a group smaller than the stages, which would wait for each other.
+    """
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
-    return list(_all_stages(num_stages, num_micro_batches, num_chunks)[stage])
+    if group_size and group_size < num_stages:
+        raise ValueError(
+            f"a group of micro-batches must have one for each stage or more, got {group_size} for {num_stages} stages"
+        )
+    return list(_all_stages(num_stages, num_micro_batches, num_chunks, group_size or num_stages)[stage])
 
 
-def in_rounds(num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Place]:
-    """Return the sequence of forwards that all stages share."""
+def in_rounds(group_size: int, num_micro_batches: int, num_chunks: int) -> list[Place]:
+    """Return the sequence of forwards that all stages share, in rounds of ``group_size`` micro-batches."""
     return [
         (micro_batch, chunk)
-        for start in range(0, num_micro_batches, num_stages)
+        for start in range(0, num_micro_batches, group_size)
         for chunk in range(num_chunks)
-        for micro_batch in range(start, min(start + num_stages, num_micro_batches))
+        for micro_batch in range(start, min(start + group_size, num_micro_batches))
     ]
 
 
 @functools.lru_cache(maxsize=16)
-def _all_stages(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    return _Weaver(num_stages, num_micro_batches, num_chunks).run()
+def _all_stages(
+    num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int
+) -> tuple[tuple[Action, ...], ...]:
+    return _Weaver(num_stages, num_micro_batches, num_chunks, group_size).run()
 
 
 class _Weaver:
@@ -66,10 +82,10 @@ class _Weaver:
     the same step on the neighbour, or an earlier one at the other end of the pipeline.
     """
 
-    def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int) -> None:
         self.last = num_stages - 1
-        self.rounds_are_whole = num_micro_batches % num_stages == 0
-        self.forwards = in_rounds(num_stages, num_micro_batches, num_chunks)
+        self.rounds_are_whole = num_micro_batches % group_size == 0
+        self.forwards = in_rounds(group_size, num_micro_batches, num_chunks)
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
         forward_at = {place: i for i, place in enumerate(self.forwards)}
         backward_at = {place: i for i, place in enumerate(self.backwards)}
@@ -80,7 +96,7 @@ class _Weaver:
         self.turn = [
             (forward_at[i, top] + 1, backward_at[i, chunk + 1] + 1 if chunk < top else 0) for i, chunk in self.backwards
         ]
-        self.limits = [2 * (self.last - i) + top * num_stages + 1 for i in range(num_stages)]
+        self.limits = [2 * (self.last - i) + top * group_size + 1 for i in range(num_stages)]
         self.forwards_done = [0] * num_stages
         self.backwards_done = [0] * num_stages
         self.running: list[type[Action] | None] = [None] * num_stages
@@ -176,15 +192,18 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 # Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; the order with chunks is ours.
 
 
-def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> list[Action]:
+def zero_bubble_h1(
+    num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1, group_size: int = 0
+) -> list[Action]:
     """Return 1F1B, or interleaved 1F1B, of ``stage`` with the weights' half of each backward put off."""
     if num_chunks == 1:
         whole = one_forward_one_backward(num_stages, num_micro_batches, stage)
     else:
-        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks)
+        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks, group_size)
     if stage == 0:
         return whole
-    last_rounds = num_stages + num_micro_batches % num_stages
+    group = group_size or num_stages
+    last_rounds = group + num_micro_batches % group
     stay_whole = max(num_micro_batches - last_rounds, 0) * num_chunks if stage == 1 and num_chunks > 1 else 0
     return _put_off(whole, trail=stage, stay_whole=stay_whole)
 
@@ -241,8 +260,11 @@ IN_A_V: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpi
 SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)))
 
 
-def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP) -> Order:
+def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, group_size: int = 0) -> Order:
     """Return the training order that the JSON's ``"pipeline": {"schedule": name}`` asks for.
+
+    Args:
+        group_size: of ``interleaved``; others have none.
 
     Raises:
         ValueError: no such order, or none for so many chunks of layers on each stage, placed so.
@@ -271,10 +293,10 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP) -> 
             f'"pipeline": {{"schedule": {name!r}}} needs one chunk of layers on each stage, got {num_chunks}. '
             f"Build the model without chunks=, or choose one of {sorted(MANY_CHUNKS)}."
         )
-    return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks)  # type: ignore[index, arg-type]
+    return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks, group_size)  # type: ignore[index, arg-type]
 
 
 @functools.cache
-def _of_chunks(name: str, num_chunks: int) -> Order:
+def _of_chunks(name: str, num_chunks: int, group_size: int) -> Order:
     """Return the very same function each time, so that what is known of it can be kept by it."""
-    return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks)
+    return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks, group_size=group_size)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tds.schedule.actions import LOOP, Action, Backward, BackwardInput, Forward, Order, Placement, V
+from tds.schedule.schedule_file import read_schedule
+from tds.schedule.schedules import schedule_named
 from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
@@ -46,9 +48,33 @@ AUTO = "auto"
 SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)), AUTO)
 
 
+IN_FILE = "file:"
+"""In place of a schedule's name stands this and the path of a file (``tds.schedule.schedule_file``)."""
+
+
+def file_of(schedule: str | None) -> str | None:
+    """Return the path of a schedule that is a file."""
+    return schedule.removeprefix(IN_FILE) if schedule is not None and schedule.startswith(IN_FILE) else None
+
+
 def placement_for(schedule: str | None) -> str:
     """Return how the pieces lie for a schedule; for none, and for "auto", in a loop."""
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).placement.kind
     return V if schedule in IN_A_V else LOOP
+
+
+def splits(schedule: str) -> bool:
+    """Return whether a schedule puts gradients of weights off."""
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).splits
+    return schedule in SPLITTING
+
+
+def order_named(schedule: str, num_chunks: int, placement: str = LOOP, group_size: int = 0) -> Order:
+    """Return the order of a schedule by its name, or the one of its file."""
+    path = file_of(schedule)
+    return schedule_named(schedule, num_chunks, placement, group_size) if path is None else read_schedule(path)
 
 
 def by_default(num_chunks: int, placement: str = LOOP) -> str:
@@ -82,8 +108,12 @@ def bubble(
     """
     p, m = num_stages, num_micro_batches
     pieces = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
+    if (path := file_of(schedule)) is not None:
+        read, times = read_schedule(path), tuple(pieces)
+        every = [read(p, m, stage) for stage in range(p)]
+        return simulate(every, Costs(times, times, times), num_chunks, read.placement.kind).bubble
     placement = Placement(p, num_chunks, placement_for(schedule))
-    costs = [sum(pieces[piece] for piece in placement.pieces_on(stage)) for stage in range(p)]
+    costs = [sum(pieces[piece] for piece in placement.own_pieces(stage)) for stage in range(p)]
     if schedule in IN_A_V:
         step = m * max(costs) + _idle_in_a_v(p, m, schedule) * sum(costs) / p
         return 1 - m * sum(costs) / (p * step)
@@ -107,11 +137,19 @@ def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
 
 
 def in_flight(
-    num_stages: int, num_micro_batches: int, schedule: str, num_chunks: int, stage: int, placement: str = LOOP
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str,
+    num_chunks: int,
+    stage: int,
+    placement: str = LOOP,
+    group_size: int = 0,
 ) -> int:
     """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).peaks[stage]
     p, most = num_stages, num_chunks * num_micro_batches
-    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * p + 1
+    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * (group_size or p) + 1
     in_a_v = min(2 * p, stage + 1 + num_micro_batches)
     held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
     held |= {"zb-v": in_a_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}

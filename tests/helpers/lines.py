@@ -81,7 +81,7 @@ def drive(
     """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
     stage, placement = exchange.links.stage, exchange.placement
     every = weights(placement.num_pieces)
-    own = [every[piece] for piece in placement.pieces_on(stage)]
+    own = [every[piece] for piece in placement.own_pieces(stage)]
     place = stage, placement
     in_flight: dict[Any, Any] = {}
     losses = []

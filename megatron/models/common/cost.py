@@ -19,7 +19,7 @@ from megatron.models.common.memory import (
 from megatron.models.common.memory import Kept as Kept
 from tds.partition import chunks_on
 from tds.schedule import LOOP, Placement, V
-from tds.schedule.simulate import SPLITTING, candidates, in_flight
+from tds.schedule.simulate import candidates, in_flight, splits
 
 # What a rank does in a unit for one micro-batch: products, operations, and sums over the tensor ranks.
 
@@ -283,6 +283,7 @@ class Costs(ABC):
         schedule: str = "1f1b",
         chunks: int = 1,
         placement: str = LOOP,
+        group_size: int = 0,
         is_compiled: bool = False,
     ) -> list[Memory]:
         """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
@@ -292,6 +293,7 @@ class Costs(ABC):
         Args:
             num_bf16_states: of AdamW's two.
             zero: how replicas share what they hold.
+            group_size: micro-batches of a round of chunks; 0: as many as stages.
             is_selective: the core of each attention is recomputed.
             sequence: as of ``unit_kept``.
             waiting: of what is recomputed, with ``checkpoint_activations``.
@@ -302,7 +304,7 @@ class Costs(ABC):
         sizes = (micro_batch_size, tensor, state.width)
         lie = Placement(stages, chunks, placement)
         names = candidates(schedule, chunks, placement)
-        is_joined = is_compiled or not set(SPLITTING).isdisjoint(names)
+        is_joined = is_compiled or any(map(splits, names))
         units, shared = self.unit_kept(*sizes, sequence, is_joined=is_joined), self.shared_kept(*sizes)
         room = self.attention_work(*sizes, sequence, is_joined=is_joined)
         core = max(unit.core for unit in units) if is_selective else 0
@@ -315,7 +317,7 @@ class Costs(ABC):
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
             pieces = chunks_on(bounds, stages, stage, placement)
-            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage, placement)
+            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage, placement, group_size)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
             at_work, work = (core, room) if has_layers else (0, 0)

@@ -110,7 +110,7 @@ def test_a_message_to_oneself_costs_no_copy(is_dynamic: bool) -> None:
 
 
 def test_what_a_stage_hands_to_itself_is_not_changed_unnoticed() -> None:
-    """Its own backward may need it: an operation in place in the next chunk must fail there, and not give other sums."""
+    """Its own backward may need it: after an operation in place in the next chunk it must fail, not give other sums."""
     exchange = alone_in_a_v()
     output = torch.tanh(torch.ones(3, requires_grad=True))
     exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 0), output)

@@ -54,7 +54,7 @@ def test_pieces_go_down_and_up_again() -> None:
 @given(st.integers(1, 9), st.integers(2, 5), KINDS)
 def test_each_piece_lies_on_one_stage_and_what_it_sends_is_what_the_next_waits_for(p: int, c: int, kind: str) -> None:
     placement = Placement(p, c, kind)
-    assert sorted(piece for stage in range(p) for piece in placement.pieces_on(stage)) == list(range(p * c))
+    assert sorted(piece for stage in range(p) for piece in placement.own_pieces(stage)) == list(range(p * c))
     places = {placement.piece(stage, chunk): (stage, chunk) for stage in range(p) for chunk in range(c)}
     assert all(placement.stage_of(piece) == stage for piece, (stage, _) in places.items())
     for action in (Forward, Backward, BackwardInput):
