@@ -210,6 +210,11 @@ INNER = {
         **PIPELINE,
         "trace_steps": Key(POSITIVE, about="steps in the trace, the first ones of the run; 20 by default"),
         "p2p_max_ctas": Key(INTEGER, about="CTAs of a message on a GPU; 0: as NCCL chooses; 4 by default"),
+        "backward_split": Key(
+            TEXT,
+            choices=("auto", "linear", "graph"),
+            about="what zb-h1 puts off: linear layers alone, or what autograd's graph allows, too",
+        ),
         "stages": Key(POSITIVE),
         "partition": Key(TEXT),
         "seed_layers": Key(BOOLEAN),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +118,17 @@ def way_of(x: torch.Tensor) -> str:
     return GROUPED if x.device.type == "cuda" and x.dtype == torch.bfloat16 else LOOP
 
 
-def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+Delayed = Callable[[], None]
+"""What adds the gradients of the weights of one call to their ``grad``."""
+
+
+def grouped_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, delayed: list[Delayed] | None = None
+) -> torch.Tensor:
     """Return ``x W_e^T`` for each run of rows; one without rows leaves a gradient of zeros.
+
+    Args:
+        delayed: where the backward leaves the work for the weights instead of doing it; None: it does it.
 
     Shapes:
         x       [m, input_size], the rows of the first weight first
@@ -127,13 +136,15 @@ def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], counts: tor
         counts  int64, rows of each weight; they add up to m
         output  [m, output_size]
     """
-    return _GroupedLinear.apply(x, counts, *weights)
+    return _GroupedLinear.apply(x, counts, delayed, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.way = way_of(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: torch.Tensor, delayed: list[Delayed] | None, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.way, ctx.delayed, ctx.leaves = way_of(x), delayed, weights if delayed is not None else ()
         ctx.save_for_backward(x, counts, *weights)
         if ctx.way == GROUPED:
             return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
@@ -147,20 +158,40 @@ class _GroupedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, counts, *weights = ctx.saved_tensors
-        grad, of_x, of_weights = grads[0].contiguous(), ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
-        if ctx.way == GROUPED:
-            ends = _ends(counts)
-            back = F.grouped_mm(grad, torch.stack(weights), offs=ends) if of_x else None
-            made = F.grouped_mm(grad.t(), x, offs=ends).unbind() if any(of_weights) else [None] * len(weights)
-            return back, None, *made
-        back = torch.empty_like(x) if of_x else None
-        found: list[torch.Tensor | None] = []
-        parts = _runs(counts, x, grad, x if back is None else back)
-        for rows, of_rows, out, weight, is_wanted in zip(*parts, weights, of_weights, strict=True):
-            if back is not None and len(rows):
-                torch.mm(of_rows, weight, out=out)
-            found.append(of_rows.t().mm(rows) if is_wanted else None)
-        return back, None, *found
+        grad, way, is_wanted = grads[0].contiguous(), ctx.way, ctx.needs_input_grad[3:]
+        back = _of_input(grad, weights, counts, way) if ctx.needs_input_grad[0] else None
+        if ctx.delayed is None:
+            return back, None, None, *_of_weights(x, grad, counts, is_wanted, way)
+        leaves = ctx.leaves  # themselves: recompute hands back detached copies of what is saved
+
+        def add() -> None:
+            for leaf, made in zip(leaves, _of_weights(x, grad, counts, is_wanted, way), strict=True):
+                if made is not None:
+                    leaf.grad = made if leaf.grad is None else leaf.grad + made
+
+        ctx.delayed.append(add)
+        return back, None, None, *[None] * len(weights)
+
+
+def _of_input(grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, way: str) -> torch.Tensor:
+    if way == GROUPED:
+        return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
+    back = grad.new_empty(len(grad), weights[0].shape[1])
+    for of_rows, out, weight in zip(*_runs(counts, grad, back), weights, strict=True):
+        if len(of_rows):
+            torch.mm(of_rows, weight, out=out)
+    return back
+
+
+def _of_weights(
+    x: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, is_wanted: Sequence[bool], way: str
+) -> Sequence[torch.Tensor | None]:
+    if not any(is_wanted):
+        return [None] * len(is_wanted)
+    if way == GROUPED:
+        return F.grouped_mm(grad.t(), x, offs=_ends(counts)).unbind()
+    runs = zip(*_runs(counts, x, grad), is_wanted, strict=True)
+    return [of_rows.t().mm(rows) if wanted else None for rows, of_rows, wanted in runs]
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:

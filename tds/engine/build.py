@@ -36,10 +36,11 @@ from tds.watchdog import watchdog
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
     "use_reentrant", "schedule", "schedule_file", "chunks", "placement", "micro_batch_group_size", "trace",
-    "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas",
+    "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas", "backward_split",
 )  # fmt: skip
 """DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
-trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas."""
+trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split."""
+BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -127,6 +128,19 @@ def _is_enabled(section: Any) -> bool:
     if not isinstance(section, Mapping):
         return section is True
     return any(_is_enabled(value) for key, value in section.items() if key == "enabled" or isinstance(value, Mapping))
+
+
+def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
+    """Return whether weights are put off by autograd's graph, too; None: where linear layers have less than half.
+
+    Raises:
+        ValueError: "backward_split" is none of BACKWARD_SPLITS.
+    """
+    asked = section.get("backward_split", "auto")
+    if asked not in BACKWARD_SPLITS:
+        raise ValueError(f'"pipeline": {{"backward_split": ...}} must be "auto", "linear" or "graph", got {asked!r}')
+    recomputes = bool(getattr(module, "activation_checkpoint_interval", 0))  # by the graph it would do so twice
+    return False if asked == "auto" and recomputes else BACKWARD_SPLITS[asked]
 
 
 def is_auto(schedule: Any) -> bool:
@@ -317,7 +331,7 @@ def make_stage(engine: EngineParts) -> Stage:
         process_groups.open_channels(groups, ranks, engine.stage_id, device, placement)
     links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit, are_own=must_open)
     exchange = P2PCommunicator(links, engine.module, placement=placement, is_dynamic=engine.module.dynamic_shape)
-    return Stage(engine.module, exchange, device)
+    return Stage(engine.module, exchange, device, splits_by_graph(engine.pipeline_section, engine.module))
 
 
 def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) -> DataConsistency | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from tds.deepspeed_api import checkpointing
 from tds.device import to_device
@@ -146,12 +146,12 @@ class Call:
 class InFlight:
     """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
 
-    The outputs themselves are let go once sent: a gradient edge is enough to run the backward.
+    The outputs themselves are let go once sent: a gradient edge is enough to run the backward. The last stage has the
+    loss, whose gradient is None, which autograd takes for 1.
     """
 
     leaves: list[torch.Tensor]
-    edges: list[GradientEdge]
-    loss: torch.Tensor | None = None
+    roots: list[Any]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,9 @@ class Stage:
         span: marks of the clock around the actions of the last run.
     """
 
-    def __init__(self, module: Any, exchange: P2PCommunicator, device: torch.device) -> None:
+    def __init__(
+        self, module: Any, exchange: P2PCommunicator, device: torch.device, by_graph: bool | None = False
+    ) -> None:
         self.module = module
         self.exchange = exchange
         self.device = device
@@ -203,7 +205,7 @@ class Stage:
         self.num_stages = exchange.links.num_stages
         self.placement = exchange.placement
         self.num_chunks = self.placement.num_chunks
-        self.splitter = WeightGradStore()
+        self.splitter = WeightGradStore(module, self._forward_of, by_graph=by_graph)
         self.recompute = Recompute()
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
@@ -213,7 +215,7 @@ class Stage:
         self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
-            Backward: self.backward,
+            Backward: self.backward_in_halves if self.splitter.modules.always_wait else self.backward,
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
@@ -309,6 +311,11 @@ class Stage:
         if call.reducer is not None and action in self._program.last:
             call.reducer.register_chunk_ready(action.chunk)
 
+    def backward_in_halves(self, action: Action, call: Call) -> None:
+        """``backward`` where modules put the gradients of their weights off in any backward."""
+        self._run_backward(action, call)
+        self.backward_weight(action, call)
+
     def backward_input(self, action: Action, call: Call) -> None:
         """Run the backward of one micro-batch but for the weights of linear layers."""
         self._run_backward(action, call)
@@ -330,15 +337,15 @@ class Stage:
     def _run_backward(self, action: Action, call: Call) -> None:
         incoming, outgoing = self._program.messages[action]
         gradients = _gradients(call)
-        arrived = [] if incoming is None else self.exchange.recv_backward(incoming)
+        arrived = [None] if incoming is None else self.exchange.recv_backward(incoming)
         state = self._in_flight.pop(_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
             with self._splitting(action), self._putting_off(action):
-                if state.loss is not None:
-                    state.loss.backward()
-                elif state.edges:
-                    torch.autograd.backward(state.edges, arrived)
+                if isinstance(action, BackwardInput):
+                    self.splitter.backward(state.roots, arrived, state.leaves)
+                elif state.roots:
+                    torch.autograd.backward(state.roots, arrived)
             gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
@@ -353,7 +360,12 @@ class Stage:
         return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
-        return self.splitter.deferring(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
+        return nullcontext() if self._methods[type(action)] == self.backward else self.splitter.deferring(_key(action))
+
+    def _forward_of(self) -> tuple[int, int] | None:
+        """Return the micro-batch and chunk whose forward runs in training."""
+        action = self.exchange.action
+        return _key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
@@ -385,7 +397,7 @@ class Stage:
                 f"{action.micro_batch} on stage {self.index}"
             )
         scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
-        self._in_flight[_key(action)] = InFlight(leaves, [], scaled)
+        self._in_flight[_key(action)] = InFlight(leaves, [scaled])
 
     def made_output(self, output: Any) -> Any:
         """Return what a program is shown of an output of the last layer; None of other stages."""

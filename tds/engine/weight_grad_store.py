@@ -1,36 +1,60 @@
 """Putting off the gradients of weights, so that the previous stage gets its own sooner.
 
-While a ``WeightGradStore`` is active, ``torch.nn.functional.linear`` on a weight that is a leaf (so ``nn.Linear``, and
-every parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the
-gradient of its input alone and notes what the weight's needs; ``BackwardWeight`` computes it later, through the same
-``AccumulateGrad`` node, so that hooks and sums are as ever, to the bit. A user's model is not changed. It is the name
-in torch's module that is swapped meanwhile, not a ``TorchFunctionMode`` set: a mode is off inside ``backward``, where
-recompute runs layers again, and on GPUs that happens in another thread.
+Three kinds of work wait in a ``WeightGradStore`` from a ``BackwardInput`` to its ``BackwardWeight``:
 
-What is no such call (norms, embeddings, convolutions, linear layers under autocast or ``torch.compile``) has its whole
-backward run with the input's; ``WeightGradStore.describe_split`` says which parameters those are.
+* calls of ``torch.nn.functional.linear`` on a weight that is a leaf: the input and the gradient of the output are kept;
+* modules with ``backward_dw()``, as Transformer Engine's and Megatron's layers and our experts have it;
+* with "backward_split": "graph" what autograd's graph allows (``graph_split``): the whole graph is kept.
 
-Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
+The name ``linear`` in torch's module is swapped while a store is active: ``F.linear`` (so ``nn.Linear``, and every
+parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the gradient
+of its input alone and notes what the weight's needs. Each gradient comes through its weight's ``AccumulateGrad`` node,
+so that hooks and sums are as ever, to the bit. A user's model is not changed. A ``TorchFunctionMode`` would be off
+inside ``backward``, where recompute runs layers again, and on GPUs that happens in another thread.
+
+A module's ``backward_dw()`` computes the gradients of its weights for the oldest of its backwards that waits, and
+leaves them in ``grad``. It is called once for each forward in a micro-batch, of the outermost module that has it. One
+that may also compute them at once has an attribute ``delay_wgrad``, which is True while forwards run whose backward is
+split. One without it, such as ``te.Linear(delay_wgrad_compute=True)``, always waits: behind whole backwards it is
+called, too.
+
+What none of these covers has its whole backward run with the input's; ``WeightGradStore.describe_split`` says which
+parameters those are.
+
+Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; Megatron-LM's ``delay_wgrad_compute``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
+
+from tds.engine import graph_split
 
 Key = tuple[int, int]
 
 
+class PutOff(Protocol):
+    """Work that waits for its ``BackwardWeight``."""
+
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """Return the weights that wait for it."""
+
+    def run(self) -> None:
+        """Add to their gradients, through their ``AccumulateGrad`` nodes."""
+
+
 @dataclass(frozen=True, slots=True)
-class _PutOff:
-    """One linear layer's call whose weight still waits for its gradient."""
+class _LinearCall:
+    """One linear layer's call."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -38,11 +62,10 @@ class _PutOff:
     bias: torch.Tensor | None
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return those of weight and bias that are trained."""
         return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradient of each leaf: by the products that autograd itself would take.
+    def run(self) -> None:
+        """Take the products that autograd itself would take.
 
         Shapes:
             x    [..., input_size]
@@ -50,16 +73,114 @@ class _PutOff:
         """
         rows = self.grad.reshape(-1, self.grad.shape[-1])
         made = [rows.t().mm(self.x.reshape(-1, self.x.shape[-1]))] if self.weight.requires_grad else []
-        return [*made, rows.sum(0)] if self.bias is not None and self.bias.requires_grad else made
+        made += [rows.sum(0)] if self.bias is not None and self.bias.requires_grad else []
+        torch.autograd.backward([get_gradient_edge(leaf) for leaf in self.leaves()], made)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleCalls:
+    """The forwards of a module with ``backward_dw()`` in one micro-batch."""
+
+    module: Any
+    times: int
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def run(self) -> None:
+        """Add up what the calls leave in ``grad``: some modules write there only where nothing is."""
+        parameters = self.leaves()
+        held = [parameter.grad for parameter in parameters]
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for _ in range(self.times):
+            for parameter in parameters:
+                parameter.grad = None
+            self.module.backward_dw()
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    made[parameter] = parameter.grad if parameter not in made else made[parameter] + parameter.grad
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+        if made:
+            torch.autograd.backward([get_gradient_edge(parameter) for parameter in made], list(made.values()))
+
+
+class DelayedModules:
+    """The outermost modules of a stage that have ``backward_dw()``, and their forwards by micro-batch and chunk.
+
+    Args:
+        current: the (micro-batch, chunk) whose forward runs in training; None: none does, so that recompute, which is
+            in a backward, and evaluation count for nothing.
+
+    Attributes:
+        always_wait: some wait for ``backward_dw()`` behind a whole backward, too.
+    """
+
+    def __init__(self, module: nn.Module | None, current: Callable[[], Key | None]) -> None:
+        every = [] if module is None else list(_outermost(module))
+        self._of_choice = [each for each in every if hasattr(each, "delay_wgrad")]
+        self.always_wait = len(self._of_choice) < len(every)
+        self._current = current
+        self._calls: dict[Key, Counter[Any]] = {}
+        for each in every:
+            each.register_forward_hook(self._called)
+
+    @contextmanager
+    def delaying(self) -> Iterator[None]:
+        """Let modules that can do either delay the gradients of their weights for forwards within."""
+        for each in self._of_choice:
+            each.delay_wgrad = True  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for each in self._of_choice:
+                each.delay_wgrad = False  # type: ignore[assignment]
+
+    def waiting(self, key: Key) -> list[_ModuleCalls]:
+        """Return what the backward of ``key`` has left to be done, the last module first; once."""
+        calls = self._calls.pop(key, Counter())
+        return [_ModuleCalls(module, times) for module, times in reversed(calls.items())]
+
+    def clear(self) -> None:
+        """Forget all forwards."""
+        self._calls.clear()
+
+    def _called(self, module: Any, *_: Any) -> None:
+        key = self._current()
+        if key is not None and getattr(module, "delay_wgrad", True):
+            self._calls.setdefault(key, Counter())[module] += 1
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    if callable(getattr(module, "backward_dw", None)):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 class WeightGradStore:
-    """Keeps what is put off, by micro-batch and chunk."""
+    """Keeps what is put off, by micro-batch and chunk.
 
-    def __init__(self) -> None:
+    Args:
+        module: the stage's layers, for those that put off by themselves; None: there are none.
+        current: as of ``DelayedModules``.
+        by_graph: also put off what autograd's graph allows; None: once it shows that linear layers and modules with
+            ``backward_dw()`` have less than half of the weights that could be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        current: Callable[[], Key | None] = lambda: None,
+        *,
+        by_graph: bool | None = False,
+    ) -> None:
         self.split: set[torch.Tensor] = set()
-        self._put_off: dict[Key, list[_PutOff]] = {}
-        self._current: list[_PutOff] | None = None
+        self.modules = DelayedModules(module, current)
+        self.by_graph = by_graph
+        self._put_off: dict[Key, list[PutOff]] = {}
+        self._current: list[PutOff] | None = None
         self._anchor = torch.empty(0, requires_grad=True)
         self.plain: Callable[..., torch.Tensor] = F.linear
 
@@ -68,7 +189,8 @@ class WeightGradStore:
         """Let linear layers within be ones that can be split; needed in a backward that recomputes, too."""
         self.plain, F.linear = F.linear, self.linear
         try:
-            yield
+            with self.modules.delaying():
+                yield
         finally:
             F.linear = self.plain
 
@@ -86,16 +208,34 @@ class WeightGradStore:
             yield
         finally:
             self._current = None
+        self._put_off[key] += self.modules.waiting(key)
+        self.split.update(leaf for each in self._put_off[key] for leaf in each.leaves())
+
+    def backward(self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+        """Run autograd from ``roots``, within ``deferring``; put off by the graph what else can be.
+
+        Args:
+            roots: a loss, or gradient edges with their ``grads``.
+            inputs: the leaves whose gradients the previous stage waits for; none on the first.
+        """
+        if self.by_graph is None and inputs:
+            self.by_graph = graph_split.pays(roots, inputs, self._anchor)
+        if self.by_graph and inputs:
+            self._waiting_now().extend(graph_split.backward(roots, grads, inputs, self._anchor))
+        elif roots:
+            torch.autograd.backward(roots, grads)
 
     def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Take note of the gradients that ``weight`` and ``bias`` are owed."""
+        self._waiting_now().append(_LinearCall(x, grad, weight, bias))
+
+    def _waiting_now(self) -> list[PutOff]:
         if self._current is None:
             raise RuntimeError(
                 "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
                 'backward: use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
             )
-        self._current.append(_PutOff(x, grad, weight, bias))
-        self.split.update(each for each in (weight, bias) if each is not None)
+        return self._current
 
     def waiting(self, key: Key) -> set[torch.Tensor]:
         """Return the weights and biases whose gradients are put off under ``key``."""
@@ -105,17 +245,20 @@ class WeightGradStore:
         """Compute what was put off under ``key`` and add it to the gradients; ``on_done`` hears of each leaf's last."""
         every = self._put_off.pop(key)
         left = Counter(leaf for each in every for leaf in each.leaves())
-        for each in every:
-            leaves = each.leaves()
-            torch.autograd.backward([get_gradient_edge(leaf) for leaf in leaves], each.gradients())
-            left.subtract(leaves)
-            for leaf in leaves:
-                if on_done is not None and not left[leaf]:
-                    on_done(leaf)
+        with self.active() if self.by_graph else nullcontext():  # layers may be computed again
+            while every:
+                each = every.pop(0)  # and let go what it holds
+                leaves = each.leaves()
+                each.run()
+                left.subtract(leaves)
+                for leaf in leaves:
+                    if on_done is not None and not left[leaf]:
+                        on_done(leaf)
 
     def clear(self) -> None:
         """Forget what a call that failed has left."""
         self._put_off.clear()
+        self.modules.clear()
         self._current = None
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:

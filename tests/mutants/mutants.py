@@ -57,6 +57,7 @@ from tests.mutants.plain_decoders import PLAIN_DECODERS
 from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
+from tests.mutants.put_off import OF_PUT_OFF
 from tests.mutants.rates import RATES
 from tests.mutants.reading import READING
 from tests.mutants.reasons import ENDS
@@ -87,7 +88,7 @@ from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
-IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
+IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OF_PUT_OFF, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
 IN_FAULTS = (

@@ -66,8 +66,8 @@ STAGES = (
     Mutant(
         "the samples of a micro-batch change places in the gradient that comes back",
         "tds/engine/stage.py",
-        "                    torch.autograd.backward(state.edges, arrived)\n",
-        "                    torch.autograd.backward(state.edges, [a.flip(0) for a in arrived])\n",
+        "                    torch.autograd.backward(state.roots, arrived)\n",
+        "                    torch.autograd.backward(state.roots, [a if a is None else a.flip(0) for a in arrived])\n",
         (f"{CHUNKS}[2-2]",),
     ),
     Mutant(

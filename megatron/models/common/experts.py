@@ -16,7 +16,7 @@ from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
-from megatron.ops.grouped import Slots, grouped_linear, return_rows, send_rows
+from megatron.ops.grouped import Delayed, Slots, grouped_linear, return_rows, send_rows
 
 # Each expert has its own weights, under its own number: ``experts.5.up.weight`` [2f/t, h] and ``experts.5.down.weight``
 # [h, f/t], as the grouped layers of Megatron's Transformer Engine have them. So all that knows weights by their names
@@ -98,23 +98,37 @@ class Experts(nn.Module):
     Shapes:
         rows   [m, h], those of the first expert first, ``counts`` [E] of each
         output [m, h]
+
+    Attributes:
+        delay_wgrad: the backward of a forward within leaves the gradients of the weights to ``backward_dw``, as a
+            schedule that splits backwards asks for (``tds.engine.weight_grad_store``).
     """
+
+    delay_wgrad = False
 
     def __init__(self, experts: Mapping[int, nn.Module]) -> None:
         super().__init__()
+        self._delayed: list[Delayed] = []
         for number, expert in experts.items():
             self.add_module(str(number), expert)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         own: list[Any] = list(self.children())
-        hidden = grouped_linear(rows, [each.up.weight for each in own], counts)  # [m, f/t], gated [m, 2f/t]
+        delayed = self._delayed if self.delay_wgrad else None
+        hidden = grouped_linear(rows, [each.up.weight for each in own], counts, delayed)  # [m, f/t], gated [m, 2f/t]
         activation = own[0].activation
         if own[0].is_gated:
             gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             hidden = activation(gate) * value
         else:
             hidden = activation(hidden)
-        return grouped_linear(hidden, [each.down.weight for each in own], counts)
+        return grouped_linear(hidden, [each.down.weight for each in own], counts, delayed)
+
+    def backward_dw(self) -> None:
+        """Add the gradients of the weights of the oldest backward that waits to their ``grad``."""
+        for add in self._delayed[:2]:  # down and up
+            add()
+        del self._delayed[:2]
 
 
 class Gate(nn.Module):

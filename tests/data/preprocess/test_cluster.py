@@ -206,15 +206,23 @@ def test_a_node_that_is_killed_in_the_middle_changes_no_byte(tmp_path: Path) -> 
         [sys.executable, str(TWO_NODES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert nodes.stdin and nodes.stdout
+
+    def asked(line: str) -> str:
+        print(line, file=nodes.stdin, flush=True)
+        return nodes.stdout.readline()  # type: ignore[union-attr]
+
     try:
         address = nodes.stdout.readline().strip()
-        job = start(tmp_path, "two", "--cluster", address, "--unit-bytes", "500000")
-        while len(writers(tmp_path / "two.parts")) < 2 or not list((tmp_path / "two.parts").glob("unit-*.json")):
+        job = start(tmp_path, "two", "--cluster", address, "--unit-bytes", "2000000")
+        while True:
             assert job.poll() is None, job.communicate()[1]
-            time.sleep(0.02)
-        nodes.stdin.write("kill\n")
-        nodes.stdin.flush()
-        assert nodes.stdout.readline().strip() == "killed" and job.poll() is None, "it must be killed in the middle"
+            stopped = set(asked("stop").split())  # so that the unit it is at cannot end before it is killed
+            if any((tmp_path / "two.parts").glob("unit-*.json")) and stopped & writers(tmp_path / "two.parts"):
+                break
+            asked("go")
+            time.sleep(0.1)
+        asked("kill")
+        assert job.poll() is None, "it must be killed in the middle"
         said = ended(job)
     finally:
         nodes.communicate("end\n", timeout=60)

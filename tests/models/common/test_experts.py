@@ -19,6 +19,7 @@ from megatron.mpu.groups import single_grid
 from megatron.mpu.random import checkpoint
 from megatron.ops import grouped
 from megatron.ops.grouped import GROUPED, LOOP, grouped_linear
+from tds.engine.weight_grad_store import WeightGradStore
 
 S, B, H, E = 7, 3, 10, 6
 SIZES: dict[str, Any] = {
@@ -273,3 +274,30 @@ def test_flags_of_other_kinds_of_experts_are_refused_with_experts_alone() -> Non
     assert dense.model.num_experts == 0 and dense.model == parse(["--data-path", "none"], world_size=1).model
     with pytest.raises(ConfigError, match="--moe-loss-coeff, --moe-train-capacity-factor would change the numbers"):
         parse([*words, "--num-experts", "4"], world_size=1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_experts_wait_for_their_turn_to_the_bit(recompute: bool) -> None:
+    """Under a schedule that splits backwards; two micro-batches wait at a time."""
+    whole, split = layer(), layer()
+    x, keys = [hidden(seed) for seed in (0, 1)], [(0, 0), (1, 0)]
+    for each in x:
+        given = each.clone().requires_grad_()
+        (checkpoint(ParallelContext().streams, whole, given) if recompute else whole(given)).square().sum().backward()
+    forwards: list[tuple[int, int] | None] = [None]
+    store = WeightGradStore(split, lambda: forwards[0])
+    for key, each in zip(keys, x, strict=True):
+        given = each.clone().requires_grad_()
+        with store.active():
+            forwards[0] = key
+            loss = (checkpoint(ParallelContext().streams, split, given) if recompute else split(given)).square().sum()
+            forwards[0] = None
+            with store.deferring(key):
+                store.backward([loss], [None], [given])
+    experts = [parameter for name, parameter in split.named_parameters() if name.startswith("experts.")]
+    assert all(parameter.grad is None for parameter in experts) and set(experts) <= store.waiting((1, 0))
+    for key in keys:
+        store.run(key)
+    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert wanted.grad is not None and got.grad is not None and torch.equal(wanted.grad, got.grad), name
+    assert not split.experts.delay_wgrad and "all its weights" in store.describe_split(dict(split.named_parameters()))
