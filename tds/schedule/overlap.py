@@ -44,7 +44,7 @@ from tds.schedule.validate import ScheduleError
 
 def pairs(
     stages: Sequence[Sequence[Action]], num_chunks: int = 1, placement: str = LOOP
-) -> tuple[frozenset[Forward], ...]:
+) -> tuple[frozenset[Action], ...]:
     """Return for each stage the forwards that run beside the backward behind them.
 
     Raises:
@@ -53,10 +53,10 @@ def pairs(
     return _Pairing(stages, Placement(len(stages), num_chunks, placement)).found()
 
 
-def can_pair(first: Action, second: Action | None) -> bool:
+def can_pair(first: Action, second: Action) -> bool:
     """Return whether these two, one behind the other, may be a pair."""
     is_kind = isinstance(first, Forward) and isinstance(second, SENDS_GRADIENTS)
-    return is_kind and (first.micro_batch, first.chunk) != (second.micro_batch, second.chunk)  # type: ignore[union-attr]
+    return is_kind and (first.micro_batch, first.chunk) != (second.micro_batch, second.chunk)
 
 
 class _Pairing:
@@ -66,9 +66,9 @@ class _Pairing:
         self.stages, self.placement = stages, placement
         self.at = [0] * len(stages)
         self.there: set[tuple[int, Message]] = set()
-        self.paired: list[set[Forward]] = [set() for _ in stages]
+        self.paired: list[set[Action]] = [set() for _ in stages]
 
-    def found(self) -> tuple[frozenset[Forward], ...]:
+    def found(self) -> tuple[frozenset[Action], ...]:
         todo = deque(range(len(self.stages)))
         while todo:
             self._run(todo)
@@ -85,8 +85,8 @@ class _Pairing:
             actions = self.stages[stage]
             while self.at[stage] < len(actions):
                 first, second = self._next(stage)
-                unit = (first, second) if can_pair(first, second) else (first,)
-                if not all(self._is_there(stage, action) for action in unit if action is not None):
+                unit = (first,) if second is None or not can_pair(first, second) else (first, second)
+                if not all(self._is_there(stage, action) for action in unit):
                     break
                 todo.extend(self._done(stage, unit))
 
@@ -105,15 +105,15 @@ class _Pairing:
         message = received(action, stage, self.placement)
         return message is None or (stage, message) in self.there
 
-    def _done(self, stage: int, unit: Sequence[Action | None]) -> list[int]:
+    def _done(self, stage: int, unit: Sequence[Action]) -> list[int]:
         """Count ``unit`` as done; return the stages that get something of it."""
         self.at[stage] += len(unit)
         if len(unit) == 2:
-            self.paired[stage].add(unit[0])  # type: ignore[arg-type]
+            self.paired[stage].add(unit[0])
         woken = []
         for action in unit:
-            message = None if action is None else sent(action, stage, self.placement)
-            if message is not None and action is not None:
+            message = sent(action, stage, self.placement)
+            if message is not None:
                 self.there.add((message.peer, arrived(message, action, stage, self.placement)))
                 woken.append(message.peer)
         return woken
@@ -133,9 +133,17 @@ EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}
 
 @functools.lru_cache(maxsize=32)
 def with_earlier_forwards(order: Order, name: str) -> Order:
-    """Return ``order``, of a schedule of that name, with as many more forwards in flight as its pairs need."""
+    """Return ``order``, of a schedule of that name, with as many more forwards in flight as its pairs need.
+
+    Raises:
+        ValueError: the schedule does not gain by pairs.
+    """
+    name = name.lower()
     if name not in EARLIER:
-        return order
+        raise ValueError(
+            f"forwards run beside backwards in the schedules {', '.join(EARLIER)}, and in an order of one's own, got "
+            f"{name}. Use one of these, or leave overlap_forward_backward (--overlap-forward-backward) out"
+        )
 
     def earlier(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
         actions = order(num_stages, num_micro_batches, stage)
@@ -146,7 +154,8 @@ def with_earlier_forwards(order: Order, name: str) -> Order:
 
 def more_in_flight(name: str, num_stages: int, stage: int) -> int:
     """Return how many more forwards a stage has in flight with pairs, at most."""
-    return (num_stages - stage if EARLIER[name] is None else EARLIER[name]) or 0 if name in EARLIER else 0
+    more = EARLIER.get(name, 0)
+    return num_stages - stage if more is None else more
 
 
 def _earlier(actions: Sequence[Action], by: int) -> list[Action]:
@@ -181,7 +190,7 @@ class _Running:
 
 def simulate_pairs(
     stages: Sequence[Sequence[Action]], costs: Costs, waits: Costs, num_chunks: int = 1, placement: str = LOOP,
-    *, paired: Sequence[frozenset[Forward]] | None = None,
+    *, paired: Sequence[frozenset[Action]] | None = None,
 ) -> Timeline:  # fmt: skip
     """Return the time line of a schedule with pairs; spans of a stage overlap where actions do.
 
@@ -200,7 +209,7 @@ def simulate_pairs(
 class _Simulation:
     def __init__(
         self, stages: Sequence[Sequence[Action]], costs: Costs, waits: Costs, placement: Placement,
-        paired: Sequence[frozenset[Forward]],
+        paired: Sequence[frozenset[Action]],
     ) -> None:  # fmt: skip
         self.stages, self.placement, self.paired = stages, placement, paired
         self.costs, self.waits, self.transfer = costs, waits, costs.transfer
