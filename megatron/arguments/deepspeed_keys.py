@@ -158,6 +158,7 @@ PIPELINE = {
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),
     "overlap_reduction": Key(BOOLEAN, "overlap_grad_reduce"),
+    "overlap_forward_backward": Key(BOOLEAN, "overlap_forward_backward"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)

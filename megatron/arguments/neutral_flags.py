@@ -23,7 +23,7 @@ GROUPS = {
         --moe-paged-stash-buffer-size-factor-cpu= --moe-routing-trace-path=
         --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
         --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
-        --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad
+        --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --delay-wgrad-compute --high-priority-a2a-comm-stream
         --save-tokens-per-expert-interval=""",
     "it acts on experts of another kind; a dense model has none, and with --num-experts it is refused": """

@@ -13,6 +13,7 @@ from megatron.config.pipeline_layout import parse_layout
 from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
     AUTO,
+    EARLIER,
     IN_A_V,
     IN_FILE,
     MANY_CHUNKS,
@@ -149,6 +150,14 @@ class ParallelConfig:
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
+    overlap_forward_backward: bool = option(
+        False,
+        "the forward of one micro-batch runs beside the backward of another, so that one computes while the other "
+        "waits for its experts or tensor ranks; 1f1b, interleaved, zb-v, dualpipev or a schedule of a file, on CPUs; "
+        "the numbers are the same",
+        aliases=("--overlap-moe-expert-parallel-comm",),
+        short="forwards beside backwards of other micro-batches",
+    )
     reduce_bucket_size: int = option(
         0,
         "gradients that replicas add up together, in numbers; gloo rounds by places in a bucket, so that with three "
@@ -252,6 +261,11 @@ class ParallelConfig:
         return self.pipe_parallel_size > 1
 
     @property
+    def overlaps_passes(self) -> bool:
+        """Whether forwards run beside backwards."""
+        return self.overlap_forward_backward and self.has_pipeline
+
+    @property
     def schedule(self) -> str:
         """The schedule's name, said or by default."""
         if self.pipeline_schedule_file is not None:
@@ -338,6 +352,8 @@ class ParallelConfig:
                 "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
                 "--recompute-granularity selective. Leave one out"
             )
+        if self.overlaps_passes:
+            yield from self._pair_problems()
         names = candidates(self.schedule, self.chunks, self.placement) if self.has_pipeline else ()
         if self.compile and (split := [name for name in names if splits(name)]):
             yield (
@@ -345,6 +361,22 @@ class ParallelConfig:
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
                 f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
+
+    def _pair_problems(self) -> Iterator[str]:
+        """Yield what cannot be where two passes run at once."""
+        flag = "--overlap-forward-backward (--overlap-moe-expert-parallel-comm)"
+        if self.schedule not in EARLIER and self.pipeline_schedule_file is None:
+            yield (
+                f"{flag} needs one of the schedules {', '.join(EARLIER)}, got --pipeline-schedule {self.schedule}. "
+                "Use one of these, or leave the flag out"
+            )
+        beside = {
+            "--checkpoint-activations": self.checkpoint_activations,
+            "--recompute-granularity": self.recompute_granularity is not None and not self.checkpoint_activations,
+            "--compile": self.compile,
+        }
+        if said := [name for name, is_said in beside.items() if is_said]:
+            yield f"{flag} runs layers in two threads, which {', '.join(said)} cannot. Leave one of them out"
 
     def _file_problem(self) -> str | None:
         """Return what is wrong with a file of a schedule, looking at the layout alone."""

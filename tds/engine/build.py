@@ -29,7 +29,7 @@ from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
 from tds.schedule import LOOP, FileSchedule, Kind, Placement, read_schedule
-from tds.schedule.overlap import EARLIER
+from tds.schedule.simulate import EARLIER
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog

@@ -22,7 +22,7 @@ from tds.schedule.actions import (
     received,
     sent,
 )
-from tds.schedule.simulate import Costs, Span, Timeline
+from tds.schedule.simulate import EARLIER, Costs, Span, Timeline, more_in_flight
 from tds.schedule.validate import ScheduleError
 
 # A pair is a forward and, next in its stage's order, the backward of another micro-batch or chunk, whole or for the
@@ -127,9 +127,6 @@ def arrived(message: Message, action: Action, stage: int, placement: Placement) 
 
 # Orders with enough forwards in flight.
 
-EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}
-"""The schedules that gain by pairs, with how many forwards earlier a stage begins; None: stages less its own number."""
-
 
 @functools.lru_cache(maxsize=32)
 def with_earlier_forwards(order: Order, name: str) -> Order:
@@ -150,12 +147,6 @@ def with_earlier_forwards(order: Order, name: str) -> Order:
         return _earlier(actions, more_in_flight(name, num_stages, stage))
 
     return earlier
-
-
-def more_in_flight(name: str, num_stages: int, stage: int) -> int:
-    """Return how many more forwards a stage has in flight with pairs, at most."""
-    more = EARLIER.get(name, 0)
-    return num_stages - stage if more is None else more
 
 
 def _earlier(actions: Sequence[Action], by: int) -> list[Action]:

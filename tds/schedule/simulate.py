@@ -136,6 +136,17 @@ def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
     return (p + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
 
 
+EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}
+"""The schedules that gain by forwards beside backwards (``tds.schedule.overlap``), with how many forwards earlier a
+stage begins then; None: as many as stages, less its own number."""
+
+
+def more_in_flight(name: str, num_stages: int, stage: int) -> int:
+    """Return how many more forwards a stage has in flight at most where forwards run beside backwards."""
+    more = EARLIER.get(name, 0)
+    return num_stages - stage if more is None else more
+
+
 def in_flight(
     num_stages: int,
     num_micro_batches: int,
@@ -144,8 +155,14 @@ def in_flight(
     stage: int,
     placement: str = LOOP,
     group_size: int = 0,
+    *,
+    has_pairs: bool = False,
 ) -> int:
-    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
+    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst.
+
+    Args:
+        has_pairs: forwards run beside backwards.
+    """
     if (path := file_of(schedule)) is not None:
         return read_schedule(path).peaks[stage]
     p, most = num_stages, num_chunks * num_micro_batches
@@ -153,7 +170,8 @@ def in_flight(
     in_a_v = min(2 * p, stage + 1 + num_micro_batches)
     held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
     held |= {"zb-v": in_a_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
-    return min(most, max(held[name] for name in candidates(schedule, num_chunks, placement)))
+    more = more_in_flight(schedule, p, stage) if has_pairs else 0
+    return min(most, more + max(held[name] for name in candidates(schedule, num_chunks, placement)))
 
 
 def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:

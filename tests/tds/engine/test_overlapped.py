@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tds.engine.overlapped import OverlappingStage
-from tds.gradients import runs_beside_backward
-from tests.helpers.harness import RankFailure, fork_ranks, run_ranks
-from tests.helpers.toys import Toy, check_equal, make_engine, run_toys, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.toys import Toy, check_equal, run_toys
 
 ON = {"overlap_forward_backward": True}
 IN_A_LOOP = {"chunks": 2}
