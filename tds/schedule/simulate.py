@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from tds.schedule.actions import LOOP, Action, Backward, BackwardInput, Forward, Order, Placement, V
 from tds.schedule.schedule_file import read_schedule
@@ -265,6 +266,11 @@ class Span:
     end_s: float
 
 
+def are_pair(first: Span, second: Span) -> bool:
+    """Return whether ``second``, the next of its stage, begins while ``first`` runs: by more than times are rounded."""
+    return second.start_s < first.end_s - 1e-9
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What each stage did when, planned or measured; what is no span is idle."""
@@ -282,8 +288,13 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """The time of its actions, for each stage."""
-        return tuple(sum(span.end_s - span.start_s for span in stage) for stage in self.spans)
+        """The time with an action, for each stage."""
+        return tuple(map(_covered_s, self.spans))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether some actions of a stage run at one time."""
+        return any(are_pair(first, second) for stage in self.spans for first, second in pairwise(stage))
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -294,6 +305,15 @@ class Timeline:
     def bubble(self) -> float:
         """The share of idle time in the step over all stages."""
         return 1 - sum(self.busy_s) / (self.num_stages * self.step_s) if self.step_s else 0.0
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Return how long at least one of ``spans`` lasts, of which two at most do at a time."""
+    covered = until = 0.0
+    for span in sorted(spans, key=lambda each: each.start_s):
+        covered += max(span.end_s - max(span.start_s, until), 0.0)
+        until = max(until, span.end_s)
+    return covered
 
 
 def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1, placement: str = LOOP) -> Timeline:
