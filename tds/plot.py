@@ -67,7 +67,7 @@ def draw_planned(
 ) -> None:
     """Write the picture of a simulated schedule to ``out``, a PNG."""
     title = f"{_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
-    _draw(
+    draw_panels(
         [Panel(timeline, f"step {timeline.step_s:.6g}", peaks, num_chunks)], title, "time in the unit of the costs", out
     )
 
@@ -91,7 +91,7 @@ def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
         f"bubble {100 * measured.bubble:.1f} % measured"
     )
     title += "" if simulated is None else f", {100 * simulated.bubble:.1f} % predicted"
-    _draw(panels, title, f"time in {unit}", out)
+    draw_panels(panels, title, f"time in {unit}", out)
 
 
 def predicted(step: MeasuredStep) -> Timeline:
@@ -108,7 +108,7 @@ def _sizes(name: str, timeline: Timeline, num_micro_batches: int, num_chunks: in
     return f"{name}, {timeline.num_stages} stages{chunks}, {num_micro_batches} micro-batches"
 
 
-def _draw(panels: Sequence[Panel], title: str, unit: str, out: str | os.PathLike[str]) -> None:
+def draw_panels(panels: Sequence[Panel], title: str, unit: str, out: str | os.PathLike[str]) -> None:
     """Draw the panels below each other on one scale of time."""
     num_stages = panels[0].timeline.num_stages
     row_in = min(max(6.0 / num_stages, 0.16), 0.5)
@@ -123,8 +123,10 @@ def _draw(panels: Sequence[Panel], title: str, unit: str, out: str | os.PathLike
         axes = figure.add_axes((LEFT_IN / WIDTH_IN, bottom / height_in, width / WIDTH_IN, rows_in / height_in))
         _draw_panel(axes, panel, end, row_in)
     axes.set_xlabel(unit)
+    handles = _legend(panels[0])
+    size = 9 if len(handles) < 8 else 7
     figure.legend(
-        handles=_legend(panels[0]), loc="lower right", ncols=9, frameon=False, fontsize=9, borderaxespad=0.0,
+        handles=handles, loc="lower right", ncols=9, frameon=False, fontsize=size, borderaxespad=0.0,
         bbox_to_anchor=(1 - RIGHT_IN / WIDTH_IN, 1 - (TOP_IN - 0.02) / height_in), columnspacing=1.2, handlelength=1.2,
     )  # fmt: skip
     figure.savefig(out)
