@@ -27,6 +27,7 @@ from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
 from tds.device import random_numbers_kept, to_device
 from tds.loss import Weighted, named_losses
 from tds.partition import partition_by_times
+from tds.schedule import LOOP
 from tds.shared_layers import held_in, layer_parameters
 from tds.timers import Clock, clock_for
 
@@ -61,7 +62,8 @@ class ProfiledCut:
 
 
 def profiled_cut(
-    specs: Sequence[Any], *, num_stages: int, num_chunks: int = 1, batch: Any, loss_fn: Callable[..., Any] | None,
+    specs: Sequence[Any], *, num_stages: int, num_chunks: int = 1, placement: str = LOOP,
+    batch: Any, loss_fn: Callable[..., Any] | None,
     device: torch.device, recomputes: bool = False,
 ) -> ProfiledCut:  # fmt: skip
     """Return the cut that makes the slowest stage as fast as can be. Collective over all ranks.
@@ -84,7 +86,7 @@ def profiled_cut(
         layers = [replace(each, backward_s=each.backward_s + each.forward_s) for each in layers]
     layers = even_out(layers)
     times, parameters = [each.total_s for each in layers], [each.parameters for each in layers]
-    return ProfiledCut(partition_by_times(times, parameters, num_stages, num_chunks), tuple(layers))
+    return ProfiledCut(partition_by_times(times, parameters, num_stages, num_chunks, placement), tuple(layers))
 
 
 def profile_layers(

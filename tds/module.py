@@ -22,14 +22,15 @@ from tds.deepspeed_api import (
     sharing_groups,
 )
 from tds.layer_profiler import ProfiledCut, profiled_cut
+from tds.partition import chunks_on
+from tds.schedule import LOOP, Placement
 from tds.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
 
 
 def layer_numbers(module: Any) -> list[int]:
     """Return the number in the whole model of each layer in ``module.forward_funcs``, chunk after chunk."""
-    num_chunks = (len(module.parts) - 1) // module.num_stages
-    pieces = [chunk * module.num_stages + module.stage_id for chunk in range(num_chunks)]
-    return [number for piece in pieces for number in range(module.parts[piece], module.parts[piece + 1])]
+    runs = chunks_on(module.parts, module.num_stages, module.stage_id, getattr(module, "placement", LOOP))
+    return [number for start, stop in runs for number in range(start, stop)]
 
 
 def index_in_one_run(module: Any, local_index: int) -> int:
@@ -50,22 +51,25 @@ class PipelineModule(BaseModule):
     Args:
         partition_method: "parameters", "uniform", "type:REGEX", "profile", or bounds such as ``[0, 3, 5]``: piece ``i``
             holds the layers ``bounds[i] ... bounds[i + 1]``. The same on every rank.
-        chunks: pieces per stage. Piece ``chunk * num_stages + stage`` of the ``chunks * num_stages`` lies on ``stage``,
-            so every stage has several short runs of layers; the schedule "interleaved" needs two or more.
+        chunks: pieces per stage, so that every stage has several short runs of layers; the schedule "interleaved" needs
+            two or more.
+        placement: "loop": piece ``chunk * num_stages + stage`` of the ``chunks * num_stages`` lies on ``stage``; "v":
+            they go down the stages and up again (``tds.schedule.Placement``), for the schedules "zb-v" and "dualpipev".
         profile_batch: one micro-batch (inputs, labels), on which "profile" times each layer; of one shape on all ranks.
 
     Raises:
         PartitionError: a ValueError: bounds that do not hold each layer exactly once, a piece without layers, or a type
             that no layer has.
-        ValueError: no whole ``chunks``.
+        ValueError: no whole ``chunks``, or no such ``placement`` of so many.
     """
 
     parts: list[int]
     num_stages: int
 
     def __init__(
-        self, layers: Any, *args: Any, chunks: int = 1, profile_batch: tuple[Any, Any] | None = None, **kwargs: Any
-    ) -> None:
+        self, layers: Any, *args: Any, chunks: int = 1, placement: str = LOOP,
+        profile_batch: tuple[Any, Any] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
             raise ValueError(f"chunks must be a whole number of 1 or more, got {chunks!r}")
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
@@ -73,6 +77,7 @@ class PipelineModule(BaseModule):
         layers = list(layers)
         sharing_layers(layers)  # raises if keys clash, before anything is built
         self.chunks = chunks
+        self.placement = Placement(1, chunks, placement).kind  # raises if there is none such
         self.profile: ProfiledCut | None = None
         self._profile_batch = profile_batch
         self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
@@ -108,14 +113,14 @@ class PipelineModule(BaseModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that holds a layer of the whole model."""
-        return chunk_of(self.parts, layer_idx) % self.num_stages
+        return Placement(self.num_stages, self.chunks, self.placement).stage_of(chunk_of(self.parts, layer_idx))
 
     def build_layers(self) -> None:
         with held_in(self.tied_modules):
             if self.chunks == 1:
                 super().build_layers()
                 return
-            for start, stop in own_pieces(self.parts, self.num_stages, self.stage_id):
+            for start, stop in chunks_on(self.parts, self.num_stages, self.stage_id, self.placement):
                 self.set_bounds(start, stop)
                 first = len(self.forward_funcs)
                 super().build_layers()
@@ -133,6 +138,7 @@ class PipelineModule(BaseModule):
             layer_specs(self),
             num_stages=self.num_stages,
             num_chunks=self.chunks,
+            placement=self.placement,
             batch=self._profile_batch,
             loss_fn=self.loss_fn,
             device=device.own(self.local_rank),
@@ -161,7 +167,7 @@ class PipelineModule(BaseModule):
                 super().partition_layers(method)
         else:
             self.parts = check_bounds(method, number, num_pieces)
-        refuse_empty_pieces(self.parts, number, method, self.chunks)
+        refuse_empty_pieces(self.parts, number, method, Placement(self.num_stages, self.chunks, self.placement))
         self.set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
 
@@ -175,11 +181,6 @@ def forwards_uncounted(module: Any) -> Iterator[None]:
     finally:
         for each, offset in zip(counters, before, strict=True):
             each.micro_offset = offset
-
-
-def own_pieces(parts: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:
-    """Return (first layer, one past the last) of each piece on ``stage``, by chunk."""
-    return [(parts[piece], parts[piece + 1]) for piece in range(stage, len(parts) - 1, num_stages)]
 
 
 def chunk_of(parts: Sequence[int], layer: int) -> int:
@@ -238,13 +239,13 @@ def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     return listed
 
 
-def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, chunks: int) -> None:
+def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placement: Placement) -> None:
     """Raise if a stage, or a chunk of one, holds no layer: it would only pass tensors on."""
     empty = [piece for piece in range(len(parts) - 1) if parts[piece] == parts[piece + 1]]
     if not empty:
         return
-    num_stages = (len(parts) - 1) // chunks
-    place = f"stage {empty[0] % num_stages}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
+    num_stages, chunks = placement.num_stages, placement.num_chunks
+    place = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
     raise PartitionError(
         f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {place}: {num_layers} "
         f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "

@@ -11,6 +11,8 @@ from math import inf
 from operator import add
 from typing import Literal
 
+from tds.schedule.actions import LOOP, Placement
+
 Bounds = list[int]
 
 # The one dynamic program: the cheapest of all cuts into runs.
@@ -61,7 +63,7 @@ TRIED_ONE_BY_ONE = 20_000
 
 
 def partition_by_times(
-    times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1
+    times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1, placement: str = LOOP
 ) -> Bounds:
     """Return bounds by which the slowest stage takes as little time as can be; among equals, with even parameters.
 
@@ -78,7 +80,7 @@ def partition_by_times(
         )
     if num_chunks == 1:
         return _cut_in_runs(times, parameters, num_pieces)
-    score = _scorer(times, parameters, num_stages)
+    score = _scorer(times, parameters, num_stages, placement)
     if math.comb(len(times) - 1, num_pieces - 1) <= TRIED_ONE_BY_ONE:
         return _best(_every_cut(len(times), num_pieces), score)
     start = _cut_in_runs(times, parameters, num_pieces)
@@ -97,11 +99,11 @@ def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: 
 
 
 def _scorer(
-    times: Sequence[float], parameters: Sequence[int], num_stages: int
+    times: Sequence[float], parameters: Sequence[int], num_stages: int, placement: str
 ) -> Callable[[Bounds], tuple[float, float]]:
     def largest(weights: Sequence[float], bounds: Bounds) -> float:
         pieces = [sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        return max(sum(pieces[stage::num_stages]) for stage in range(num_stages))
+        return max(stage_sums(pieces, num_stages, placement))
 
     return lambda bounds: (largest(times, bounds), largest(parameters, bounds))
 
@@ -139,12 +141,21 @@ def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
             yield each
 
 
-def chunks_on(bounds: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:
+def chunks_on(bounds: Sequence[int], num_stages: int, stage: int, placement: str = LOOP) -> list[tuple[int, int]]:
     """Return (first, one past the last) of each piece that lies on ``stage``, by chunk."""
-    return [(bounds[piece], bounds[piece + 1]) for piece in range(stage, len(bounds) - 1, num_stages)]
+    pieces = Placement(num_stages, (len(bounds) - 1) // num_stages, placement).own_pieces(stage)
+    return [(bounds[piece], bounds[piece + 1]) for piece in pieces]
 
 
-def partition_uniform_chunks(num_layers: int, num_stages: int, num_chunks: int, first: float, last: float) -> list[int]:
+def stage_sums(pieces: Sequence[float], num_stages: int, placement: str = LOOP) -> list[float]:
+    """Return what the pieces of each stage add up to."""
+    lie = Placement(num_stages, len(pieces) // num_stages, placement)
+    return [sum(pieces[piece] for piece in lie.own_pieces(stage)) for stage in range(num_stages)]
+
+
+def partition_uniform_chunks(
+    num_layers: int, num_stages: int, num_chunks: int, first: float, last: float, placement: str = LOOP
+) -> list[int]:
     """Return the layers of each piece: no piece costs more than one must, then no stage, then all are even.
 
     A layer costs 1. The pieces come first since stages run the same chunk at about the same time and wait for the
@@ -166,20 +177,21 @@ def partition_uniform_chunks(num_layers: int, num_stages: int, num_chunks: int, 
     besides = [0.0] * num_pieces
     besides[0] += first
     besides[-1] += last
-    evenly = _filled(besides, num_layers, num_pieces, inf)
+    evenly = _filled(besides, num_layers, Placement(num_pieces), inf)
     limit = max(cost + count for cost, count in zip(besides, evenly, strict=True))
-    return _filled(besides, num_layers, num_stages, limit)
+    return _filled(besides, num_layers, Placement(num_stages, num_chunks, placement), limit)
 
 
-def _filled(besides: Sequence[float], num_layers: int, num_stages: int, limit: float) -> list[int]:
+def _filled(besides: Sequence[float], num_layers: int, placement: Placement, limit: float) -> list[int]:
     """Give each piece a layer, then each other layer to the cheapest stage, there to the cheapest piece below a limit.
 
     Of equals the last is taken: an early one keeps more micro-batches.
     """
     pieces = [cost + 1 for cost in besides]
+    beside = [placement.own_pieces(placement.stage_of(piece)) for piece in range(len(pieces))]
     for _ in range(num_layers - len(pieces)):
         open_ones = [i for i, cost in enumerate(pieces) if cost + 1 <= limit * (1 + 1e-9)]
-        place = min(open_ones, key=lambda i: (sum(pieces[i % num_stages :: num_stages]), pieces[i], -i))
+        place = min(open_ones, key=lambda i: (sum(pieces[n] for n in beside[i]), pieces[i], -i))
         pieces[place] += 1
     return [round(cost - own) for cost, own in zip(pieces, besides, strict=True)]
 
@@ -209,7 +221,7 @@ def partition_balanced(costs: Sequence[float], parts: int) -> list[int]:
 # How layers of unequal cost are cut into the pieces of several chunks.
 
 
-def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
+def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int, placement: str = LOOP) -> list[int]:
     """Return the bounds of contiguous pieces: none costs more than one must, then no stage, then all are even.
 
     The rule of ``tds.partition.partition_uniform_chunks`` for layers that differ; the second and third part are sought
@@ -223,7 +235,7 @@ def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int) 
 
     def price(cut: list[int]) -> tuple[float, float, float]:
         pieces = _pieces(costs, cut)
-        by_stage = [sum(pieces[stage::stages]) for stage in range(stages)]
+        by_stage = stage_sums(pieces, stages, placement)
         return max(limit, *pieces), max(by_stage), sum(piece * piece for piece in pieces)
 
     while True:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tds.device import current, finish_stream, has_events, timing_event
-from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward
+from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Placement
 
 # Two clocks with one face: the host's for work on a CPU, events for work that a device has in a queue.
 #
@@ -120,12 +120,16 @@ Durations = dict[tuple[type[Action], int], list[float]]
 
 @dataclass(frozen=True)
 class Work:
-    """One action as it was, in nanoseconds of the host's monotonic clock, with its waits for messages."""
+    """One action as it was, in nanoseconds of the host's monotonic clock, with its waits for messages.
+
+    ``is_beside``: it was the forward of a pair, beside the backward that follows.
+    """
 
     action: Action
     began_ns: int
     ended_ns: int
     waits: tuple[tuple[int, int], ...] = ()
+    is_beside: bool = False
 
     @property
     def started_ns(self) -> int:
@@ -149,7 +153,7 @@ class Recorder:
         self._exchange = exchange
         self._began: Any = None
         self._num_waits = 0
-        self._marks: list[tuple[Action, Any, Any, list[tuple[Any, Any]]]] = []
+        self._marks: list[tuple[Any, ...]] = []
 
     def before(self) -> None:
         """Note that an action begins."""
@@ -162,6 +166,12 @@ class Recorder:
         exchange = self._exchange
         self._marks.append((action, self._began, exchange.clock.mark(), exchange.waits[self._num_waits :]))
 
+    def note(
+        self, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]], *, is_beside: bool = False
+    ) -> None:
+        """Note an action of a pair by the marks that its own thread took."""
+        self._marks.append((action, began, ended, waits, is_beside))
+
     def take(self, *, is_whole: bool = True) -> list[Work]:
         """Return what was recorded since the last call. Waits until it is done on the device.
 
@@ -173,14 +183,16 @@ class Recorder:
         if not is_whole:
             marks = [each for each in marks if clock.is_reached(each[2])]
         work = [_resolve(clock, *each) for each in marks]
-        for _, began, ended, _ in marks:
+        for _, began, ended, *_ in marks:
             clock.free((began, ended))
         return work
 
 
-def _resolve(clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> Work:
+def _resolve(
+    clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]], is_beside: bool = False
+) -> Work:
     at = clock.nanoseconds
-    return Work(action, at(began), at(ended), tuple((at(before), at(after)) for before, after in waits))
+    return Work(action, at(began), at(ended), tuple((at(before), at(after)) for before, after in waits), is_beside)
 
 
 def durations_of(work: Iterable[Work]) -> Durations:
@@ -196,12 +208,15 @@ def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
     return {key: statistics.median(seconds) for key, seconds in durations.items()}
 
 
-def costs_of(stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int) -> Costs:
+def costs_of(
+    stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int, placement: str = LOOP
+) -> Costs:
     """Return the costs of the pieces, from the seconds of each kind of action and chunk of each stage.
 
     Where no backward is split a whole one counts as ``backward_input``, with nothing left for the weights.
     """
-    pieces = [(stage, chunk) for chunk in range(num_chunks) for stage in stages]
+    lie = Placement(len(stages), num_chunks, placement)
+    pieces = [(stages[lie.stage_of(piece)], piece // len(stages)) for piece in range(lie.num_pieces)]
     to_input = [stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in pieces]
     to_weight = [stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in pieces]
     whole = [

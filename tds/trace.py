@@ -1,7 +1,8 @@
 """The trace that ``"pipeline": {"trace": "DIR"}`` asks for: one Chrome/Perfetto file for each rank.
 
 An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with ``.1``
-for chunk 1; what it waited for a message is an event ``wait`` ahead of it. The file is whole JSON after each step, and
+for chunk 1; what it waited for a message is an event ``wait`` ahead of it. A forward that runs beside a backward has a
+row of its own. The file is whole JSON after each step, and
 holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. What an earlier run has left
 in the folder is kept as ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
 
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
+from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
 from tds.timers import Durations, Work, costs_of, medians
 
 DEFAULT_STEPS = 20
+BESIDE = 100_000
+"""What the row of a stage's forwards that run beside backwards is further than that of all else."""
 LETTERS: dict[type[Action], tuple[str, str]] = {
     Forward: ("F", "forward"),
     Backward: ("B", "backward"),
@@ -42,8 +45,8 @@ def events(
     work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of one step: what it is, each action, and ahead of it each of its waits."""
-    place = {"pid": replica, "tid": stage}
     for index, each in enumerate(work):
+        place = {"pid": replica, "tid": stage + BESIDE if each.is_beside else stage}
         if index == 0:
             about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
             at = _time(each.began_ns, each.began_ns, origin_ns)["ts"]
@@ -79,6 +82,9 @@ class TraceFile:
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {pid}"}},
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"stage {tid}"}},
         ]
+        if about.get("has_pairs"):
+            beside = {"name": f"stage {tid}, forwards beside backwards"}
+            names.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid + BESIDE, "args": beside})
         lines = ",\n".join(map(json.dumps, names))
         self.path.write_text(f'{head[:-1]}, "traceEvents": [\n{lines}{_END}')
 
@@ -115,6 +121,7 @@ class MeasuredStep:
     num_micro_batches: int
     timeline: Timeline
     costs: Costs
+    placement: str = LOOP
 
 
 def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
@@ -160,7 +167,8 @@ def _steps(replica: int, of_stage: Mapping[int, dict[str, Any]], folder: Any) ->
         )
     stages = [_by_step(of_stage[stage]) for stage in sorted(of_stage)]
     for number in sorted(set(stages[0]).intersection(*stages[1:])):
-        step = _measured(number, replica, [rows[number] for rows in stages], about["num_chunks"])
+        chunks = about["num_chunks"], about.get("placement", LOOP)
+        step = _measured(number, replica, [rows[number] for rows in stages], *chunks)
         if step is not None:
             yield step
 
@@ -173,7 +181,9 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
     return steps
 
 
-def _measured(number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int) -> MeasuredStep | None:
+def _measured(
+    number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
+) -> MeasuredStep | None:
     """Return one step from the events of each stage; None if a stage did not end it."""
     about = stages[0][0]["args"]
     actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
@@ -186,9 +196,9 @@ def _measured(number: int, replica: int, stages: list[list[dict[str, Any]]], num
         for e in row:
             durations.setdefault((_ACTIONS[e["cat"]], e["args"]["chunk"]), []).append(e["args"]["work"] * 1e-6)
     spans = tuple(tuple(Span(_action(e), *_seconds(e, origin)) for e in row) for row in actions)
-    costs = costs_of([medians(durations) for durations in work], num_chunks)
+    costs = costs_of([medians(durations) for durations in work], num_chunks, placement)
     names = about["schedule"], num_chunks, about["num_micro_batches"]
-    return MeasuredStep(number, replica, *names, Timeline(spans), costs)
+    return MeasuredStep(number, replica, *names, Timeline(spans), costs, placement)
 
 
 def _action(event: Mapping[str, Any]) -> Action:

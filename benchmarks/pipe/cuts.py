@@ -30,8 +30,7 @@ from benchmarks.pipe.model import Batch, Bounds, Case, Contender, Model, build, 
 from benchmarks.step_profile import measure
 from benchmarks.turns import Team
 from tds import timers
-from tds.schedule import Costs, Forward, schedule_named, sent, simulate
-from tds.schedule.schedules import received
+from tds.schedule import Costs, Forward, Placement, received, schedule_named, sent, simulate
 
 WEIGHT_OF_A_LAYER = {
     "Block": 1.0,
@@ -372,14 +371,14 @@ def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
     sent_ns = {}
     for stage, works in enumerate(stages):
         for work in works:
-            message = sent(work.action, stage, p, num_chunks)
+            message = sent(work.action, stage, Placement(p, num_chunks))
             if message is not None:
                 piece = work.action.chunk * p + stage + (1 if isinstance(work.action, Forward) else -1)
                 sent_ns[message.kind, message.micro_batch, piece] = work.ended_ns
     found = []
     for stage, works in enumerate(stages):
         for work in works:
-            message = received(work.action, stage, p, num_chunks)
+            message = received(work.action, stage, Placement(p, num_chunks))
             if message is None or not work.waits:
                 continue
             left = sent_ns[message.kind, message.micro_batch, work.action.chunk * p + stage]

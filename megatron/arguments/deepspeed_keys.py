@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tds.schedule import PLACEMENTS
 from tds.schedule.simulate import SCHEDULES
 
 
@@ -150,10 +151,14 @@ OPTIMIZER_PARAMS = {
 PIPELINE = {
     "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
     "chunks": Key(POSITIVE, "pipeline_chunks"),
+    "placement": Key(TEXT, "pipeline_placement", choices=PLACEMENTS),
+    "schedule_file": Key(TEXT, "pipeline_schedule_file"),
+    "micro_batch_group_size": Key(POSITIVE, "micro_batch_group_size"),
     "trace": Key(TEXT, "pipeline_trace"),
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),
     "overlap_reduction": Key(BOOLEAN, "overlap_grad_reduce"),
+    "overlap_forward_backward": Key(BOOLEAN, "overlap_forward_backward"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)

@@ -23,7 +23,7 @@ GROUPS = {
         --moe-paged-stash-buffer-size-factor-cpu= --moe-routing-trace-path=
         --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
         --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
-        --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad
+        --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --delay-wgrad-compute --high-priority-a2a-comm-stream
         --save-tokens-per-expert-interval=""",
     "it acts on experts of another kind; a dense model has none, and with --num-experts it is refused": """
@@ -165,7 +165,7 @@ GROUPS = {
         --ds-sequence-parallel-fpdt-offloading""",
     "stages are balanced by cost, see --partition-method; the numbers are the same": """
         --standalone-embedding-stage --account-for-embedding-in-pipeline-split
-        --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout= --pp-partition-method=
+        --account-for-loss-in-pipeline-split --pp-partition-method=
         --decoder-first-pipeline-num-layers= --decoder-last-pipeline-num-layers= --mtp-standalone""",
     "messages of tensor ranks run beside the products of weights' gradients anyway": """
         --tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend=
@@ -178,7 +178,7 @@ GROUPS = {
     "zb-h1 makes the numbers of the other schedules": "--enable-zbh1-exact-semantics",
     "the schedule says when stages send: see --pipeline-schedule": """
         --no-overlap-p2p-communication --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
-        --microbatch-group-size-per-virtual-pipeline-stage= --no-scatter-gather-tensors-in-pipeline
+        --no-scatter-gather-tensors-in-pipeline
         --use-ring-exchange-p2p --variable-seq-lengths""",
     "messages go as torch.distributed sends them": """
         --use-nccl-ub --disable-symmetric-registration --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub

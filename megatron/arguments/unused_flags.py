@@ -160,9 +160,13 @@ SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
 PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_chunks": "--pipeline-chunks",
+    "pipeline_placement": "--pipeline-placement",
+    "pipeline_schedule_file": "--pipeline-schedule-file",
+    "pipeline_layout": "--pipeline-model-parallel-layout",
     "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_trace": "--pipeline-trace",
     "check_data_agreement": "--check-data-agreement",
+    "overlap_forward_backward": "--overlap-forward-backward",
 }
 """Fields that act on a pipeline only, and their flags."""
 KEPT = {

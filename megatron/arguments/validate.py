@@ -10,8 +10,11 @@ from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_notes, expert_rank_problems
 from megatron.config.option import is_derived, options_of
+from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
+from megatron.config.pipeline_layout import num_layers, parse_layout
 from megatron.errors import ConfigError
 from megatron.mpu.topology import axes_text, sizes_text
+from tds.schedule import read_schedule
 from tds.schedule.simulate import bubble, candidates
 
 # ZeRO and offload: what goes together with what, and what would have no effect.
@@ -243,7 +246,9 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         yield from _ramp_problems(config, world_size // each)
         yield from expert_rank_problems(config, world_size // each * c)
     if config.parallel.has_pipeline:
-        yield from _stage_problems(config)
+        yield from _order_problems(config)
+        if config.parallel.pipeline_layout is None:
+            yield from _stage_problems(config)
 
 
 def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
@@ -262,6 +267,26 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
             f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, wrong))} "
             f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
         )
+
+
+def _order_problems(config: Config) -> Iterator[str]:
+    """Yield what a schedule in a file, or a layout in Megatron's notation, needs of the rest."""
+    parallel, m = config.parallel, config.batch.num_micro_batches
+    if any(parallel.problems()):
+        return
+    if parallel.pipeline_schedule_file is not None:
+        found = read_schedule(parallel.pipeline_schedule_file).num_micro_batches
+        if found != m or config.batch.rampup_batch_size is not None:
+            yield (
+                f"--pipeline-schedule-file {parallel.pipeline_schedule_file} is for steps of {found} micro-batches, "
+                f"got --gas {m}{'' if found != m else ' and a batch that grows'}. Use --gas {found}, or another file"
+            )
+    if parallel.pipeline_layout is not None:
+        layers = num_layers(parse_layout(parallel.pipeline_layout))
+        if config.own.is_encoder_decoder:
+            yield f"{LAYOUT_FLAG} is for models of one stack of layers. Use --partition-method, or leave it out"
+        elif layers != config.total_layers:
+            yield f"{LAYOUT_FLAG} must have all layers, got {layers} t and --num-layers {config.total_layers}"
 
 
 def _stage_problems(config: Config) -> Iterator[str]:
@@ -404,7 +429,7 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
     """Return the share of idle time of equal stages; for the schedule "auto" that of the best one."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas
-    names = candidates(parallel.schedule, parallel.chunks)
+    names = candidates(parallel.schedule, parallel.chunks, parallel.placement)
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 
@@ -412,7 +437,11 @@ def notes_of(config: Config, world_size: int) -> list[str]:
     """Return what a user should know about a configuration that works on so many ranks."""
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
-    if config.parallel.has_pipeline and m < p:
+    if config.parallel.micro_batch_group_size and not config.parallel.group_size:
+        notes.append(
+            "--microbatch-group-size-per-virtual-pipeline-stage acts on several chunks in a loop: nothing changes"
+        )
+    if config.parallel.has_pipeline and m < p and config.parallel.pipeline_schedule_file is None:
         idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
         notes.append(
             f"warning: {m} micro-batches on {p} stages leave the stages idle {idle:.0%} of the time; "

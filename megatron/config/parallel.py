@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron import accelerators
 from megatron.config.option import option
-from tds.schedule.simulate import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES, by_default, candidates
+from megatron.config.pipeline_layout import parse_layout
+from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
+from tds.schedule.simulate import (
+    AUTO,
+    EARLIER,
+    IN_A_V,
+    IN_FILE,
+    MANY_CHUNKS,
+    ONE_CHUNK,
+    SCHEDULES,
+    by_default,
+    candidates,
+    placement_for,
+    splits,
+)
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
-SPLITTING = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
 STEP_TIMEOUT_S = 60
 """A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
 
@@ -73,15 +86,43 @@ class ParallelConfig:
         None,
         "order of work in the pipeline; auto: the one that is fastest in the first steps",
         choices=SCHEDULES,
-        constants={"--enable-zbh1-pipeline": SPLITTING},
-        shown_default="1f1b; interleaved with more than 1 chunk",
-        short="1f1b, gpipe, zb-h1, interleaved or auto",
+        constants={"--enable-zbh1-pipeline": "zb-h1"},
+        shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
+        short="1f1b, interleaved, zb-v, auto and more",
     )
     pipeline_chunks: int = option(
         1,
         "runs of layers that each stage holds; with more than 1 the pipeline fills and drains faster and sends more",
         minimum=1,
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+        shown_default="1; 2 in a V",
+    )
+    pipeline_placement: str | None = option(
+        None,
+        "how the chunks lie on the stages: loop: down the stages, then down again; v: down, then up, so that the first "
+        "stage has the loss, too",
+        choices=PLACEMENTS,
+        shown_default="v for zb-v and dualpipev, else loop",
+    )
+    pipeline_schedule_file: str | None = option(
+        None,
+        "a CSV file with the order of work, in torch's compute-only form (0F0,0B0,1I2,1W2), for this number of stages "
+        "and micro-batches; it is proven to run at the start",
+        shown_default="none",
+    )
+    micro_batch_group_size: int = option(
+        0,
+        "with more than 1 chunk in a loop: micro-batches that go through one chunk before the next one's turn",
+        minimum=1,
+        flag="--microbatch-group-size-per-virtual-pipeline-stage",
+        shown_default="the number of stages",
+    )
+    pipeline_layout: str | None = option(
+        None,
+        "Megatron's notation for the layers of each piece of the model: E embedding, t a layer, L the head, | between "
+        "pieces, *n times: Et*3|(tt|)*2t|L; it takes the place of --partition-method and --pipeline-chunks",
+        flag="--pipeline-model-parallel-layout",
+        shown_default="layers are cut by --partition-method",
     )
     layers_per_chunk: int = option(
         0,
@@ -108,6 +149,14 @@ class ParallelConfig:
         "numbers are the same",
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
+    )
+    overlap_forward_backward: bool = option(
+        False,
+        "the forward of one micro-batch runs beside the backward of another, so that one computes while the other "
+        "waits for its experts or tensor ranks; 1f1b, interleaved, zb-v, dualpipev or a schedule of a file, on CPUs; "
+        "the numbers are the same",
+        aliases=("--overlap-moe-expert-parallel-comm",),
+        short="forwards beside backwards of other micro-batches",
     )
     reduce_bucket_size: int = option(
         0,
@@ -212,14 +261,55 @@ class ParallelConfig:
         return self.pipe_parallel_size > 1
 
     @property
+    def overlaps_passes(self) -> bool:
+        """Whether forwards run beside backwards."""
+        return self.overlap_forward_backward and self.has_pipeline
+
+    @property
     def schedule(self) -> str:
         """The schedule's name, said or by default."""
-        return self.pipeline_schedule or by_default(self.pipeline_chunks)
+        if self.pipeline_schedule_file is not None:
+            return IN_FILE + self.pipeline_schedule_file
+        return self.pipeline_schedule or by_default(self.chunks, self.placement)
+
+    @property
+    def placement(self) -> str:
+        """How the chunks lie on the stages, said or by the schedule."""
+        if not self.has_pipeline:
+            return LOOP
+        if (found := self._order_in_file) is not None:
+            return found.placement.kind
+        return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
     @property
     def chunks(self) -> int:
         """c, which is 1 without a pipeline."""
-        return self.pipeline_chunks if self.has_pipeline else 1
+        if not self.has_pipeline:
+            return 1
+        if (found := self._order_in_file) is not None:
+            return found.placement.num_chunks
+        if self.pipeline_layout is not None:
+            with suppress(ValueError):  # of which problems() tells
+                return max(len(parse_layout(self.pipeline_layout)) // self.num_stages, 1)
+        return max(self.pipeline_chunks, 2 if self.placement == V else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that go through a chunk before the next one's turn; 0: the stages, or one chunk, or a V."""
+        return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
+
+    @property
+    def _order_in_file(self) -> FileSchedule | None:
+        """The order of --pipeline-schedule-file; None without one that can be read, of which problems() tells."""
+        if self.pipeline_schedule_file is not None:
+            with suppress(OSError, ValueError):
+                return read_schedule(self.pipeline_schedule_file)
+        return None
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the loss."""
+        return Placement(self.num_stages, self.chunks, self.placement).last_stage
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return d: what the tensor, pipe and context axes leave of ``world_size`` ranks."""
@@ -252,6 +342,9 @@ class ParallelConfig:
                 yield f"--partition-method type:REGEX needs a regular expression, got {method!r}: {error}"
         elif method not in METHODS:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
+        if self.has_pipeline and (wrong := self._file_problem() or self._layout_problem()):
+            yield wrong
+            return  # what follows asks for chunks
         if self.has_pipeline:
             yield from self._schedule_problems()
         if self.checkpoint_activations and self.recompute_granularity == "selective":
@@ -259,16 +352,99 @@ class ParallelConfig:
                 "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
                 "--recompute-granularity selective. Leave one out"
             )
-        if self.compile and self.has_pipeline and SPLITTING in candidates(self.schedule, self.pipeline_chunks):
+        if self.overlaps_passes:
+            yield from self._pair_problems()
+        names = candidates(self.schedule, self.chunks, self.placement) if self.has_pipeline else ()
+        if self.compile and (split := [name for name in names if splits(name)]):
             yield (
-                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {SPLITTING} "
+                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {split[0]} "
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
                 f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
 
+    def _pair_problems(self) -> Iterator[str]:
+        """Yield what cannot be where two passes run at once."""
+        flag = "--overlap-forward-backward (--overlap-moe-expert-parallel-comm)"
+        if self.schedule not in EARLIER and self.pipeline_schedule_file is None:
+            yield (
+                f"{flag} needs one of the schedules {', '.join(EARLIER)}, got --pipeline-schedule {self.schedule}. "
+                "Use one of these, or leave the flag out"
+            )
+        beside = {
+            "--checkpoint-activations": self.checkpoint_activations,
+            "--recompute-granularity": self.recompute_granularity is not None and not self.checkpoint_activations,
+            "--compile": self.compile,
+        }
+        if said := [name for name, is_said in beside.items() if is_said]:
+            yield f"{flag} runs layers in two threads, which {', '.join(said)} cannot. Leave one of them out"
+
+    def _file_problem(self) -> str | None:
+        """Return what is wrong with a file of a schedule, looking at the layout alone."""
+        if self.pipeline_schedule_file is None:
+            return None
+        beside = {
+            "--pipeline-schedule": self.pipeline_schedule is not None,
+            "--pipeline-chunks": self.pipeline_chunks > 1,
+            "--pipeline-placement": self.pipeline_placement is not None,
+            "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
+        }
+        if said := [flag for flag, is_said in beside.items() if is_said]:
+            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(said)} too. Leave it out"
+        try:
+            found = read_schedule(self.pipeline_schedule_file).placement.num_stages
+        except (OSError, ValueError) as error:
+            return f"--pipeline-schedule-file must hold an order that runs: {error}"
+        if found != self.num_stages:
+            return (
+                f"--pipeline-schedule-file must be for --pipe-parallel-size {self.num_stages}, got "
+                f"{self.pipeline_schedule_file} of {found} stages. Use --pipe-parallel-size {found}, or another file"
+            )
+        return None
+
+    def _layout_problem(self) -> str | None:
+        """Return what is wrong with a layout in Megatron's notation but for the number of its layers."""
+        if self.pipeline_layout is None:
+            return None
+        beside = {
+            "--pipeline-chunks": self.pipeline_chunks > 1,
+            "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
+            "--partition-method": self.partition_method != "balanced",
+        }
+        if said := [flag for flag, is_said in beside.items() if is_said]:
+            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(said)} too. Leave it out"
+        try:
+            number = len(parse_layout(self.pipeline_layout))
+        except ValueError as error:
+            return str(error)
+        if number % self.num_stages:
+            return (
+                "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size pieces, got "
+                f"{number} and {self.num_stages} in {self.pipeline_layout!r}"
+            )
+        return None
+
     def _schedule_problems(self) -> Iterator[str]:
-        schedule, chunks = self.schedule, self.pipeline_chunks
+        if self.pipeline_schedule_file is not None:
+            return
+        schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
+        if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or schedule != AUTO):
+            needs = V if schedule in IN_A_V else LOOP
+            if schedule != AUTO:
+                yield (
+                    f"the schedule {schedule} needs its chunks in a {needs}, {got}, --pipeline-placement "
+                    f"{self.placement}. Leave one of the two out"
+                )
+            return
+        if 0 < self.group_size < self.num_stages:
+            yield (
+                "--microbatch-group-size-per-virtual-pipeline-stage must be --pipe-parallel-size or more, got "
+                f"{self.group_size} and {self.num_stages}"
+            )
+        if self.placement == V:
+            if chunks != 2:
+                yield f"a V has two chunks on each stage, {got}. Use --pipeline-chunks 2, or leave it out"
+            return
         if chunks == 1 and schedule not in (*ONE_CHUNK, AUTO):
             yield f"the schedule {schedule} needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
         if chunks > 1 and schedule not in (*MANY_CHUNKS, AUTO):

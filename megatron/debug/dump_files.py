@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from megatron import files
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT
 from megatron.debug.statistics import Cut, Statistics, measure
+from tds.schedule import LOOP, Placement
 
 MANIFEST = "dump.json"
 FORMAT = 1
@@ -193,8 +194,9 @@ class Dump(NamedTuple):
 
     def piece(self, record: Record) -> int:
         """Return the place of the record's chunk among those of all stages, in the order of a forward."""
-        places, layout = self.facts["ranks"], self.facts["layout"]
-        return int(record.chunk * layout.get("pipe", 1) + places[record.rank]["stage"])
+        places, stages = self.facts["ranks"], self.facts["layout"].get("pipe", 1)
+        lie = Placement(stages, record.chunk + 2, self.facts.get("placement", LOOP))  # of so many chunks or fewer
+        return lie.piece(places[record.rank]["stage"], record.chunk)
 
     def tensor(self, record: Record) -> torch.Tensor:
         """Return what the rank saw, without padding, in fp64."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.config.config import SECTIONS
 from megatron.config.model import ModelFamily
+from megatron.config.pipeline_layout import layout_bounds, parse_layout
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
 from megatron.models.llama.config import FAMILY as LLAMA
@@ -109,6 +110,16 @@ def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:
     return load(config.family, "cost").costs(config, is_on_cpu)
 
 
+def bounds_of(config: Any, stages: int) -> list[int]:
+    """Return the bounds of the pieces in layers as the pipeline counts them: as --pipeline-model-parallel-layout says,
+    else balanced."""
+    parallel = config.parallel
+    if parallel.pipeline_layout is not None and stages > 1:
+        return layout_bounds(parse_layout(parallel.pipeline_layout))
+    bounds: list[int] = costs_of(config).stage_bounds(stages, parallel.chunks, parallel.placement)
+    return bounds
+
+
 def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: Any = None) -> Any:
     """Return the model of ``config``, cut over the tensor group of ``place``.
 
@@ -126,7 +137,7 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
         return _class_of(config.family, "model")(args, place)
     partition = parallel.partition_method
     if partition == "balanced":
-        partition = costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
+        partition = bounds_of(config, topology.pipe)
     kind = _class_of(config.family, "pipeline")
     stages = kind(
         args,
@@ -134,6 +145,7 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
         topology,
         partition=partition,
         chunks=parallel.chunks,
+        placement=parallel.placement,
         probe=(batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None,
         **kind.beside(config),
     )

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from megatron.models import registry
 from megatron.models.common.cost import Costs
 from megatron.models.common.memory import Memory
-from megatron.planner.layout import SPLITTING, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
 from tds.partition import chunks_on
-from tds.schedule.simulate import bubble, share_split
+from tds.schedule.simulate import SPLITTING, bubble, share_split
 
 SPLIT_PRICE = 0.10
 """What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
@@ -97,7 +97,7 @@ class Planner:
         self.num_estimates = 0
         self._names = self.costs.unit_names
         self._models: dict[int, Model] = {}
-        self._bounds: dict[tuple[int, int], list[int]] = {}
+        self._bounds: dict[tuple[int, int, str], list[int]] = {}
         self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._units: dict[tuple[Any, ...], list[Seconds]] = {}
         self._rows: dict[tuple[Any, ...], list[Traffic]] = {}
@@ -128,7 +128,7 @@ class Planner:
 
     def bounds(self, layout: Layout) -> list[int]:
         """Return the bounds of the pieces, in units."""
-        key = layout.pipe, layout.chunks
+        key = layout.pipe, layout.chunks, layout.placement.kind
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
@@ -177,6 +177,7 @@ class Planner:
             waiting=layout.waiting,
             schedule=layout.schedule,
             chunks=layout.chunks,
+            placement=layout.placement.kind,
             is_compiled=layout.is_compiled,
         )
 
@@ -207,11 +208,11 @@ class Planner:
             for own, sent, over, row in zip(units, sums, exchanged, rows, strict=True)
         ]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
-        if layout.schedule == SPLITTING and self.machine.is_cpu:
+        if layout.schedule in SPLITTING and self.machine.is_cpu:
             pieces = [own + more for own, more in zip(pieces, self._splitting(layout, bounds, units), strict=True)]
         idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
         running = m * sum(pieces) / (p * (1 - idle))
-        stages = [chunks_on(bounds, p, stage) for stage in range(p)]
+        stages = [chunks_on(bounds, p, stage, layout.placement.kind) for stage in range(p)]
         tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
         last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
         across, waits = messages.across(layout, bounds, min(pieces))
@@ -238,9 +239,10 @@ class Planner:
 
     def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
         """Return what putting the gradients of weights off costs in each piece, for a micro-batch on average."""
-        found = []
+        found, placement = [], layout.placement
         for piece, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            share = share_split(layout.pipe, layout.num_micro_batches, piece % layout.pipe, layout.chunks)
+            stage = placement.stage_of(piece)
+            share = share_split(layout.pipe, layout.num_micro_batches, layout.schedule, stage, layout.chunks)
             found.append(SPLIT_PRICE * share * sum(unit.backward - unit.again for unit in units[start:stop]))
         return found
 

@@ -12,13 +12,12 @@ from megatron.config.option import Option
 from megatron.models.common import memory
 from megatron.models.common.memory import SavedActivations
 from megatron.models.registry import FAMILIES
-from tds.schedule.simulate import bubble, by_default, candidates
+from tds.schedule import Placement
+from tds.schedule.simulate import IN_A_V, bubble, by_default, candidates, placement_for
 
 # One way to lay a model over a machine.
 
 RECOMPUTE = ("none", "selective", "full")
-SPLITTING = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,16 @@ class Layout:
         return self.tensor * self.pipe * self.data * self.context
 
     @property
+    def placement(self) -> Placement:
+        """Which piece lies on which stage."""
+        return Placement(self.pipe, self.chunks, self.lies)
+
+    @property
+    def lies(self) -> str:
+        """How the chunks lie on the stages."""
+        return placement_for(self.schedule)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of a step over all replicas."""
         return self.micro_batch_size * self.num_micro_batches * self.data
@@ -102,7 +111,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
     """Return the layout of a ``megatron.config.Config`` on so many ranks; the schedule "auto" as its best one."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
-    names = candidates(parallel.schedule, chunks) if stages > 1 else ("1f1b",)
+    names = candidates(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
     recompute = "full" if parallel.checkpoint_activations else parallel.recompute_granularity or "none"
     return Layout(
         tensor=parallel.model_parallel_size,
@@ -134,8 +143,9 @@ def layout_of(config: Any, world_size: int) -> Layout:
 
 SHOWN = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
-    "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "batch_size", "gas",
-    "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations", "recompute_granularity",
+    "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "pipeline_placement",
+    "batch_size", "gas", "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations",
+    "recompute_granularity",
     "offload_optimizer", "offload_parameters", "dtype", "dry_run", "expert_model_parallel_size",
 }  # fmt: skip
 """Fields that are among the variables or said of the layout."""
@@ -173,8 +183,8 @@ def flags(config: Any, layout: Layout) -> list[str]:
     words = [f"--{layout.dtype}"]
     if schedule := said_schedule(layout):
         words += ["--pipeline-schedule", schedule]
-    if layout.chunks > 1:
-        words += ["--pipeline-chunks", str(layout.chunks)]
+    if chunks := said_chunks(layout):
+        words += ["--pipeline-chunks", str(chunks)]
     if layout.expert > 1:
         words += ["--expert-model-parallel-size", str(layout.expert)]
     if layout.zero_stage:
@@ -192,6 +202,11 @@ def flags(config: Any, layout: Layout) -> list[str]:
 def said_schedule(layout: Layout) -> str | None:
     """Return the schedule where it is none that follows from stages and chunks."""
     return layout.schedule if layout.pipe > 1 and layout.schedule != by_default(layout.chunks) else None
+
+
+def said_chunks(layout: Layout) -> int | None:
+    """Return the chunks where they do not follow from the schedule."""
+    return layout.chunks if layout.chunks > 1 and layout.schedule not in IN_A_V else None
 
 
 def given_flags(config: Any) -> list[str]:
@@ -240,8 +255,9 @@ def config_of(config: Any, layout: Layout) -> Any:
         config.parallel,
         model_parallel_size=layout.tensor,
         pipe_parallel_size=layout.pipe,
-        pipeline_chunks=layout.chunks,
+        pipeline_chunks=said_chunks(layout) or 1,
         pipeline_schedule=schedule,
+        pipeline_placement=None,
         expert_model_parallel_size=layout.expert,
         sequence_parallel=layout.sequence_parallel,
         checkpoint_activations=is_full,
@@ -260,7 +276,7 @@ def config_of(config: Any, layout: Layout) -> Any:
         requested_global_batch_size=0,
     )
     said = {
-        "pipeline_chunks": layout.chunks > 1,
+        "pipeline_chunks": said_chunks(layout) is not None,
         "expert_model_parallel_size": layout.expert > 1,
         "pipeline_schedule": schedule is not None,
         "zero_stage": layout.zero_stage > 0,

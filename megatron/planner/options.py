@@ -43,6 +43,7 @@ LAYOUT = {
     "pipe_parallel_size": "pipe",
     "pipeline_chunks": "chunks",
     "pipeline_schedule": "schedule",
+    "pipeline_placement": "lies",
     "batch_size": "micro_batch_size",
     "gas": "num_micro_batches",
     "zero_stage": "zero_stage",
@@ -60,7 +61,10 @@ TAKEN = (
 """Other fields that are read, beside those of the model and its lengths."""
 SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
 """Fields that with --gas give the samples of a step."""
-IN_TENSOR, IN_PIPE = ("sequence_parallel",), ("pipeline_chunks", "pipeline_schedule", "pipeline_split_rank")
+IN_TENSOR, IN_PIPE = (
+    ("sequence_parallel",),
+    ("pipeline_chunks", "pipeline_schedule", "pipeline_placement", "pipeline_split_rank"),
+)
 """Fields that act with several tensor ranks, or stages."""
 
 

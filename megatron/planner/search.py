@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.models.common.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
-from megatron.planner.layout import SPLITTING, Layout, problems
-from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, bubble
+from megatron.planner.layout import Layout, problems
+from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bubble, placement_for
 
 # The best layouts of a model on so many devices.
 #
@@ -166,7 +166,7 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
     orders = [
         (schedule, chunks)
         for schedule, chunks in _schedules(planner, plain, fixed)
-        if planner.can_cut(replace(plain, chunks=chunks))
+        if planner.can_cut(replace(plain, schedule=schedule, chunks=chunks))
     ]
     for (schedule, chunks), again, zero, is_cut, ranks in product(orders, recompute, stages, cut, experts):
         if ranks == 1 or zero <= most_zero_stage(plain):
@@ -205,14 +205,17 @@ def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> lis
         is_free = fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] and fixed.get("chunks", 1) == 1
         return [(ONE_CHUNK[0], 1)] if is_free else []
     most = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
-    unfit = {"gpipe"} - {fixed.get("schedule")} | ({SPLITTING} if planner.config.parallel.compile else set())
+    unfit = {"gpipe"} - {fixed.get("schedule")} | (set(SPLITTING) if planner.config.parallel.compile else set())
     known = [(name, 1) for name in ONE_CHUNK if name not in unfit]
     if plain.num_micro_batches >= plain.pipe:
         known += [(name, chunks) for name in MANY_CHUNKS if name not in unfit for chunks in range(2, most + 1)]
+        known += [(name, 2) for name in IN_A_V if name not in unfit and most >= 2]
     return [
         (name, chunks)
         for name, chunks in known
-        if fixed.get("schedule", name) == name and fixed.get("chunks", chunks) == chunks
+        if fixed.get("schedule", name) == name
+        and fixed.get("chunks", chunks) == chunks
+        and fixed.get("lies", placement_for(name)) == placement_for(name)
     ]
 
 
@@ -233,7 +236,7 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 def _order(found: Estimate) -> tuple[float, int]:
     """Order by step time, then by memory; what splitting a backward costs is in the estimate on CPUs alone."""
-    price = SPLIT_MARGIN if found.layout.schedule == SPLITTING else 0.0
+    price = SPLIT_MARGIN if found.layout.schedule in SPLITTING else 0.0
     return found.step_s * (1 + price), found.most_bytes
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.models.common.cost import Costs, Product, Work
 from megatron.models.common.memory import BYTES, Kept, State
-from megatron.planner.layout import SPLITTING, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, EfficiencyFactors, Link, Machine, Wire
+from tds.schedule import V
+from tds.schedule.simulate import SPLITTING
 
 # Seconds that one rank spends in the units of a model on one micro-batch, messages apart.
 #
@@ -338,31 +340,34 @@ class Messages:
     def across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
         """Return the messages of the busiest boundary of stages in a step, and the seconds that stages wait for them.
 
-        The first micro-batch waits at each boundary, there and back; others while their message takes longer than a
-        piece.
+        The first micro-batch waits at each boundary, there and back, in a V of both chunks; others while their message
+        takes longer than a piece.
         """
         if layout.pipe == 1:
             return Traffic(), 0.0
-        width = BYTES[layout.dtype]
+        width, lie = BYTES[layout.dtype], layout.placement
         stride = layout.data * layout.tensor
         group = Group.of(self.machine, layout.pipe, stride, layout.world_size)
         sizes = [
-            self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence for bound in bounds[1:-1]
+            self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence
+            for piece, bound in enumerate(bounds[1:-1])
+            if lie.stage_of(piece) != lie.stage_of(piece + 1)
         ]
-        m, p, c = layout.num_micro_batches, layout.pipe, layout.chunks
+        m, p, c, is_v = layout.num_micro_batches, layout.pipe, layout.chunks, lie.kind == V
         one = group.sent(max(sizes))
-        number = 2 * m * (c if c == 1 else (c * p - 1) / p)
+        number = 2 * m * (c if c == 1 or is_v else (c * p - 1) / p)
         slow = max(one.seconds - piece_s / 2, 0.0)
-        waits = 2 * (p - 1) * one.seconds + 2 * m * c * slow
+        waits = 2 * (p - 1) * (c if is_v else 1) * one.seconds + 2 * m * c * slow
         whole = one.times(number)
         return whole.behind(whole.seconds - waits), waits
 
     def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
         """Return what replicas send in a step, and the seconds of the update."""
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer, layout.num_bf16_states)
-        of_stages = self.costs.stage_parameters(bounds, layout.tensor, layout.pipe)
+        lie = layout.pipe, layout.placement.kind
+        of_stages = self.costs.stage_parameters(bounds, layout.tensor, *lie)
         fullest = of_stages.index(max(of_stages))
-        apart = self.costs.stage_apart(bounds, layout.tensor, layout.pipe)[fullest]
+        apart = self.costs.stage_apart(bounds, layout.tensor, *lie)[fullest]
         held = of_stages[fullest] - apart
         group = Group.of(machine, layout.data * layout.context, layout.tensor, layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage
@@ -387,7 +392,8 @@ class Messages:
             sent += own.gathered(apart * state.width) if stage == 1 else Traffic()
         if layout.optimizer != "muon":
             return sent, self._update(layout, held, apart, state)
-        products = max(self.costs.stage_matrices(bounds, layout.pipe), key=lambda own: sum(one.weights for one in own))
+        every = self.costs.stage_matrices(bounds, layout.pipe, placement=layout.placement.kind)
+        products = max(every, key=lambda own: sum(one.weights for one in own))
         matrices = sum(one.weights for one in products) // layout.tensor
         beside, seconds = self._orthogonalised(layout, products, own)
         return sent + beside, seconds + self._update(layout, held, apart, state, matrices)
@@ -429,7 +435,7 @@ class Messages:
         the input. Where a schedule puts products for weights off, or layers are compiled, one follows the other, and
         what was joined in forward is kept.
         """
-        is_plain = layout.schedule == SPLITTING or layout.is_compiled
+        is_plain = layout.schedule in SPLITTING or layout.is_compiled
         hides = layout.overlaps_tensor and not self.machine.is_cpu and not is_plain
         beside = unit.columns if hides else 0.0
         if not is_cut:

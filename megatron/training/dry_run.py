@@ -23,8 +23,8 @@ from megatron.mpu.topology import Topology
 from megatron.training.console import TrainingConsole
 from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
 from tds.partition import chunks_on
-from tds.schedule import Costs, schedule_named, simulate
-from tds.schedule.simulate import AUTO, bubble, by_default, candidates, in_flight
+from tds.schedule import Costs, V, simulate
+from tds.schedule.simulate import AUTO, bubble, by_default, candidates, file_of, in_flight, order_named, placement_for
 
 # Rows of the start table that tell which data are read, and how texts become samples.
 
@@ -101,7 +101,7 @@ def dry_run(config: Config, world_size: int) -> None:
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
     topology = Topology.of_world(world_size, *sizes, experts)
-    bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
+    bounds = registry.bounds_of(config, topology.pipe)
     dtype = config.precision.dtype or "the device's default"
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
@@ -213,7 +213,7 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
     yield "model", f"{human_count(counted[0])} parameters"
     stages = len(counted) - 1
     for stage, held in enumerate(counted[1:]):
-        layers = f"layers {layers_text(bounds, stages, stage)}, " if stages > 1 else ""
+        layers = f"layers {layers_text(bounds, stages, stage, config.parallel.placement)}, " if stages > 1 else ""
         kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
         yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank{kept}"
 
@@ -236,7 +236,7 @@ def model_text(config: Config) -> str:
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
     stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
-    held = registry.costs_of(config).stage_parameters(bounds, topology.tensor, stages)
+    held = registry.costs_of(config).stage_parameters(bounds, topology.tensor, stages, config.parallel.placement)
     for stage in range(stages):
         kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
         yield (
@@ -344,16 +344,17 @@ def _pipeline_rows(
     config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the schedule and the share of a step in which stages will idle."""
-    schedule, chunks = _schedule(config, bounds, stages).values()
+    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
     m, method = config.batch.gas, config.parallel.partition_method
-    each = f", {chunks} chunks on each stage" if chunks > 1 else ""
-    yield "pipeline", f"schedule {schedule}{each}"
+    in_a_v = " in a V" if placement == V else ""
+    each = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
+    yield "pipeline", f"schedule {file_of(schedule) or schedule}{each}"
     if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
     idle_share, about = forecast or bubble, "" if forecast else "about "
     bubbles = []
-    for name in candidates(schedule, chunks):
+    for name in candidates(schedule, chunks, placement):
         idle, at_best = (100 * idle_share(stages, m, name, chunks, given) for given in (costs, None))
         what = (
             f"{about}{idle:.1f} % expected, {at_best:.1f} % with equal stages"
@@ -367,16 +368,19 @@ def _pipeline_rows(
 
 def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
     """Return the schedule's name, and the chunks as they were built: a script may have its own."""
-    chunks = (len(bounds) - 1) // stages
-    return {"schedule": config.parallel.pipeline_schedule or by_default(chunks), "chunks": chunks}
+    chunks, placement = (len(bounds) - 1) // stages, config.parallel.placement
+    parallel = config.parallel
+    is_said = parallel.pipeline_schedule or parallel.pipeline_schedule_file
+    named = parallel.schedule if is_said else by_default(chunks, placement)
+    return {"schedule": named, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
 
 
-def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
+def layers_text(bounds: Sequence[int], stages: int, stage: int, placement: str) -> str:
     """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
-    return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, stages, stage))
+    return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, stages, stage, placement))
 
 
-def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
+def sides_text(bounds: Sequence[int], stages: int, stage: int, placement: str, own: Any) -> str:
     """Return the layers of each side that lie on a stage of a T5, by chunk: "encoder 0-3 and decoder 0".
 
     Args:
@@ -384,7 +388,7 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
         own: the section with the layers of each side.
     """
     units, found = t5_units(own.enc_layers, own.dec_layers), []
-    for start, stop in chunks_on(bounds, stages, stage):
+    for start, stop in chunks_on(bounds, stages, stage, placement):
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
             if begin < end:
@@ -395,8 +399,9 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
 def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     """Return which layers lie on a stage, in words."""
     if config.own.is_encoder_decoder:
-        return sides_text(bounds, stages, stage, config.own)
-    return f"layers {layers_text(bounds, stages, stage)} of {config.total_layers + 3}"
+        return sides_text(bounds, stages, stage, config.parallel.placement, config.own)
+    layers = layers_text(bounds, stages, stage, config.parallel.placement)
+    return f"layers {layers} of {config.total_layers + 3}"
 
 
 def _range_text(start: int, stop: int) -> str:
@@ -404,8 +409,8 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    schedule, chunks = _schedule(config, bounds, stages).values()
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage)
+    schedule, chunks, *lie = _schedule(config, bounds, stages).values()
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"
 
@@ -430,9 +435,10 @@ def simulated_bubble(
     """
     forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
     to_input = tuple(2 * cost if recomputes else cost for cost in forward)
-    order = schedule_named(schedule, num_chunks)
+    lie = num_chunks, placement_for(schedule)
+    order = order_named(schedule, *lie)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), num_chunks).bubble
+    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *lie).bubble
 
 
 def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
@@ -443,8 +449,8 @@ def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int])
         counted: as ``megatron.training.report.count_parameters`` returns it.
     """
     stages = config.parallel.num_stages
-    chunks = (len(bounds) - 1) // stages
-    names = candidates(config.parallel.pipeline_schedule or by_default(chunks), chunks)
+    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
+    names = candidates(schedule, chunks, placement)
     costs = registry.costs_of(config).piece_costs(bounds) if is_known(config, counted) else None
     recomputes = config.parallel.checkpoint_activations
 

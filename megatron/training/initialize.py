@@ -23,7 +23,7 @@ from megatron import device, log
 from megatron.config import Config
 from megatron.device import identity
 from megatron.errors import CheckpointError, ConfigError, PeerError, marked
-from megatron.mpu.groups import Grid, Group
+from megatron.mpu.groups import Grid, Group, handles_of
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.mappings import all_reduce
 from megatron.training.device_setup import backend_of, check_device_fits, configure_device
@@ -206,6 +206,7 @@ class World:
     device: torch.device
     grid: Grid
     local_rank: int
+    loss_stage: int | None = None  # None: the last
 
     @property
     def rank(self) -> int:
@@ -213,11 +214,12 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank opens the corpus: the first tensor rank of the first and the last stage.
+        """Whether this rank opens the corpus: the first tensor rank of the first stage and of that of the loss.
 
         The ranks of a context group read the same samples, each for its own pieces.
         """
-        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
+        of_loss = self.grid.pipe.size - 1 if self.loss_stage is None else self.loss_stage
+        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, of_loss)
 
     @property
     def decision_group(self) -> tuple[Group, torch.device]:
@@ -281,8 +283,9 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
     beside = parallel.context_parallel_size, parallel.expert_model_parallel_size if config.model.num_experts else 1
-    grid = initialize_model_parallel(*sizes, place, timeout, *beside)
-    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
+    has_pairs = parallel.overlaps_passes and kind == "cpu"
+    grid = initialize_model_parallel(*sizes, place, timeout, *beside, has_pairs=has_pairs)
+    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank, loss_stage=config.parallel.loss_stage)
     compare_devices(place, grid)
     _touch_every_group(grid, place)
     check_ranks_identical(config, grid)
@@ -392,7 +395,8 @@ def _touch_every_group(grid: Grid, place: torch.device) -> None:
         touched.add(group.ranks)
         value = torch.ones(1, device=place)
         try:
-            dist.all_reduce(value, group=group.handle)
+            for handle in handles_of(group):
+                dist.all_reduce(value.fill_(1.0), group=handle)
         except dist.DistError as error:
             own = fault_of_this_rank(error, is_set_up=True)
             if own is None:

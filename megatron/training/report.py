@@ -115,7 +115,11 @@ def stage_facts(
         {
             "stage": stage,
             "ranks": topology.data_context * topology.tensor,
-            "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
+            "layers": (
+                place_text(config, bounds, stages, stage)
+                if known
+                else layers_text(bounds, stages, stage, config.parallel.placement)
+            ),
             "parameters": counted[1 + stage],
             "estimated_bytes": memory[stage].total if memory is not None else None,
             "estimated_parts": asdict(memory[stage]) if memory is not None else None,

@@ -42,6 +42,7 @@ from tds.deepspeed_api import sharing_groups
 from tds.device import move
 from tds.gradients import is_reduced_apart
 from tds.module import PartitionError
+from tds.schedule import LOOP
 
 # Building a model for ZeRO 3, which cuts each weight as soon as it has its values: nobody ever holds the whole model.
 #
@@ -287,7 +288,7 @@ def build_weights(
 ) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
     """Return the model, its weights filled by name and where they are trained, and its optimizer. Collective."""
     module = build_model(config, world, model_provider)
-    check_chunks(module, config.parallel.chunks)
+    check_chunks(module, config.parallel.chunks, config.parallel.placement)
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
     check_context_is_cut(module, config.parallel.context_parallel_size)
     check_rates(config, module, world)
@@ -320,8 +321,8 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
         raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
 
 
-def check_chunks(module: torch.nn.Module, chunks: int) -> None:
-    """Check that the script built its pipeline with as many chunks as the flags ask for.
+def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) -> None:
+    """Check that the script built its pipeline with as many chunks as the flags ask for, and placed as they say.
 
     Raises:
         ConfigError: it did not; the same on every rank.
@@ -331,6 +332,12 @@ def check_chunks(module: torch.nn.Module, chunks: int) -> None:
         raise ConfigError(
             f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {built}. Build it "
             f"with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
+        )
+    lies = getattr(module, "placement", LOOP)
+    if lies != placement:
+        raise ConfigError(
+            f"--pipeline-placement must be how the model was built, got {placement} and {lies}. Build it with "
+            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for a {lies}'
         )
 
 

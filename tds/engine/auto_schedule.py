@@ -4,7 +4,7 @@ Two steps of 1f1b and two of zb-h1 are run, the second of each measured: F and t
 halves of it in the other. Then the costs of all ranks are averaged, each schedule is simulated with the costs that it
 has, and all ranks go on with the fastest; the same costs choose again when the number of micro-batches changes.
 Schedules give the same bits, so this changes nothing but the time. No layer is moved. With several chunks on each stage
-interleaved takes the place of 1f1b.
+interleaved takes the place of 1f1b; in a V dualpipev does, whose middle has whole backwards, and zb-v that of zb-h1.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ import torch.distributed as dist
 
 from tds.log import log_rank_0
 from tds.p2p.communicator import collective_scope
-from tds.schedule import Costs, choose, schedule_named
+from tds.schedule import Costs, Placement, V, choose, schedule_named
+from tds.schedule.simulate import AUTO, SPLITTING, by_default, candidates
 from tds.timers import Work, costs_of, durations_of, medians
 
-SPLIT = "zb-h1"
 NUM_TRIALS = 4
 MEASURED = (1, 3)
 MARGIN = 0.01
 """A schedule that splits the backward must be faster than one that does not by this share: it holds more at once."""
 
 
-def first_name(num_chunks: int) -> str:
-    """Return the schedule that "auto" begins with, which splits no backward."""
-    return "interleaved" if num_chunks > 1 else "1f1b"
-
-
-def trials(num_chunks: int) -> tuple[str, ...]:
-    """Return the schedules of the first steps."""
-    return (first_name(num_chunks),) * 2 + (SPLIT,) * 2
+def trials(placement: Placement) -> tuple[str, ...]:
+    """Return the schedules of the first steps: two of one with whole backwards, two of one that splits them."""
+    if placement.kind == V:
+        return ("dualpipev",) * 2 + ("zb-v",) * 2
+    return (by_default(placement.num_chunks),) * 2 + ("zb-h1",) * 2
 
 
 class Auto:
@@ -48,20 +45,20 @@ class Auto:
     """
 
     def __init__(
-        self, set_schedule: Callable[[str], None], *, num_stages: int, num_chunks: int, stage: int, group: Any,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, set_schedule: Callable[[str], None], *, placement: Placement, stage: int, group: Any, device: torch.device
+    ) -> None:
         self._set_schedule = set_schedule
-        self._num_stages, self._num_chunks, self._stage = num_stages, num_chunks, stage
+        self._placement, self._stage = placement, stage
         self._group, self._device = group, device
         self._step = 0
         self._measured: list[Costs] = []
         self._chosen_for: int | None = None
         self.choice: str | None = None
-        self.is_chosen = num_stages == 1
-        self._set_schedule(first_name(num_chunks))
+        self.is_chosen = placement.num_stages == 1
+        first = trials(placement)[0]
+        self._set_schedule(first)
         if self.is_chosen:
-            self._log(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
+            self._log(f"{first}: with one stage there is nothing to choose")
 
     @property
     def measures(self) -> bool:
@@ -75,7 +72,7 @@ class Auto:
     def before_step(self, num_micro_batches: int) -> None:
         """Set the schedule of the step that comes; choose again if its number of micro-batches is another."""
         if not self.is_chosen:
-            self._set_schedule(trials(self._num_chunks)[self._step])
+            self._set_schedule(trials(self._placement)[self._step])
         elif self._chosen_for not in (None, num_micro_batches):
             self._choose(num_micro_batches)
 
@@ -93,21 +90,21 @@ class Auto:
     def _choose(self, num_micro_batches: int) -> None:
         """Go on with the fastest schedule for this many micro-batches. All ranks have the same costs."""
         whole, split = self._measured
-        name, reason = best(whole, split, self._num_stages, num_micro_batches, self._num_chunks)
+        name, reason = best(whole, split, self._placement, num_micro_batches)
         self._chosen_for = num_micro_batches
         self._set_schedule(name)
         self._log(reason)
 
     def _average(self, work: Iterable[Work]) -> Costs:
         """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
-        own: list[dict[Any, float]] = [{} for _ in range(self._num_stages)]
+        own: list[dict[Any, float]] = [{} for _ in range(self._placement.num_stages)]
         own[self._stage] = medians(durations_of(work))
-        costs = costs_of(own, self._num_chunks)
+        costs = costs_of(own, self._placement.num_chunks, self._placement.kind)
         rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
         with collective_scope(self._stage, "averaging the times of its actions"):
             dist.all_reduce(total, group=self._group)
-        forward, *backwards = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
+        forward, *backwards = (total * self._placement.num_stages / dist.get_world_size(self._group)).tolist()
         return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
 
     def _log(self, reason: str) -> None:
@@ -116,21 +113,24 @@ class Auto:
             log_rank_0(self.choice)
 
 
-def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[str, str]:
+def best(whole: Costs, split: Costs, placement: Placement, num_micro_batches: int) -> tuple[str, str]:
     """Return (the schedule to run, why), from the costs measured with a whole and with a split backward."""
-    names = [first_name(num_chunks), *(["gpipe"] if num_chunks == 1 else [])]
-    plain = {name: schedule_named(name, num_chunks) for name in names}
-    chosen = choose(plain, whole, num_stages, num_micro_batches, num_chunks)
+    lie = placement.num_chunks, placement.kind
+    sizes = placement.num_stages, num_micro_batches, *lie
     priced = replace(split, backward=whole.whole_backward)  # of the trial's few micro-batches none may have been whole
-    halves = choose({SPLIT: schedule_named(SPLIT, num_chunks)}, priced, num_stages, num_micro_batches, num_chunks)
-    times = {name: timeline.step_s for name, timeline in {**chosen.timelines, **halves.timelines}.items()}
-    name = SPLIT if times[SPLIT] < times[chosen.name] * (1 - MARGIN) else chosen.name
-    timelines = {**chosen.timelines, **halves.timelines}
+    names = candidates(AUTO, *lie)
+    plain = {name: schedule_named(name, *lie) for name in names if name not in SPLITTING or placement.kind == V}
+    halves = {name: schedule_named(name, *lie) for name in names if name not in plain}
+    chosen = choose(plain, priced if placement.kind == V else whole, *sizes)
+    timelines = dict(chosen.timelines)
+    if halves:
+        timelines |= choose(halves, priced, *sizes).timelines
+    times = {name: timeline.step_s for name, timeline in timelines.items()}
+    name = next((each for each in halves if times[each] < times[chosen.name] * (1 - MARGIN)), chosen.name)
     listed = ", ".join(f"{each} {seconds * 1e3:.1f}" for each, seconds in sorted(times.items(), key=lambda t: t[1]))
     pieces = zip(whole.forward, whole.backward_input, split.backward_input, split.backward_weight, strict=True)
     measured = "; ".join(
-        f"{_piece_name(i, num_stages, num_chunks)}: " + " ".join(f"{1e3 * t:.1f}" for t in each)
-        for i, each in enumerate(pieces)
+        f"{_piece_name(i, placement)}: " + " ".join(f"{1e3 * t:.1f}" for t in each) for i, each in enumerate(pieces)
     )
     bubble = 100 * timelines[name].bubble
     return name, (
@@ -140,6 +140,6 @@ def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, nu
     )
 
 
-def _piece_name(piece: int, num_stages: int, num_chunks: int) -> str:
-    stage = f"stage {piece % num_stages}"
-    return stage if num_chunks == 1 else f"{stage} chunk {piece // num_stages}"
+def _piece_name(piece: int, placement: Placement) -> str:
+    stage = f"stage {placement.stage_of(piece)}"
+    return stage if placement.num_chunks == 1 else f"{stage} chunk {piece // placement.num_stages}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -12,10 +13,12 @@ import torch.distributed as dist
 
 from tds import torch_api
 from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
+from tds.device import is_host
 from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
 from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
+from tds.engine.overlapped import OverlappingStage, SharedCommunicator
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
 from tds.gradient_reducer import ChunkOrder, GradientReducer
@@ -25,7 +28,8 @@ from tds.module import PipelineModule
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Kind
+from tds.schedule import LOOP, FileSchedule, Kind, Placement, read_schedule
+from tds.schedule.simulate import EARLIER
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -34,11 +38,12 @@ from tds.watchdog import watchdog
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
-    "overlap_reduction", "p2p_max_ctas", "backward_split",
+    "use_reentrant", "schedule", "schedule_file", "chunks", "placement", "micro_batch_group_size", "trace",
+    "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas", "backward_split",
+    "overlap_forward_backward",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction,
-p2p_max_ctas, backward_split."""
+"""DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
+trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split, overlap_forward_backward."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 
 UNSUPPORTED = {
@@ -63,13 +68,15 @@ def check_keys(section: Mapping[str, Any]) -> None:
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
-    """Return the schedule that the section asks for: a name, a function (from a program's own dict), or None.
+    """Return the schedule that the section asks for: a name, a function (from a program's own dict, or that of a file),
+    or None.
 
     Raises:
-        ValueError: chunks or an interleaved schedule that do not agree with the module.
+        ScheduleError: a file that holds no order, or one that cannot run.
+        ValueError: chunks, a placement or an interleaved schedule that do not agree with the module.
     """
     has_chunks = isinstance(module, PipelineModule)
-    chunks = module.chunks if has_chunks else 1
+    chunks, placement = (module.chunks, module.placement) if has_chunks else (1, LOOP)
     asked, schedule = section.get("chunks", chunks), section.get("schedule")
     if not has_chunks and (asked != 1 or schedule == "interleaved"):
         raise ValueError(
@@ -81,7 +88,26 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
             f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
         )
+    if section.get("placement", placement) != placement:
+        raise ValueError(
+            f'"pipeline": {{"placement": ...}} in the JSON must be the module\'s, got {section["placement"]!r} there '
+            f"and {placement!r} in PipelineModule. Build it with tds.PipelineModule(..., placement=...), or leave the "
+            "key out."
+        )
+    if (path := section.get("schedule_file")) is not None:
+        return _schedule_in(path, section)
     return schedule
+
+
+def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
+    """Return the order of a file, which stands alone."""
+    beside = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
+    if not isinstance(path, (str, os.PathLike)) or beside:
+        raise ValueError(
+            f'"pipeline": {{"schedule_file": ...}} must be the path of a file, and stand without "schedule" and '
+            f'"micro_batch_group_size", got {path!r}' + (f" beside {', '.join(beside)}" if beside else "")
+        )
+    return read_schedule(os.fspath(path))
 
 
 def accepted(given: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +184,33 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
     return _switch(section, "overlap_reduction", True)
 
 
+def overlaps_passes(engine: EngineParts) -> bool:
+    """Return whether forwards are to run beside backwards of other micro-batches; they do on hosts.
+
+    Raises:
+        ValueError: "overlap_forward_backward" is neither true nor false, or stands beside "auto" or recompute.
+    """
+    section = engine.pipeline_section
+    if not _switch(section, "overlap_forward_backward", False) or engine.num_stages == 1:
+        return False
+    asked = '"pipeline": {"overlap_forward_backward": true}'
+    if is_auto(section.get("schedule")):
+        raise ValueError(
+            f'{asked} needs a schedule by name, got "auto", which measures actions that run in turn. Use '
+            f"{', '.join(EARLIER)}, or leave it out"
+        )
+    if engine.module.activation_checkpoint_interval > 0:
+        raise ValueError(
+            f"{asked} cannot stand beside recompute, which would run a layer in both threads at once, got "
+            f"activation_checkpoint_interval={engine.module.activation_checkpoint_interval}. Leave one of them out"
+        )
+    if not is_host(torch.device(engine.device)):
+        if engine.global_rank == 0:
+            log_rank_0(f"{asked} acts on CPUs; on {engine.device} passes run in turn, with the same numbers")
+        return False
+    return True
+
+
 def max_ctas(section: Mapping[str, Any]) -> int:
     """Return how many processors of a GPU a message between stages may hold.
 
@@ -170,6 +223,27 @@ def max_ctas(section: Mapping[str, Any]) -> int:
             f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
         )
     return asked
+
+
+def group_size(section: Mapping[str, Any], placement: Placement) -> int:
+    """Return how many micro-batches go through a chunk before the next one's turn; 0: as many as stages.
+
+    Raises:
+        ValueError: "micro_batch_group_size" is no whole number of the stages or more, or there is one chunk, or a V.
+    """
+    asked = section.get("micro_batch_group_size", 0)
+    is_number = isinstance(asked, int) and not isinstance(asked, bool)
+    if asked != 0 and not (is_number and asked >= placement.num_stages):
+        raise ValueError(
+            '"pipeline": {"micro_batch_group_size": ...} must be a whole number, as large as the stages are many, got '
+            f"{asked!r} for {placement.num_stages} stages"
+        )
+    if asked and (placement.num_chunks == 1 or placement.kind != LOOP):
+        raise ValueError(
+            f'"pipeline": {{"micro_batch_group_size": {asked}}} needs several chunks on each stage, in a {LOOP}, got '
+            f"{placement.num_chunks} in a {placement.kind}. Leave it out"
+        )
+    return int(asked)
 
 
 def reduce_bucket_size(given: Mapping[str, Any]) -> int:
@@ -271,7 +345,7 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     )
 
 
-def make_stage(engine: EngineParts) -> Stage:
+def make_stage(engine: EngineParts, plan: SchedulePlan) -> Stage:
     """Return this rank's stage with its messages. Collective over all ranks."""
     grid = engine.grid
     cut = Slice()
@@ -280,15 +354,20 @@ def make_stage(engine: EngineParts) -> Stage:
         cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
     device = torch.device(engine.device)
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
-    chunks = num_chunks(engine.module)
+    placement = placement_of(engine.module, engine.num_stages)
     limit = wait_limit(engine.pipeline_section, default_timeout())
     ctas = max_ctas(engine.pipeline_section)
-    groups, must_open = process_groups.message_groups(grid, device, chunks, limit, ctas)
+    groups, must_open = process_groups.message_groups(grid, device, placement, limit, ctas)
     if must_open:
-        process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
+        process_groups.open_channels(groups, ranks, engine.stage_id, device, placement)
     links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit, are_own=must_open)
-    exchange = P2PCommunicator(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
-    return Stage(engine.module, exchange, device, splits_by_graph(engine.pipeline_section, engine.module))
+    declared = {"placement": placement, "is_dynamic": engine.module.dynamic_shape}
+    by_graph = splits_by_graph(engine.pipeline_section, engine.module)
+    if plan.has_pairs:
+        return OverlappingStage(
+            engine.module, SharedCommunicator(links, engine.module, **declared), device, by_graph, plan=plan
+        )
+    return Stage(engine.module, P2PCommunicator(links, engine.module, **declared), device, by_graph)
 
 
 def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) -> DataConsistency | None:
@@ -312,14 +391,18 @@ def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) 
 def make_plan(engine: EngineParts) -> SchedulePlan:
     """Return the schedule that the JSON asks for; that which "auto" starts with."""
     chosen = chosen_schedule(engine.pipeline_section, engine.module)
-    return SchedulePlan(
-        auto_schedule.first_name(num_chunks(engine.module)) if is_auto(chosen) else chosen,
-        num_stages=engine.num_stages,
-        num_chunks=num_chunks(engine.module),
-        stage=engine.stage_id,
-    )
+    placement = placement_of(engine.module, engine.num_stages)
+    first = auto_schedule.trials(placement)[0]
+    chosen, size = first if is_auto(chosen) else chosen, group_size(engine.pipeline_section, placement)
+    has_pairs = overlaps_passes(engine)
+    return SchedulePlan(chosen, placement=placement, stage=engine.stage_id, group_size=size, has_pairs=has_pairs)
 
 
 def num_chunks(module: Any) -> int:
     """Return how many chunks of layers each stage of ``module`` has; DeepSpeed's own modules have one."""
     return getattr(module, "chunks", 1)
+
+
+def placement_of(module: Any, num_stages: int) -> Placement:
+    """Return how the pieces of ``module`` lie on the stages."""
+    return Placement(num_stages, num_chunks(module), getattr(module, "placement", LOOP))

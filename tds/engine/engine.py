@@ -251,6 +251,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.global_rank = self.grid.get_global_rank()
         self.num_stages = self.grid.pipe_parallel_size
         self.stage_id = self.grid.get_stage_id()
+        self.loss_stage = build.placement_of(self.module, self.num_stages).last_stage
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
@@ -278,7 +279,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self._reducer = build.make_reducer(self, self._gradients)
         self._trained_at_start = frozenset(trained(self))
         self._has_untaken_gradients = False
-        self._stage = build.make_stage(self)
+        self._stage = build.make_stage(self, self._plan)
         self._data_agreement = build.make_data_agreement(self, self._stage.exchange.links, self._compares_data)
         self._seeing = EngineMonitor(self, self._stage, self._plan)
         if self.training_data and self._reads_data():
@@ -431,8 +432,9 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         """Train by another schedule from now on; the same on every rank.
 
         Args:
-            schedule: a name ("1f1b", "gpipe", "zb-h1", "interleaved"), or a function of (stages, micro-batches, stage)
-                to the list of that stage's actions (``tds.schedule``), which is proven to run before it is used.
+            schedule: a name ("1f1b", "gpipe", "zb-h1", "interleaved", in a V "zb-v", "dualpipev"), or a function of
+                (stages, micro-batches, stage) to the list of that stage's actions (``tds.schedule``), which is proven
+                to run before it is used.
         """
         self._plan.set(schedule)
         self._seeing.keep_schedule()
@@ -487,8 +489,8 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """True on the stage that has the loss."""
-        return self.stage_id == self.num_stages - 1
+        """True on the stage that has the loss; in a V that is the first one, too."""
+        return self.stage_id == self.loss_stage
 
     def get_pipeline_parallel_rank(self) -> int:
         """Return this rank's stage."""

@@ -29,6 +29,7 @@ class EngineParts(Protocol):
     device: Any
     stage_id: int
     num_stages: int
+    loss_stage: int
     micro_batches: int
     global_rank: int
     global_steps: int

@@ -100,5 +100,5 @@ def agree(engine: EngineParts, meter: LossMeter) -> LossReduction:
             data_size=grid.data_parallel_size,
             pipe_group=grid.get_pipe_parallel_group(),
             pipe_size=grid.pipe_parallel_size,
-            last_rank=grid.stage_to_global(engine.num_stages - 1),
+            last_rank=grid.stage_to_global(engine.loss_stage),
         )

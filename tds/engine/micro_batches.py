@@ -275,6 +275,7 @@ class BatchSource:
     _fetched: list[Any] = field(default_factory=list, init=False)
     _last: Any = field(default=None, init=False)
     _first: tuple[Any, Any] | None = field(default=None, init=False)
+    _labels: dict[int, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
@@ -283,11 +284,12 @@ class BatchSource:
                 "iter(...), once ahead of all steps"
             )
 
-    def begin(self, reads: bool) -> None:
+    def begin(self, reads: bool, is_asked_twice: bool = False) -> None:
         """Read the first micro-batch, so that an iterator at its end raises before anything is on its way. Collective.
 
         Args:
             reads: this rank reads in this call.
+            is_asked_twice: each micro-batch is asked for once for its inputs and later once for its labels.
 
         Raises:
             StopIteration: the data have ended on all ranks.
@@ -299,6 +301,7 @@ class BatchSource:
                 f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
                 "initialize; a rank that does not read needs a batch function (set_batch_fn)"
             )
+        self._labels = {} if is_asked_twice else None
         state = NO_READER
         if reads and self.iterator is not None:
             state = self._fetch(self.iterator)
@@ -309,15 +312,20 @@ class BatchSource:
         if reads:
             self._first = self._read()
 
-    def next(self) -> tuple[Any, Any]:
-        """Return the next (inputs, labels).
+    def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
+        """Return the next (inputs, labels); where ``micro_batch`` was read already, (None, its labels).
 
         Raises:
             DataEnded: the iterator has ended, and no other rank waits for this one.
             TypeError: the batch is no pair.
         """
+        if self._labels is not None and micro_batch in self._labels:
+            return None, self._labels.pop(micro_batch)
         first, self._first = self._first, None
-        return self._read() if first is None else first
+        inputs, labels = self._read() if first is None else first
+        if self._labels is not None:
+            self._labels[micro_batch] = labels
+        return inputs, labels
 
     def read_ahead(self) -> None:
         """Let the iterator read ahead, as ``read_ahead`` does."""

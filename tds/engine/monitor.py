@@ -25,6 +25,7 @@ from tds.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
 from tds.loss import MeanLosses
 from tds.p2p.communicator import collective_scope
+from tds.schedule import LOOP, Placement
 from tds.timers import BubbleTimer, Recorder, Row, Work, clock_for, offset_to_wall_ns
 from tds.watchdog import watchdog
 from tds.watchdog.alarm import own_store
@@ -262,11 +263,12 @@ def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
     """Write the table of ``module`` on rank 0: to be seen after a probe, else as information. Collective."""
     num_chunks = getattr(module, "chunks", 1)
     counts = _gathered(module, stage, num_chunks, group, device)
+    placement = Placement(len(counts), num_chunks, getattr(module, "placement", LOOP))
     cut = getattr(module, "profile", None)
     names = [name_of_layer(spec) for spec in layer_specs(module)]
     pieces = []
     for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
-        chunk, owner = divmod(index, len(counts))
+        chunk, owner = index // len(counts), placement.stage_of(index)
         parameters, weight_bytes = counts[owner][chunk]
         costs = None if cut is None else cut.layers[start:stop]
         pieces.append(Piece(owner, chunk, format_layers(names[start:stop], start), parameters, weight_bytes, costs))
@@ -426,7 +428,8 @@ class EngineMonitor:
         engine, grid = self._engine, self._engine.grid
         about = {
             "stage": engine.stage_id, "num_stages": engine.num_stages, "num_chunks": self._stage.num_chunks,
-            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name,
+            "placement": self._stage.placement.kind,
+            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name, "has_pairs": self._plan.has_pairs,
             "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
         }  # fmt: skip
         return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
@@ -437,6 +440,6 @@ class EngineMonitor:
             return None
         engine = self._engine
         return Auto(
-            self._plan.set, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
-            stage=engine.stage_id, group=engine.module.world_group, device=self._device,
+            self._plan.set, placement=self._stage.placement, stage=engine.stage_id, group=engine.module.world_group,
+            device=self._device,
         )  # fmt: skip

@@ -28,22 +28,23 @@ from tds.schedule import (
     BackwardWeight,
     Forward,
     Message,
+    Order,
+    Placement,
     ScheduleError,
     forward_only,
+    overlap,
     received,
     schedule_named,
     sent,
     validate,
 )
 from tds.schedule.limits import Posts, receive_posts, send_window
-from tds.schedule.schedules import Order
+from tds.schedule.simulate import by_default
 
 if TYPE_CHECKING:
     from tds.timers import Recorder
 
 # Which actions a stage runs: by the name of a schedule, a user's own order, or what "auto" settles on.
-
-BY_DEFAULT = {False: "1f1b", True: "interleaved"}
 
 
 class SchedulePlan:
@@ -51,21 +52,29 @@ class SchedulePlan:
 
     Args:
         schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
-            interleaved where a stage has several chunks.
+            interleaved where a stage has several chunks, zb-v in a V.
+        group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
+        has_pairs: forwards run beside backwards, for which some schedules begin more of them.
 
     Raises:
-        ValueError: no such name, or it does not go with ``num_chunks``.
+        ValueError: no such name, or it does not go with ``placement`` or with pairs.
     """
 
-    def __init__(self, schedule: Any, *, num_stages: int, num_chunks: int, stage: int) -> None:
-        self.num_stages, self.num_chunks, self.stage = num_stages, num_chunks, stage
-        self.set(BY_DEFAULT[num_chunks > 1] if schedule is None else schedule)
+    def __init__(
+        self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0, has_pairs: bool = False
+    ) -> None:
+        self.placement, self.stage, self.group_size, self.has_pairs = placement, stage, group_size, has_pairs
+        self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
 
     def set(self, schedule: Any) -> None:
         """Run ``schedule`` from the next call on."""
-        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, self.num_chunks)
+        known = self.placement.num_chunks, self.placement.kind, self.group_size
+        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
+        if self.has_pairs and self._is_built_in:
+            self.order = overlap.with_earlier_forwards(self.order, self.name)
+        self._paired: dict[int, frozenset[Action]] = {}
         self._actions: dict[int, list[Action]] = {}
         self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
@@ -73,16 +82,26 @@ class SchedulePlan:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
         if num_micro_batches not in self._actions:
             self._prove(num_micro_batches)
-            self._actions[num_micro_batches] = self.order(self.num_stages, num_micro_batches, self.stage)
+            self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
         return self._actions[num_micro_batches]
 
     def _prove(self, num_micro_batches: int) -> None:
         if not self._is_built_in and num_micro_batches not in self._actions:
-            prove(self.order, self.name, self.num_stages, num_micro_batches, self.num_chunks)
+            prove(self.order, self.name, num_micro_batches, self.placement)
+
+    def paired(self, num_micro_batches: int) -> frozenset[Action]:
+        """Return the forwards of a train_batch that run beside the backward behind them."""
+        if num_micro_batches not in self._paired:
+            stages = [
+                self.order(self.placement.num_stages, num_micro_batches, s) for s in range(self.placement.num_stages)
+            ]
+            found = overlap.pairs(stages, self.placement.num_chunks, self.placement.kind)
+            self._paired[num_micro_batches] = found[self.stage]
+        return self._paired[num_micro_batches]
 
     def evaluation(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of an eval_batch."""
-        return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
+        return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
 
     def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
         """Return the limit of sends that wait, and when each receive is posted, for ``P2PCommunicator.set_limits``."""
@@ -90,9 +109,11 @@ class SchedulePlan:
         if key not in self._limits:
             if is_training:
                 self._prove(num_micro_batches)
-            order = self.order if is_training else _forwards(self.num_chunks)
-            window = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
-            posts = receive_posts(order, self.num_stages, num_micro_batches, self.num_chunks)
+            placement = self.placement
+            order = self.order if is_training else _forwards(placement.num_chunks)
+            sizes = placement.num_stages, num_micro_batches, placement.num_chunks
+            window = send_window(order, *sizes, is_training, placement.kind)
+            posts = receive_posts(order, *sizes, placement.kind)
             self._limits[key] = window, posts[self.stage]
         return self._limits[key]
 
@@ -102,11 +123,12 @@ def _forwards(num_chunks: int) -> Order:
     return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
 
 
-def prove(order: Order, name: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
     """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
     try:
+        num_stages = placement.num_stages
         every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-        validate(every, num_micro_batches, num_chunks=num_chunks)
+        validate(every, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
 
@@ -158,23 +180,25 @@ class Program:
         last: the actions after which all gradients of their chunk are final.
         put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
         reads: a micro-batch is read from the data.
+        reads_for_both: its labels are wanted later than its inputs, by another chunk: the last piece lies here, too.
     """
 
     messages: dict[Action, tuple[Message | None, Message | None]]
     last: frozenset[Action]
     put_off: frozenset[tuple[int, int]]
     reads: bool
+    reads_for_both: bool
 
 
 @functools.lru_cache(maxsize=16)
-def program_of(actions: tuple[Action, ...], stage: int, num_stages: int, num_chunks: int) -> Program:
+def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
     """Return what follows from ``actions``; found once for all calls that have the same."""
-    place = stage, num_stages, num_chunks
-    messages = {action: (received(action, *place), sent(action, *place)) for action in actions}
+    messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
     last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
     put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
     reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
-    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
+    has_both_ends = stage == 0 == placement.last_stage and placement.num_pieces > 1
+    return Program(messages, frozenset(last.values()), frozenset(put_off), reads, has_both_ends)
 
 
 # One stage at work: what each action of a schedule does here.
@@ -196,13 +220,14 @@ class Stage:
         self.device = device
         self.index = exchange.links.stage
         self.num_stages = exchange.links.num_stages
-        self.num_chunks = exchange.num_chunks
+        self.placement = exchange.placement
+        self.num_chunks = self.placement.num_chunks
         self.splitter = WeightGradStore(module, self._forward_of, by_graph=by_graph)
         self.recompute = Recompute()
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
-        self._program = program_of((), self.index, self.num_stages, self.num_chunks)
+        self._program = program_of((), self.index, self.placement)
         self._broken_by: str | None = None
         self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
@@ -224,8 +249,8 @@ class Stage:
             RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
         """
         self._refuse_if_broken()
-        self._program = program_of(tuple(actions), self.index, self.num_stages, self.num_chunks)
-        call.source.begin(self._program.reads)
+        self._program = program_of(tuple(actions), self.index, self.placement)
+        call.source.begin(self._program.reads, self._program.reads_for_both)
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
             began = self.exchange.clock.mark()
@@ -275,7 +300,7 @@ class Stage:
         labels = None
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
-            inputs, labels = call.source.next()
+            inputs, labels = call.source.next(action.micro_batch)
             labels = to_device(labels, self.device) if outgoing is None else None  # ahead of the forward
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tds.schedule import Placement
+
 # What crosses from one stage to the next, as the user declares it.
 #
 # On the module, one entry for each tensor that crosses:
@@ -222,27 +224,35 @@ def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure
     return tensors, structure
 
 
-def entered(tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+def entered(
+    tensors: Sequence[torch.Tensor], is_own: bool = False
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
     """Return (``tensors`` as layers are given them, the leaves in which their gradients will lie).
 
     What is given shares the memory of ``tensors``: nothing is copied. It is no leaf that requires a gradient and no
     view of one, since autograd lets no layer work on these in place. The leaves have shapes and no memory.
+
+    Args:
+        is_own: the stage itself made them and may need them in a backward: a change in place is to be an error there.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
-    return (_Enter.apply(tuple(tensors), *leaves) if leaves else ()), leaves
+    return (_Enter.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves
 
 
 class _Enter(torch.autograd.Function):
     """From leaves to the tensors that they stand for, whose gradients are theirs."""
 
     @staticmethod
-    def forward(ctx: Any, tensors: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, tensors: tuple[torch.Tensor, ...], is_own: bool, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in tensors)  # of a tensor that is returned itself autograd makes a view
+        # Of a tensor that is returned itself autograd makes a view. One that is detached shares its count of changes.
+        return tuple(tensor.detach() if is_own else tensor.data for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *gradients
+        return None, None, *gradients
 
 
 # Which layers meet at a boundary, by the names that a user knows, for the texts of errors.
@@ -270,15 +280,15 @@ class Place:
         return f"stage {self.stage}" + (f" chunk {self.chunk}" if self.chunk else "")
 
 
-def output_place(module: Any, chunk: int, stage: int, num_stages: int) -> Place:
+def output_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
     """Return where the output of a piece of ``module`` leaves it."""
-    bounds = _bounds(module, chunk * num_stages + stage)
+    bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
 
 
-def input_place(module: Any, chunk: int, stage: int, num_stages: int) -> Place:
+def input_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
     """Return where a piece of ``module`` reads its input."""
-    bounds = _bounds(module, chunk * num_stages + stage)
+    bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
 
 

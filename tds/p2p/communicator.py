@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from tds.p2p.boundary import (
 )
 from tds.p2p.host_copies import Copied
 from tds.p2p.packed_layout import PackedLayout, Slice
-from tds.schedule import Action, Kind, Message, received
+from tds.schedule import Action, Kind, Message, Placement, received
 from tds.schedule.limits import Posts
 from tds.timers import Clock, HostClock
 
@@ -161,7 +161,7 @@ class P2PHandle:
 class Transport:
     """Starts transfers and waits for them.
 
-    A sender waits once more than ``window`` of its messages of one kind have not left; None: never.
+    A sender waits once more than ``window`` of its messages of one kind to one stage have not left; None: never.
 
     For those who watch: ``waits`` holds a pair of the ``clock``'s marks for each message that was waited for in this
     call, ``action`` is what the stage is at, ``history`` the last messages that were sent or came in, and ``waiting``
@@ -176,11 +176,11 @@ class Transport:
     history: deque[tuple[str, Kind, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY))
     waiting: tuple[str, Kind, Message] | None = None
     beside: Any = None
-    _sending: dict[Kind, deque[P2PHandle]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
+    _sending: dict[tuple[Kind, int], deque[P2PHandle]] = field(default_factory=lambda: defaultdict(deque))  # by peer
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
         """Start sending; the bytes must not change until they have left."""
-        sends = self._sending[kind]
+        sends = self._sending[kind, message.peer]
         sends.append(self._start(dist.isend, kind, message, buffer))
         self.history.append(("sent", kind, message))
         if not is_host(self.links.device) and kind is not Kind.HEADER:
@@ -203,14 +203,14 @@ class Transport:
         self.history.append(("received", transfer.kind, transfer.message))
         return transfer.buffer
 
-    def let_go(self, kind: Kind, micro_batch: int, chunk: int) -> None:
-        """Free what was sent up to this message, of which the other side has shown that it has it."""
-        sends = self._sending[kind]
-        if any(sent.message.micro_batch == micro_batch and sent.message.chunk == chunk for sent in sends):
+    def let_go(self, answer: Message) -> None:
+        """Free what was sent up to the activation that a gradient answers: its sender has shown that it has it."""
+        sends, place = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
+        if any((sent.message.micro_batch, sent.message.chunk) == place for sent in sends):
             while True:
                 sent = sends.popleft()
                 self._wait(sent, "sending")
-                if sent.message.micro_batch == micro_batch and sent.message.chunk == chunk:
+                if (sent.message.micro_batch, sent.message.chunk) == place:
                     return
 
     def finish(self) -> None:
@@ -310,16 +310,22 @@ class BoundaryTensors:
 
 @functools.lru_cache(maxsize=16)
 def expected_messages(
-    actions: tuple[Action, ...], stage: int, num_stages: int, num_chunks: int, is_dynamic: bool
-) -> tuple[list[Message | None], dict[Kind, list[Message]]]:
-    """Return (what each of a stage's ``actions`` receives, what comes in of each kind in order: a header ahead of each
-    new form)."""
-    messages = [received(action, stage, num_stages, num_chunks) for action in actions]
-    expected = {kind: [m for m in messages if m is not None and m.kind is kind] for kind in Kind}
-    first: dict[tuple[int, int], Message] = {}
-    for message in expected[Kind.ACTIVATION]:
-        first.setdefault((message.micro_batch if is_dynamic else 0, message.chunk), message)
-    return messages, expected | {Kind.HEADER: list(first.values())}
+    actions: tuple[Action, ...], stage: int, placement: Placement, is_dynamic: bool
+) -> tuple[list[Message | None], dict[tuple[Kind, int], list[Message]]]:
+    """Return (what each of a stage's ``actions`` receives, what comes in of each kind from each stage in order: a
+    header ahead of each new form). What a stage hands to itself does not come in."""
+    messages = [received(action, stage, placement) for action in actions]
+    expected: dict[tuple[Kind, int], list[Message]] = defaultdict(list)
+    announced: set[tuple[int, int]] = set()
+    for message in messages:
+        if message is None or message.peer == stage:
+            continue
+        expected[message.kind, message.peer].append(message)
+        form = message.micro_batch if is_dynamic else 0, message.chunk
+        if message.kind is Kind.ACTIVATION and form not in announced:
+            announced.add(form)
+            expected[Kind.HEADER, message.peer].append(message)
+    return messages, expected
 
 
 class P2PCommunicator(Transport):
@@ -336,10 +342,12 @@ class P2PCommunicator(Transport):
             against the declaration and laid out anew.
     """
 
-    def __init__(self, links: StageLinks, module: Any = None, *, num_chunks: int = 1, is_dynamic: bool = False) -> None:
+    def __init__(
+        self, links: StageLinks, module: Any = None, *, placement: Placement | None = None, is_dynamic: bool = False
+    ) -> None:
         super().__init__(links)
         self.module = module
-        self.num_chunks = num_chunks
+        self.placement = Placement(links.num_stages) if placement is None else placement
         self.is_dynamic = is_dynamic
         self.beside = side_stream(links.device)
         self.posts: Posts = ()
@@ -349,7 +357,8 @@ class P2PCommunicator(Transport):
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
         self.declared = declared_boundary(module)
         self._declaration = declaration(module)  # that ``agreed`` was checked against
-        self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
+        self._posted: dict[tuple[Kind, int], deque[P2PHandle]] = defaultdict(deque)  # by kind and peer
+        self._own: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # by kind, micro-batch, chunk that takes it
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
         """Note what will come; ``begin_action`` posts its receives. ``marks_all`` as in ``describe``.
@@ -364,10 +373,10 @@ class P2PCommunicator(Transport):
         if self._declaration != (now := declaration(self.module)):
             self.declared, self._declaration = declared_boundary(self.module), now
             self.agreed.clear()
-        place = self.links.stage, self.links.num_stages, self.num_chunks
         self._actions = tuple(actions)
-        self._messages, expected = expected_messages(self._actions, *place, self.is_dynamic)
-        self._expected = {kind: deque(each) for kind, each in expected.items()}
+        expects = expected_messages(self._actions, self.links.stage, self.placement, self.is_dynamic)
+        self._messages, expected = expects
+        self._expected = {route: deque(each) for route, each in expected.items()}
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
@@ -396,6 +405,7 @@ class P2PCommunicator(Transport):
         super().forget()
         self.incoming.clear()
         self.outgoing.clear()
+        self._own.clear()
         for posted in self._posted.values():
             posted.clear()
 
@@ -415,14 +425,17 @@ class P2PCommunicator(Transport):
             crossing = self._announce(message, tensors, fingerprint)
         elif crossing.fingerprint != fingerprint:
             self._check_again(message, tensors, structure, crossing)
-        self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
+        if message.peer == self.links.stage:
+            self._own[Kind.ACTIVATION, message.micro_batch, message.chunk + 1] = [t.detach() for t in tensors]
+        else:
+            self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
         return crossing.with_grad(tensors)
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
         crossing = self.incoming.get(self._key(message)) or self._take_header(message)
         tensors = self._unpack(crossing.activations, message)
-        given, leaves = entered(crossing.with_grad(tensors))
+        given, leaves = entered(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
         with_grad = iter(given)
         tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves
@@ -430,14 +443,16 @@ class P2PCommunicator(Transport):
     def send_backward(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of the leaves that ``recv_forward`` returned, in their order."""
         layout = self.incoming[self._key(message)].gradients
-        if layout.specs:
+        if message.peer == self.links.stage:
+            self._own[Kind.GRADIENT, message.micro_batch, message.chunk - 1] = list(gradients)
+        elif layout.specs:
             self.send(Kind.GRADIENT, message, layout.pack(gradients))
 
     def recv_backward(self, message: Message) -> list[torch.Tensor]:
         """Return the gradients of this stage's output."""
         layout = self.outgoing[self._key(message)].gradients
         gradients = self._unpack(layout, message) if layout.specs else []
-        self.let_go(Kind.ACTIVATION, message.micro_batch, message.chunk)
+        self.let_go(message)
         return gradients
 
     def _key(self, message: Message) -> tuple[int, int]:
@@ -445,13 +460,17 @@ class P2PCommunicator(Transport):
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
     def _announce(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
-        """Send the header of a boundary's first output ahead; return its form."""
+        """Send the header of a boundary's first output ahead, or hand it to the own next chunk; return its form."""
         key = "sent", message.chunk, self.is_training, self.marks_all
         crossing = self.agreed.get(key)
         if crossing is None or crossing.fingerprint != fingerprint:
             crossing = self.agreed[key] = self._form(message, tensors, fingerprint)
-        self.outgoing[self._key(message)] = crossing
-        self.send(Kind.HEADER, message, crossing.header)
+        number, chunk = self._key(message)
+        self.outgoing[number, chunk] = crossing
+        if message.peer == self.links.stage:
+            self.incoming[number, chunk + 1] = crossing
+        else:
+            self.send(Kind.HEADER, message, crossing.header)
         return crossing
 
     def _form(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
@@ -479,7 +498,7 @@ class P2PCommunicator(Transport):
                     f"{place.tensor(index)} must be a dense tensor on {self.links.device}, got {format_tensor(tensor)} "
                     f"on {tensor.device} with layout {tensor.layout}. Change it in the layer."
                 )
-        records = records_of(self.declared, message.chunk * self.links.num_stages + self.links.stage)
+        records = records_of(self.declared, self.placement.piece(self.links.stage, message.chunk))
         flags = {"is_training": self.is_training, "marks_all": self.marks_all}
         return describe(tensors, structure, records, place, **flags)
 
@@ -495,15 +514,17 @@ class P2PCommunicator(Transport):
 
     def _read_header(self, header: torch.Tensor, chunk: int) -> BoundaryTensors:
         specs, structure = decode_header(header)
-        stage, num_stages = self.links.stage, self.links.num_stages
-        place = input_place(self.module, chunk, stage, num_stages)
-        check_received(specs, records_of(self.declared, chunk * num_stages + stage - 1), place, self.is_training)
+        stage, before = self.links.stage, self.placement.piece(self.links.stage, chunk) - 1
+        place = input_place(self.module, chunk, stage, self.placement)
+        check_received(specs, records_of(self.declared, before), place, self.is_training)
         return BoundaryTensors.of(specs, structure, self.links.cut, header)
 
     def _output_place(self, message: Message) -> Place:
-        return output_place(self.module, message.chunk, self.links.stage, self.links.num_stages)
+        return output_place(self.module, message.chunk, self.links.stage, self.placement)
 
     def _unpack(self, layout: PackedLayout, message: Message) -> list[torch.Tensor]:
+        if message.peer == self.links.stage:
+            return self._own.pop((message.kind, message.micro_batch, message.chunk))
         received_bytes = self._take(message.kind, message)
         if not layout.is_cut:
             return layout.unpack(received_bytes)
@@ -514,7 +535,7 @@ class P2PCommunicator(Transport):
     def _take(self, kind: Kind, message: Message) -> torch.Tensor:
         """Return the bytes of ``message``."""
         self._post(kind, message)  # unless begin_action has: its size may have come with a header only now
-        posted = self._posted[kind]
+        posted = self._posted[kind, message.peer]
         if not posted or posted[0].message != message:
             found = posted[0].message if posted else "nothing"
             raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
@@ -524,13 +545,13 @@ class P2PCommunicator(Transport):
         """Start the receives of one action. A device, for which all are posted here, waits for its header if any."""
         if (message := self._messages[number]) is not None:
             self._post(Kind.HEADER, message)
-            if self._posted[Kind.HEADER] and not is_host(self.links.device):
+            if self._posted[Kind.HEADER, message.peer] and not is_host(self.links.device):
                 self._take_header(message)
             self._post(message.kind, message)
 
     def _post(self, kind: Kind, message: Message) -> None:
         """Start the receive of ``message`` if it is the next of its kind, and its size is known."""
-        expected = self._expected[kind]
+        expected = self._expected.get((kind, message.peer))
         while kind is Kind.GRADIENT and expected and self._is_never_sent(expected[0]):
             expected.popleft()
         if not expected or expected[0] != message:
@@ -543,7 +564,7 @@ class P2PCommunicator(Transport):
                 return
             layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
             buffer = layout.new_buffer(self.links.device)
-        self._posted[kind].append(self.receive(kind, expected.popleft(), buffer))
+        self._posted[kind, message.peer].append(self.receive(kind, expected.popleft(), buffer))
 
     def _is_never_sent(self, gradient: Message) -> bool:
         crossing = self.outgoing.get(self._key(gradient))

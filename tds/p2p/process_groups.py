@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -14,7 +15,7 @@ from tds import torch_api
 from tds.device import is_host, sends_over_host
 from tds.p2p import host_copies
 from tds.p2p.communicator import Route, collective_scope
-from tds.schedule import Kind
+from tds.schedule import Kind, Placement
 from tds.torch_api import set_timeout
 
 # How long a rank waits for another, in every group of a pipeline: what the JSON or the default process group says.
@@ -55,7 +56,7 @@ Groups = dict[Route, Any]
 
 
 def message_groups(
-    grid: Any, device: torch.device, num_chunks: int = 1, limit: timedelta | None = None, max_ctas: int = MAX_CTAS
+    grid: Any, device: torch.device, placement: Placement, limit: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> tuple[Groups, bool]:
     """Return (the group of each route from and to this stage, whether they must be opened). Collective.
 
@@ -72,24 +73,24 @@ def message_groups(
         refuse_host_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
     if backend in MATCHES_TAGS:
-        return {route: own for route in routes(grid.pipe_parallel_size, num_chunks) if stage in route[1:]}, False
+        return {route: own for route in routes(placement) if stage in route[1:]}, False
     refuse_blocking_launches(grid.pipe_parallel_size)
     limit = torch_api.default_timeout() if limit is None else limit
     timeout = None if limit is None else limit + (NCCL_GRACE if backend == "nccl" else timedelta())
     headers = own if torch_api.sends_from_host(own) else dist.new_group(backend="gloo", timeout=limit)
-    groups = _device_groups(grid.pipe_groups, grid.get_global_rank(), device, backend, num_chunks, timeout, max_ctas)
-    of_headers = [route for route in routes(grid.pipe_parallel_size, num_chunks) if route[0] is Kind.HEADER]
+    groups = _device_groups(grid.pipe_groups, grid.get_global_rank(), device, backend, placement, timeout, max_ctas)
+    of_headers = [route for route in routes(placement) if route[0] is Kind.HEADER]
     return groups | {route: headers for route in of_headers if stage in route[1:]}, True
 
 
-def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
+def routes(placement: Placement) -> list[Route]:
     """Return every route of a pipeline, in one order: each kind from each stage to its neighbour.
 
-    Activations and headers go on, gradients go back. With more than one chunk the last stage passes on to the first;
-    with two stages these two then have routes of each kind in both directions.
+    Activations and headers go on, gradients go back. With more than one chunk in a loop the last stage passes on to the
+    first, in a V each stage to both neighbours; with two stages these have routes of each kind in both directions.
     """
-    is_ring = num_chunks > 1 and num_stages > 1
-    ahead = [(stage, (stage + 1) % num_stages) for stage in range(num_stages if is_ring else num_stages - 1)]
+    stages = map(placement.stage_of, range(placement.num_pieces))
+    ahead = [pair for pair in dict.fromkeys(itertools.pairwise(stages)) if pair[0] != pair[1]]
     back = [(after, before) for before, after in ahead]
     return [
         (kind, *pair)
@@ -98,13 +99,14 @@ def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
     ]
 
 
-def split_in_turns(num_stages: int, num_chunks: int = 1) -> list[list[Route]]:
-    """Return the routes of messages between devices in runs in which no stage comes twice: four, with an odd ring six.
+def split_in_turns(placement: Placement) -> list[list[Route]]:
+    """Return the routes of messages between devices in runs in which no stage comes twice: four, with an odd ring six,
+    in a V eight.
 
     The pairs of one run, of all pipelines, are disjoint: one split of the world makes their communicators.
     """
     turns: list[list[Route]] = []
-    for route in routes(num_stages, num_chunks):
+    for route in routes(placement):
         if route[0] is Kind.HEADER:
             continue
         free = (turn for turn in turns if not {s for _, *pair in turn for s in pair} & set(route[1:]))
@@ -117,7 +119,7 @@ def split_in_turns(num_stages: int, num_chunks: int = 1) -> list[list[Route]]:
 
 
 def _device_groups(
-    pipelines: Sequence[list[int]], own_rank: int, device: torch.device, backend: str, num_chunks: int,
+    pipelines: Sequence[list[int]], own_rank: int, device: torch.device, backend: str, placement: Placement,
     timeout: timedelta | None, max_ctas: int,
 ) -> Groups:  # fmt: skip
     """Make the groups of the routes between devices of all pipelines; return those of this rank. Collective."""
@@ -125,7 +127,7 @@ def _device_groups(
     is_split = backend == "nccl"
     if is_split:
         torch_api.open_world(device)
-    for turn in split_in_turns(len(pipelines[0]), num_chunks):
+    for turn in split_in_turns(placement):
         pairs = [
             (sorted((ranks[source], ranks[destination])), (kind, source, destination))
             for ranks in pipelines
@@ -145,9 +147,9 @@ def _device_groups(
     return groups
 
 
-def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, num_chunks: int = 1) -> None:
+def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, placement: Placement) -> None:
     """Send one byte along each route of the pipeline, in the same order on every rank. Collective."""
-    for kind, source, destination in routes(len(ranks), num_chunks):
+    for kind, source, destination in routes(placement):
         if kind is Kind.HEADER or stage not in (source, destination):
             continue
         byte = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from tds.schedule.schedules import Action, Backward
+from tds.schedule.actions import LOOP, Action, Backward
 from tds.schedule.validate import Event, ScheduleError, run, validate
 
 # How many messages a stage may have on their way to a neighbour before it waits for the oldest.
@@ -27,6 +27,7 @@ def send_window(
     num_micro_batches: int,
     num_chunks: int = 1,
     is_training: bool = True,
+    placement: str = LOOP,
 ) -> int:
     """Return a limit with which the schedule runs to its end: p + 1 where that is enough.
 
@@ -34,14 +35,17 @@ def send_window(
         ScheduleError: it does not run whatever the limit.
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    prove = functools.partial(
+        validate, stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, placement=placement
+    )
     window, all_of_them = num_stages + 1, num_micro_batches * num_chunks
     while window < all_of_them:
         try:
-            validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, window=window)
+            prove(window=window)
             return window
         except ScheduleError:
             window *= 2
-    validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training)
+    prove()
     return all_of_them
 
 
@@ -74,7 +78,11 @@ class _Travel(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def receive_posts(
-    order: Callable[[int, int, int], Sequence[Action]], num_stages: int, num_micro_batches: int, num_chunks: int = 1
+    order: Callable[[int, int, int], Sequence[Action]],
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    placement: str = LOOP,
 ) -> tuple[Posts, ...]:
     """Return, for each stage, when it posts what its actions receive.
 
@@ -82,7 +90,7 @@ def receive_posts(
         ScheduleError: the schedule cannot run.
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    travels = _travels(stages, num_chunks)
+    travels = _travels(stages, num_chunks, placement)
     for ahead in itertools.count(1):
         places = [max(each.earliest, each.taken - ahead) for each in travels]
         if _ends(travels, places, [len(actions) for actions in stages]):
@@ -93,13 +101,13 @@ def receive_posts(
     return tuple(tuple(map(tuple, each)) for each in posts)
 
 
-def _travels(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[_Travel]:
-    """Return all messages in the order in which they are taken where all actions take the same time, a whole backward
-    twice as much."""
+def _travels(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Travel]:
+    """Return all messages between stages in the order in which they are taken where all actions take the same time, a
+    whole backward twice as much."""
     begun: list[tuple[int, Event]] = []
     free_at = [0] * len(stages)
     arrives_at: dict[Any, int] = {}
-    for event in run(stages, num_chunks):
+    for event in run(stages, num_chunks, placement=placement):
         stage, action, source, takes, target, sends = event
         start = free_at[stage] if source is None else max(free_at[stage], arrives_at.pop((source, takes)))
         free_at[stage] = arrives_at[target, sends] = start + (2 if isinstance(action, Backward) else 1)
@@ -110,7 +118,8 @@ def _travels(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[_Trave
     for _, (stage, _, source, takes, target, sends) in sorted(begun, key=itemgetter(0)):
         if source is not None:
             sender, number, earliest = sent.pop((source, takes))
-            travels.append(_Travel(sender, number, stage, done[stage], earliest))
+            if sender != stage:
+                travels.append(_Travel(sender, number, stage, done[stage], earliest))
         if target is not None:
             sent[target, sends] = stage, done[stage], done[target.receiver]
         done[stage] += 1

@@ -1,137 +1,35 @@
-"""Actions (Forward, Backward, BackwardInput, BackwardWeight), their messages, and the orders of them: GPipe, 1F1B,
-interleaved 1F1B, ZB-H1.
-"""
+"""The orders of actions: GPipe, 1F1B, interleaved 1F1B, ZB-H1; the names of all schedules."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
-# What a stage can do. A schedule is a list of these for each stage.
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One piece of work on one micro-batch, for one chunk of layers of the stage."""
-
-    micro_batch: int
-    chunk: int = 0
-
-
-class Forward(Action):
-    """Run the layers; the output goes to the next stage, or into the loss on the last."""
-
-    __slots__ = ()
-
-
-class Backward(Action):
-    """Run the whole backward: gradients of the weights, and of the input for the previous stage."""
-
-    __slots__ = ()
-
-
-class BackwardInput(Action):
-    """Run the part of the backward that the previous stage waits for; linear layers put their weights' off."""
-
-    __slots__ = ()
-
-
-class BackwardWeight(Action):
-    """Compute the gradients of weights that the ``BackwardInput`` of this micro-batch and chunk put off."""
-
-    __slots__ = ()
-
-
-# Which messages an action receives and sends. Communication is derived from the actions, never written by hand.
-#
-# With c chunks per stage the model is cut into p c pieces; piece ``chunk * p + stage`` lies on ``stage``. So the piece
-# after the last stage's is the next chunk of stage 0.
-
-SENDS_GRADIENTS = (Backward, BackwardInput)
-
-
-class Kind(IntEnum):
-    """What a message holds; also its tag on the wire."""
-
-    ACTIVATION = 0
-    GRADIENT = 1
-    HEADER = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Tensors of one micro-batch that cross from one stage to another.
-
-    ``chunk`` is the chunk of the stage that looks at it: the receiver's in ``received``, the sender's in ``sent``.
-    """
-
-    kind: Kind
-    micro_batch: int
-    chunk: int
-    peer: int
-
-
-def is_first_piece(chunk: int, stage: int) -> bool:
-    """True where the data comes in."""
-    return chunk == 0 and stage == 0
-
-
-def is_last_piece(chunk: int, stage: int, num_stages: int, num_chunks: int = 1) -> bool:
-    """True where the loss is."""
-    return chunk == num_chunks - 1 and stage == num_stages - 1
-
-
-def received(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -> Message | None:
-    """Return the message that ``action`` on ``stage`` waits for, if any."""
-    if isinstance(action, Forward) and not is_first_piece(action.chunk, stage):
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage - 1) % num_stages)
-    if isinstance(action, SENDS_GRADIENTS) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage + 1) % num_stages)
-    return None
-
-
-def sent(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -> Message | None:
-    """Return the message that ``action`` on ``stage`` sends when done, if any."""
-    if isinstance(action, Forward) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage + 1) % num_stages)
-    if isinstance(action, SENDS_GRADIENTS) and not is_first_piece(action.chunk, stage):
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage - 1) % num_stages)
-    return None
-
-
-# What every order of work asks of its arguments.
-
-Order = Callable[[int, int, int], list[Action]]
-"""A function of (number of stages, number of micro-batches, stage) to what the stage does."""
-
-
-def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> None:
-    """Raise ValueError unless there is such a stage with work to do."""
-    if num_stages < 1 or num_micro_batches < 1 or not 0 <= stage < num_stages:
-        raise ValueError(
-            f"a schedule needs num_stages >= 1, num_micro_batches >= 1 and 0 <= stage < num_stages, got "
-            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}, stage={stage}"
-        )
-    if num_chunks < 1 or (num_chunks > 1 and num_stages == 1):
-        raise ValueError(
-            f"a schedule needs num_chunks >= 1, and num_stages >= 2 for more than one chunk, got "
-            f"num_chunks={num_chunks}, num_stages={num_stages}. Lower chunks= of the module, or add stages."
-        )
-
+from tds.schedule.actions import (
+    LOOP,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Order,
+    V,
+    check_sizes,
+)
+from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 
 # Interleaved 1F1B: each stage has several chunks of layers, so the pipeline fills and drains in smaller pieces.
 #
-# Micro-batches go in rounds of p, the last one short if p does not divide m. All stages take forwards in one sequence
+# Micro-batches go in rounds of g, p unless it is said (Megatron's group size), the last one short if g does not divide
+# m. With a larger g messages have longer to arrive, and more is in flight. All stages take forwards in one sequence
 # (round, chunk, micro-batch) and backwards in one (round, chunk from the last, micro-batch), so messages never cross.
-# How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) p + 1
+# How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) g + 1
 # forwards, as in Megatron: with fewer it takes the next forward, else a backward. With whole rounds it waits for that
 # forward, which gives Megatron's order. With a short round such waiting can stop all stages for good, each waiting for
 # what another has not started, so there a stage takes a backward meanwhile. This never stops: if no backward can start,
 # all stages have done the same k, and the last has yet to do the last chunk's forward of that micro-batch; so it holds
-# at most (c-1) p, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
+# at most (c-1) g, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
 # first.
 #
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
@@ -141,25 +39,40 @@ Place = tuple[int, int]
 """(micro-batch, chunk)"""
 
 
-def interleaved(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> list[Action]:
-    """Return the order of ``stage`` with ``num_chunks`` chunks of layers; any number of micro-batches."""
+def interleaved(
+    num_stages: int, num_micro_batches: int, stage: int, num_chunks: int, group_size: int = 0
+) -> list[Action]:
+    """Return the order of ``stage`` with ``num_chunks`` chunks of layers; any number of micro-batches.
+
+    Args:
+        group_size: micro-batches that go through one chunk before the next one's turn; 0: as many as stages.
+
+    Raises:
+        ValueError: a group smaller than the stages, which would wait for each other.
+    """
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
-    return list(_all_stages(num_stages, num_micro_batches, num_chunks)[stage])
+    if group_size and group_size < num_stages:
+        raise ValueError(
+            f"a group of micro-batches must have one for each stage or more, got {group_size} for {num_stages} stages"
+        )
+    return list(_all_stages(num_stages, num_micro_batches, num_chunks, group_size or num_stages)[stage])
 
 
-def in_rounds(num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Place]:
-    """Return the sequence of forwards that all stages share."""
+def in_rounds(group_size: int, num_micro_batches: int, num_chunks: int) -> list[Place]:
+    """Return the sequence of forwards that all stages share, in rounds of ``group_size`` micro-batches."""
     return [
         (micro_batch, chunk)
-        for start in range(0, num_micro_batches, num_stages)
+        for start in range(0, num_micro_batches, group_size)
         for chunk in range(num_chunks)
-        for micro_batch in range(start, min(start + num_stages, num_micro_batches))
+        for micro_batch in range(start, min(start + group_size, num_micro_batches))
     ]
 
 
 @functools.lru_cache(maxsize=16)
-def _all_stages(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    return _Weaver(num_stages, num_micro_batches, num_chunks).run()
+def _all_stages(
+    num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int
+) -> tuple[tuple[Action, ...], ...]:
+    return _Weaver(num_stages, num_micro_batches, num_chunks, group_size).run()
 
 
 class _Weaver:
@@ -169,10 +82,10 @@ class _Weaver:
     the same step on the neighbour, or an earlier one at the other end of the pipeline.
     """
 
-    def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int) -> None:
         self.last = num_stages - 1
-        self.rounds_are_whole = num_micro_batches % num_stages == 0
-        self.forwards = in_rounds(num_stages, num_micro_batches, num_chunks)
+        self.rounds_are_whole = num_micro_batches % group_size == 0
+        self.forwards = in_rounds(group_size, num_micro_batches, num_chunks)
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
         forward_at = {place: i for i, place in enumerate(self.forwards)}
         backward_at = {place: i for i, place in enumerate(self.backwards)}
@@ -183,7 +96,7 @@ class _Weaver:
         self.turn = [
             (forward_at[i, top] + 1, backward_at[i, chunk + 1] + 1 if chunk < top else 0) for i, chunk in self.backwards
         ]
-        self.limits = [2 * (self.last - i) + top * num_stages + 1 for i in range(num_stages)]
+        self.limits = [2 * (self.last - i) + top * group_size + 1 for i in range(num_stages)]
         self.forwards_done = [0] * num_stages
         self.backwards_done = [0] * num_stages
         self.running: list[type[Action] | None] = [None] * num_stages
@@ -279,15 +192,18 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 # Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; the order with chunks is ours.
 
 
-def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> list[Action]:
+def zero_bubble_h1(
+    num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1, group_size: int = 0
+) -> list[Action]:
     """Return 1F1B, or interleaved 1F1B, of ``stage`` with the weights' half of each backward put off."""
     if num_chunks == 1:
         whole = one_forward_one_backward(num_stages, num_micro_batches, stage)
     else:
-        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks)
+        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks, group_size)
     if stage == 0:
         return whole
-    last_rounds = num_stages + num_micro_batches % num_stages
+    group = group_size or num_stages
+    last_rounds = group + num_micro_batches % group
     stay_whole = max(num_micro_batches - last_rounds, 0) * num_chunks if stage == 1 and num_chunks > 1 else 0
     return _put_off(whole, trail=stage, stay_whole=stay_whole)
 
@@ -320,6 +236,8 @@ def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Actio
 # | zb-h1 | min(p, m) | (p-1)(F+B-W) |
 # | interleaved, c chunks | 2(p-i-1) + (c-1)p + 1 chunks of 1/c | (p-1)(F+B+W)/c if p divides m |
 # | zb-h1, c chunks | i more than interleaved | (p-1)(F+B-W)/c if p divides m |
+# | zb-v, 2 chunks in a V | min(2p, i + 1 + m, 2m) chunks of 1/2 | (p-1)F/2 at F = B = W if m >= 2p-1 |
+# | dualpipev, 2 chunks in a V | 1 more | p F/2 at F = B = W if m >= 2p and p > 2 |
 #
 # F, B and W are the times of a forward, a backward for the input and one for the weights. All add up the gradients of
 # each weight by rising micro-batch: the results are the same to the bit. Sources are in the files of the orders.
@@ -336,19 +254,35 @@ def forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks
 ONE_CHUNK: dict[str, Order] = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 MANY_CHUNKS: dict[str, Callable[..., list[Action]]] = {"interleaved": interleaved, "zb-h1": zero_bubble_h1}
 """Orders for several chunks of layers on each stage; they take the number of chunks as a last argument."""
+IN_A_V: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpipev": dual_pipe_v}
+"""Orders for two chunks whose pieces lie in a V."""
 
-SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS)))
+SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)))
 
 
-def schedule_named(name: object, num_chunks: int = 1) -> Order:
+def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, group_size: int = 0) -> Order:
     """Return the training order that the JSON's ``"pipeline": {"schedule": name}`` asks for.
 
+    Args:
+        group_size: of ``interleaved``; others have none.
+
     Raises:
-        ValueError: no such order, or none for so many chunks of layers on each stage.
+        ValueError: no such order, or none for so many chunks of layers on each stage, placed so.
     """
     key = name.lower() if isinstance(name, str) else name
     if key not in SCHEDULE_NAMES:
         raise ValueError(f'"pipeline": {{"schedule": ...}} must be one of {sorted(SCHEDULE_NAMES)}, got {name!r}')
+    if (key in IN_A_V) != (placement == V) or (key in IN_A_V and num_chunks != 2):
+        needs = V if key in IN_A_V else LOOP
+        instead = [name for name in SCHEDULE_NAMES if (name in IN_A_V) == (placement == V)]
+        raise ValueError(
+            f'"pipeline": {{"schedule": {name!r}}} needs '
+            f"{'2 chunks' if key in IN_A_V else 'chunks'} of layers on each stage, placed in a "
+            f"{needs}, got {num_chunks} in a {placement}. Build the model with "
+            f'tds.PipelineModule(..., chunks=2, placement="{needs}"), or choose one of {instead}.'
+        )
+    if key in IN_A_V:
+        return IN_A_V[key]
     if num_chunks == 1 and key not in ONE_CHUNK:
         raise ValueError(
             f'"pipeline": {{"schedule": {name!r}}} needs 2 or more chunks of layers on each stage, got 1. '
@@ -359,10 +293,10 @@ def schedule_named(name: object, num_chunks: int = 1) -> Order:
             f'"pipeline": {{"schedule": {name!r}}} needs one chunk of layers on each stage, got {num_chunks}. '
             f"Build the model without chunks=, or choose one of {sorted(MANY_CHUNKS)}."
         )
-    return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks)  # type: ignore[index, arg-type]
+    return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks, group_size)  # type: ignore[index, arg-type]
 
 
 @functools.cache
-def _of_chunks(name: str, num_chunks: int) -> Order:
+def _of_chunks(name: str, num_chunks: int, group_size: int) -> Order:
     """Return the very same function each time, so that what is known of it can be kept by it."""
-    return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks)
+    return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks, group_size=group_size)

@@ -6,13 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from tds.schedule.schedules import Action, Backward, BackwardInput, Forward, Order
+from tds.schedule.actions import LOOP, Action, Backward, BackwardInput, Forward, Order, Placement, V
+from tds.schedule.schedule_file import read_schedule
+from tds.schedule.schedules import schedule_named
+from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
 # How layers lie on pipeline stages, how long stages idle and what they keep: arithmetic alone.
 #
-# A stage holds one piece of the model, or with ``c`` chunks several: piece ``chunk * p + stage`` lies on ``stage``.
+# A stage holds one piece of the model, or with ``c`` chunks several; ``tds.schedule.actions.Placement`` says which.
 # F, B and W are the times of a forward, a backward for the input and one for the weights; T = F + B + W of a stage.
 #
 # | schedule | c | in flight on stage i | a step of m micro-batches lasts | at equal T it idles |
@@ -22,10 +26,13 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 # | zb-h1 | 1 | min(p, m) | m max(T) + (sum(T) - max(T)) / 3 at F = B = W | (p - 1) / (3 m + p - 1) |
 # | interleaved | >1 | 2 (p - i - 1) + (c - 1) p + 1 chunks | m max(T) + (sum(T) - max(T)) / c | (p - 1) / (c m + p - 1) |  # noqa: E501
 # | zb-h1 | >1 | i chunks more | m max(T) + (sum(T) - max(T)) / (3 c) at F = B = W | (p - 1) / (3 c m + p - 1) |
+# | zb-v | 2 | min(2 p, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |
+# | dualpipev | 2 | min(2 p + 1, i + 1 + m) chunks | m max(T) + p mean(T) / 6 at F = B = W | p / (6 m + p) |
 #
 # Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and
 # interleaved (c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that, and zb-h1 with
-# chunks about a third. Messages cost nothing here. ``tds.schedule.simulate`` runs the actions themselves, with costs of
+# chunks about a third. The two of a V are for m of 2 p and more: each that m lacks to that costs about mean(T) / 6,
+# below p mean(T) / 3. Messages cost nothing here. ``tds.schedule.simulate`` runs the actions themselves, with costs of
 # one's own.
 #
 # Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et
@@ -33,20 +40,55 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
 MANY_CHUNKS = ("interleaved", "zb-h1")
+IN_A_V = ("zb-v", "dualpipev")
+"""Schedules of two chunks on each stage that lie in a V; the others are for a loop."""
+SPLITTING = ("zb-h1", *IN_A_V)
+"""Schedules that put the gradients of weights off."""
 AUTO = "auto"
-"""Stands for the schedule that proves fastest in the first steps, among those for the number of chunks."""
-SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS)), AUTO)
+"""Stands for the schedule that proves fastest in the first steps, among those for the chunks as they lie."""
+SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)), AUTO)
 
 
-def by_default(num_chunks: int) -> str:
+IN_FILE = "file:"
+"""In place of a schedule's name stands this and the path of a file (``tds.schedule.schedule_file``)."""
+
+
+def file_of(schedule: str | None) -> str | None:
+    """Return the path of a schedule that is a file."""
+    return schedule.removeprefix(IN_FILE) if schedule is not None and schedule.startswith(IN_FILE) else None
+
+
+def placement_for(schedule: str | None) -> str:
+    """Return how the pieces lie for a schedule; for none, and for "auto", in a loop."""
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).placement.kind
+    return V if schedule in IN_A_V else LOOP
+
+
+def splits(schedule: str) -> bool:
+    """Return whether a schedule puts gradients of weights off."""
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).splits
+    return schedule in SPLITTING
+
+
+def order_named(schedule: str, num_chunks: int, placement: str = LOOP, group_size: int = 0) -> Order:
+    """Return the order of a schedule by its name, or the one of its file."""
+    path = file_of(schedule)
+    return schedule_named(schedule, num_chunks, placement, group_size) if path is None else read_schedule(path)
+
+
+def by_default(num_chunks: int, placement: str = LOOP) -> str:
     """Return the schedule of a pipeline for which none is named."""
-    return (MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK)[0]
+    return candidates(AUTO, num_chunks, placement)[0]
 
 
-def candidates(schedule: str, num_chunks: int) -> tuple[str, ...]:
+def candidates(schedule: str, num_chunks: int, placement: str = LOOP) -> tuple[str, ...]:
     """Return the schedules that a run named ``schedule`` may train by."""
     if schedule != AUTO:
         return (schedule,)
+    if placement == V:
+        return IN_A_V
     return MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
 
 
@@ -67,7 +109,15 @@ def bubble(
     """
     p, m = num_stages, num_micro_batches
     pieces = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
-    costs = [sum(pieces[stage::p]) for stage in range(p)]
+    if (path := file_of(schedule)) is not None:
+        read, times = read_schedule(path), tuple(pieces)
+        every = [read(p, m, stage) for stage in range(p)]
+        return simulate(every, Costs(times, times, times), num_chunks, read.placement.kind).bubble
+    placement = Placement(p, num_chunks, placement_for(schedule))
+    costs = [sum(pieces[piece] for piece in placement.own_pieces(stage)) for stage in range(p)]
+    if schedule in IN_A_V:
+        step = m * max(costs) + _idle_in_a_v(p, m, schedule) * sum(costs) / p
+        return 1 - m * sum(costs) / (p * step)
     by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
     slowest = (max(costs) + by_chunk) / 2
     parts = num_chunks * (3 if schedule == "zb-h1" else 1)
@@ -79,16 +129,60 @@ def bubble(
     return 1 - m * sum(costs) / (p * step)
 
 
-def in_flight(num_stages: int, num_micro_batches: int, schedule: str, num_chunks: int, stage: int) -> int:
-    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
+def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
+    """Return how long a stage idles at F = B = W on even stages, as a share of a stage's time."""
+    short = 2 * max(p - m, 0)
+    if schedule == "zb-v":
+        return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short) / 6
+    return (p + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
+
+
+EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}
+"""The schedules that gain by forwards beside backwards (``tds.schedule.overlap``), with how many forwards earlier a
+stage begins then; None: as many as stages, less its own number."""
+
+
+def more_in_flight(name: str, num_stages: int, stage: int) -> int:
+    """Return how many more forwards a stage has in flight at most where forwards run beside backwards."""
+    more = EARLIER.get(name, 0)
+    return num_stages - stage if more is None else more
+
+
+def in_flight(
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str,
+    num_chunks: int,
+    stage: int,
+    placement: str = LOOP,
+    group_size: int = 0,
+    *,
+    has_pairs: bool = False,
+) -> int:
+    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst.
+
+    Args:
+        has_pairs: forwards run beside backwards.
+    """
+    if (path := file_of(schedule)) is not None:
+        return read_schedule(path).peaks[stage]
     p, most = num_stages, num_chunks * num_micro_batches
-    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * p + 1
+    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * (group_size or p) + 1
+    in_a_v = min(2 * p, stage + 1 + num_micro_batches)
     held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
-    return min(most, max(held[name] for name in candidates(schedule, num_chunks)))
+    held |= {"zb-v": in_a_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
+    more = more_in_flight(schedule, p, stage) if has_pairs else 0
+    return min(most, more + max(held[name] for name in candidates(schedule, num_chunks, placement)))
 
 
-def share_split(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> float:
-    """Return the share of a stage's backwards that ``zb-h1`` splits; with chunks stage 1 splits its last rounds."""
+def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
+    """Return the share of a stage's backwards that a schedule splits: of ``zb-h1`` with chunks stage 1 splits its last
+    rounds; of a V they are counted."""
+    if schedule in IN_A_V:
+        order = (zero_bubble_v if schedule == "zb-v" else dual_pipe_v)(num_stages, num_micro_batches, stage)
+        return sum(isinstance(action, BackwardInput) for action in order) / (2 * num_micro_batches)
+    if schedule not in SPLITTING:
+        return 0.0
     if stage == 1 and num_chunks > 1:
         return min(1.0, (num_stages + num_micro_batches % num_stages) / num_micro_batches)
     return 1.0 if stage else 0.0
@@ -99,7 +193,7 @@ def share_split(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) for one micro-batch in each piece of the model; ``chunk * p + stage`` is a piece's index.
+    """Seconds (or any unit) for one micro-batch in each piece of the model, in their order.
 
     A whole backward costs both of its halves, or what ``backward`` says: splitting has a price. ``transfer`` is from
     the end of an action to its message's arrival.
@@ -172,6 +266,11 @@ class Span:
     end_s: float
 
 
+def are_pair(first: Span, second: Span) -> bool:
+    """Return whether ``second``, the next of its stage, begins while ``first`` runs: by more than times are rounded."""
+    return second.start_s < first.end_s - 1e-9
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What each stage did when, planned or measured; what is no span is idle."""
@@ -189,8 +288,13 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """The time of its actions, for each stage."""
-        return tuple(sum(span.end_s - span.start_s for span in stage) for stage in self.spans)
+        """The time with an action, for each stage."""
+        return tuple(map(_covered_s, self.spans))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether some actions of a stage run at one time."""
+        return any(are_pair(first, second) for stage in self.spans for first, second in pairwise(stage))
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -203,16 +307,25 @@ class Timeline:
         return 1 - sum(self.busy_s) / (self.num_stages * self.step_s) if self.step_s else 0.0
 
 
-def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1) -> Timeline:
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Return how long at least one of ``spans`` lasts, of which two at most do at a time."""
+    covered = until = 0.0
+    for span in sorted(spans, key=lambda each: each.start_s):
+        covered += max(span.end_s - max(span.start_s, until), 0.0)
+        until = max(until, span.end_s)
+    return covered
+
+
+def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1, placement: str = LOOP) -> Timeline:
     """Return the time line of a schedule in which each action begins as soon as its stage and its message allow.
 
-    Messages travel beside the work of both sides, each ``costs.transfer`` long.
+    Messages travel beside the work of both sides, each ``costs.transfer`` long; to the own stage they take no time.
 
     Raises:
         ScheduleError: the schedule cannot run.
         ValueError: ``costs`` are not those of ``len(stages) * num_chunks`` pieces.
     """
-    num_stages = len(stages)
+    num_stages, pieces = len(stages), Placement(len(stages), num_chunks, placement)
     if costs.num_pieces != num_stages * num_chunks:
         raise ValueError(
             f"costs must be given for each piece, {num_stages} stages x {num_chunks} chunks = "
@@ -221,13 +334,14 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
     spans: list[list[Span]] = [[] for _ in stages]
     free_at = [0.0] * num_stages
     arrives_at: dict[tuple[Channel, Content], float] = {}
-    for event in run(stages, num_chunks):
+    for event in run(stages, num_chunks, placement=placement):
         start = free_at[event.stage]
         if event.source is not None and event.takes is not None:
             start = max(start, arrives_at.pop((event.source, event.takes)))
-        end = start + costs.of(event.action, event.action.chunk * num_stages + event.stage)
+        end = start + costs.of(event.action, pieces.piece(event.stage, event.action.chunk))
         if event.target is not None and event.sends is not None:
-            arrives_at[event.target, event.sends] = end + costs.transfer
+            is_own = event.target.receiver == event.stage
+            arrives_at[event.target, event.sends] = end + (0.0 if is_own else costs.transfer)
         free_at[event.stage] = end
         spans[event.stage].append(Span(event.action, start, end))
     return Timeline(tuple(map(tuple, spans)))
@@ -253,7 +367,12 @@ class Choice:
 
 
 def choose(
-    candidates: Mapping[str, Order], costs: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1
+    candidates: Mapping[str, Order],
+    costs: Costs,
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    placement: str = LOOP,
 ) -> Choice:
     """Return the candidate with the shortest predicted step; among equals the one with the least in flight.
 
@@ -268,10 +387,10 @@ def choose(
     for name, order in candidates.items():
         try:
             stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-            peaks[name] = max(validate(stages, num_micro_batches, num_chunks=num_chunks))
+            peaks[name] = max(validate(stages, num_micro_batches, num_chunks=num_chunks, placement=placement))
         except ScheduleError as error:
             raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
-        timelines[name] = simulate(stages, costs, num_chunks)
+        timelines[name] = simulate(stages, costs, num_chunks, placement)
     best = min(timeline.step_s for timeline in timelines.values())
     fastest = [name for name in timelines if timelines[name].step_s <= best * (1 + SAME)]
     chosen = min(fastest, key=lambda name: peaks[name])

@@ -6,14 +6,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tds.schedule.schedules import (
+from tds.schedule.actions import (
+    LOOP,
     Action,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Kind,
-    Message,
+    Placement,
     received,
     sent,
 )
@@ -55,7 +56,9 @@ Route = tuple[Channel | None, int, Channel | None, int]
 """What an action takes and from where, what it sends and to where: (channel, piece, channel, piece)."""
 
 
-def run(stages: Sequence[Sequence[Action]], num_chunks: int = 1, window: int | None = None) -> Iterator[Event]:
+def run(
+    stages: Sequence[Sequence[Action]], num_chunks: int = 1, window: int | None = None, placement: str = LOOP
+) -> Iterator[Event]:
     """Yield every action of every stage in an order in which they can run.
 
     Args:
@@ -64,22 +67,21 @@ def run(stages: Sequence[Sequence[Action]], num_chunks: int = 1, window: int | N
     Raises:
         ScheduleError: a message would be taken for another, stages wait in a circle, or a message is not taken.
     """
-    return _Run(stages, num_chunks, window).events()
+    return _Run(stages, Placement(len(stages), num_chunks, placement), window).events()
 
 
 class _Run:
-    def __init__(self, stages: Sequence[Sequence[Action]], num_chunks: int, window: int | None) -> None:
-        self.num_chunks = num_chunks
-        self.num_stages = len(stages)
+    def __init__(self, stages: Sequence[Sequence[Action]], placement: Placement, window: int | None) -> None:
+        self.placement = placement
         self.window = window
         self.wires: dict[Channel, deque[Content]] = {}
         self.routes: dict[tuple[int, type[Action], int], Route] = {}
         self.rest = [iter(actions) for actions in stages]
-        self.next = [self._event(stage) for stage in range(self.num_stages)]
+        self.next = [self._event(stage) for stage in range(len(stages))]
 
     def events(self) -> Iterator[Event]:
         """Let each stage go on as far as it can, and wake those that wait for what it did."""
-        todo = deque(range(self.num_stages))
+        todo = deque(range(len(self.next)))
         queued = set(todo)
         while todo:
             stage = todo.popleft()
@@ -113,25 +115,20 @@ class _Run:
 
     def _route(self, stage: int, action: Action) -> Route:
         """Return the way of its messages, which is the same for all micro-batches."""
-        place = stage, self.num_stages, self.num_chunks
-        needed, made = received(action, *place), sent(action, *place)
+        needed, made = received(action, stage, self.placement), sent(action, stage, self.placement)
+        own = self.placement.piece(stage, action.chunk)
         return (
             None if needed is None else Channel(needed.peer, stage, needed.kind),
-            0 if needed is None else self._piece(needed, stage, is_incoming=True),
+            own - 1 if isinstance(action, Forward) else own,
             None if made is None else Channel(stage, made.peer, made.kind),
-            0 if made is None else self._piece(made, stage, is_incoming=False),
+            own if isinstance(action, Forward) else own - 1,
         )
-
-    def _piece(self, message: Message, stage: int, *, is_incoming: bool) -> int:
-        own = message.chunk * self.num_stages + stage
-        is_from_before = (message.kind is Kind.ACTIVATION) == is_incoming
-        return own - 1 if is_from_before else own
 
     def _waits_for(self, event: Event) -> int | None:
         """Return the stage for which ``event`` must wait, if any."""
         if event.source is not None and not self.wires.get(event.source):
             return event.source.sender
-        if self.window is not None and event.target is not None:
+        if self.window is not None and event.target is not None and event.target.receiver != event.stage:
             wire = self.wires.get(event.target, ())
             if len(wire) >= self.window:
                 return event.target.receiver
@@ -221,6 +218,7 @@ def validate(
     num_chunks: int = 1,
     is_training: bool = True,
     window: int | None = None,
+    placement: str = LOOP,
 ) -> list[int]:
     """Return the peak number of forwards in flight on each stage, once the schedule is shown to run.
 
@@ -228,6 +226,7 @@ def validate(
 
     Args:
         stages: the actions of each stage.
+        placement: "loop" or "v"; see ``tds.schedule.actions.Placement``.
         window: a sender waits while this many of its messages on one channel are not taken yet (None: never).
 
     Raises:
@@ -235,7 +234,7 @@ def validate(
             a circle; or a chunk does not go by rising micro-batch.
     """
     peaks = [_check_stage(i, actions, num_micro_batches, num_chunks, is_training) for i, actions in enumerate(stages)]
-    for _ in run(stages, num_chunks, window):
+    for _ in run(stages, num_chunks, window, placement):
         pass
     for stage, actions in enumerate(stages):
         _check_rising(stage, actions, num_chunks)

@@ -28,6 +28,7 @@ ACTING = [
     not in (
         ("t5", "--use-rotary-position-embeddings"),  # another value of a flag of T5's, which has it not
         ("t5", "--context-parallel-size"),  # 1 alone; tests/arguments/test_context_parallel.py
+        ("t5", "--pipeline-model-parallel-layout"),  # of one stack of layers; tests/config/test_pipeline_layout.py
     )
 ]
 NEEDS = {
@@ -71,6 +72,9 @@ NEEDS = {
     "--lr-wsd-decay-style": ["--lr-decay-style", "wsd"],
     "--pipeline-trace": ["--pipe-parallel-size", "2"],
     "--check-data-agreement": ["--pipe-parallel-size", "2"],
+    "--pipeline-placement": ["--pipe-parallel-size", "2"],
+    "--pipeline-schedule-file": ["--pipe-parallel-size", "2", "--gas", "1"],
+    "--pipeline-model-parallel-layout": ["--pipe-parallel-size", "2", "--num-layers", "2"],
     **{
         flag: ["--pipe-parallel-size", "2", "--num-layers", "12"]
         for flag in (
@@ -78,6 +82,7 @@ NEEDS = {
             "--num-virtual-stages-per-pipeline-rank",
             "--virtual-pipeline-model-parallel-size",
             "--num-layers-per-virtual-pipeline-stage",
+            "--microbatch-group-size-per-virtual-pipeline-stage",
         )
     },
     **{
@@ -226,6 +231,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "denoisers": "R,S",
         "mean_span_length": "4",
         "pipeline_split_rank": "1",
+        "pipeline_layout": "Et|tL",
         "rotary_base": "500000",
         "rotary_scaling_factor": "2",
         "rotary_beta_fast": "16",
@@ -253,6 +259,9 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
     }
     if option.name in chosen:
         return chosen[option.name]
+    if option.name == "pipeline_schedule_file":
+        (folder / "order.csv").write_text("0F0,0B0\n1F0,1B0\n")
+        return str(folder / "order.csv")
     if option.name in FILES:
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")

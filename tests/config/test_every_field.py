@@ -78,6 +78,7 @@ WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 ACTS_ON = {
     "plan": """
         model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
+        pipeline_placement pipeline_schedule_file pipeline_layout micro_batch_group_size
         context_parallel_size cp_comm_type
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
     """,
@@ -196,6 +197,10 @@ BESIDE = {
     "num_query_groups": "",
     "partition_method": "--pipe-parallel-size 2 --num-layers 6",
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
+    "pipeline_placement": "--pipe-parallel-size 2 --num-layers 4",
+    "pipeline_schedule_file": "--pipe-parallel-size 2 --num-layers 4 --gas 1",
+    "pipeline_layout": "--pipe-parallel-size 2 --num-layers 4",
+    "micro_batch_group_size": "--pipe-parallel-size 2 --num-layers 4 --pipeline-chunks 2 --gas 12",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
@@ -239,6 +244,8 @@ VALUES = {
     "lr_wsd_decay_samples": "20",
     "num_query_groups": "2",
     "pipeline_schedule": "gpipe",
+    "pipeline_placement": "v",
+    "pipeline_layout": "Ettt|tL",
     "enc_seq_length": "20",
     "split": "8,1,1",
 }
@@ -266,9 +273,7 @@ def plan(config: Config) -> Any:
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
     topology = Topology.of_world(parallel.replica_size, *sizes)
-    return [
-        *plan_rows(config, topology, registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks), "fp32")
-    ]
+    return [*plan_rows(config, topology, registry.bounds_of(config, topology.pipe), "fp32")]
 
 
 def rates(config: Config) -> Any:

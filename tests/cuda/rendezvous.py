@@ -35,7 +35,7 @@ from tds.engine.stage import Call, SchedulePlan, Stage
 from tds.p2p import communicator
 from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
 from tds.p2p.process_groups import routes
-from tds.schedule import Kind
+from tds.schedule import Kind, Placement
 
 CPU = torch.device("cpu")
 DEADLINE_S = 300.0
@@ -128,11 +128,12 @@ def trace(schedule: Any, num_stages: int, num_micro_batches: int, chunks: int = 
 
     def run(stage: int) -> None:
         steps = steps_of[stage]
-        groups = {route: route for route in routes(num_stages, chunks) if stage in route[1:]}
+        lie = Placement(num_stages, chunks)
+        groups = {route: route for route in routes(lie) if stage in route[1:]}
         links = StageLinks(stage, list(range(num_stages)), groups, Slice(), CPU)
         made = _Piece(steps)
-        exchange = P2PCommunicator(links, made, num_chunks=chunks)
-        plan = SchedulePlan(schedule, num_stages=num_stages, num_chunks=chunks, stage=stage)
+        exchange = P2PCommunicator(links, made, placement=lie)
+        plan = SchedulePlan(schedule, placement=lie, stage=stage)
         worker = Stage(made, exchange, CPU)
         worker.splitter.active = nullcontext  # type: ignore[method-assign] - F.linear is one for all threads
         exchange.set_limits(*plan.limits(num_micro_batches))

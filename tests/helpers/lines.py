@@ -17,12 +17,14 @@ import torch.distributed as dist
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Action, Backward, Forward, received, sent
+from tds.schedule import LOOP, Action, Backward, BackwardWeight, Forward, Placement, received, sent
 
 CPU = torch.device("cpu")
 
 
-def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) -> P2PCommunicator:
+def make_exchange(
+    num_chunks: int = 1, timeout_s: float = 10.0, placement: str = LOOP, **options: Any
+) -> P2PCommunicator:
     """Return this rank's exchange; the ranks of the world are the stages."""
     stage, num_stages = dist.get_rank(), dist.get_world_size()
     grid = SimpleNamespace(
@@ -32,12 +34,12 @@ def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) 
         pipe_parallel_size=num_stages,
         pipe_groups=[list(range(num_stages))],
     )
-    ranks = list(range(num_stages))
-    groups, must_open = process_groups.message_groups(grid, CPU, num_chunks)
+    ranks, lie = list(range(num_stages)), Placement(num_stages, num_chunks, placement)
+    groups, must_open = process_groups.message_groups(grid, CPU, lie)
     if must_open:
-        process_groups.open_channels(groups, ranks, stage, CPU, num_chunks)
+        process_groups.open_channels(groups, ranks, stage, CPU, lie)
     links = StageLinks(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
-    return P2PCommunicator(links, num_chunks=num_chunks, **options)
+    return P2PCommunicator(links, placement=lie, **options)
 
 
 def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
@@ -77,21 +79,23 @@ def drive(
     exchange: P2PCommunicator, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
-    stage, num_stages, num_chunks = exchange.links.stage, exchange.links.num_stages, exchange.num_chunks
-    every = weights(num_stages * num_chunks)
-    own = [every[chunk * num_stages + stage] for chunk in range(num_chunks)]
-    place = stage, num_stages, num_chunks
+    stage, placement = exchange.links.stage, exchange.placement
+    every = weights(placement.num_pieces)
+    own = [every[piece] for piece in placement.own_pieces(stage)]
+    place = stage, placement
     in_flight: dict[Any, Any] = {}
     losses = []
     exchange.begin(actions, is_training=is_training)
     with torch.set_grad_enabled(is_training):
         for action in actions:
             exchange.begin_action(action)
+            if isinstance(action, BackwardWeight):  # the first half runs it all
+                continue
             came, goes = received(action, *place), sent(action, *place)
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):
                 value, leaves = exchange.recv_forward(came) if came else (inputs[action.micro_batch], [])
-                output = run_piece(action.chunk * num_stages + stage, value, own[action.chunk])
+                output = run_piece(placement.piece(stage, action.chunk), value, own[action.chunk])
                 if goes is None:
                     ends = [loss_of(output)]
                     losses.append(ends[0].item())
@@ -126,11 +130,11 @@ def chunk_by_chunk(num_micro_batches: int, num_chunks: int) -> list[Action]:
     return forwards + [Backward(i, c) for c in reversed(range(num_chunks)) for i in range(num_micro_batches)]
 
 
-def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1) -> None:
+def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1, placement: str = LOOP) -> None:
     """Compare what every rank returned from ``drive`` with one process, to the bit."""
-    num_stages = len(results)
-    losses, gradients = in_one_process(num_stages * num_chunks, inputs)
-    assert results[-1][0] == losses
+    lie = Placement(len(results), num_chunks, placement)
+    losses, gradients = in_one_process(lie.num_pieces, inputs)
+    assert results[lie.last_stage][0] == losses
     for stage, (_, own) in enumerate(results):
         for chunk, gradient in enumerate(own):
-            assert torch.equal(gradient, gradients[chunk * num_stages + stage]), (stage, chunk)
+            assert torch.equal(gradient, gradients[lie.piece(stage, chunk)]), (stage, chunk)

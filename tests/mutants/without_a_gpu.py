@@ -119,7 +119,7 @@ WITHOUT_A_GPU = (
     Mutant(
         "the header is read where the message is taken, and the message is posted there",
         "tds/p2p/communicator.py",
-        "            if self._posted[Kind.HEADER] and not is_host(self.links.device):\n",
+        "            if self._posted[Kind.HEADER, message.peer] and not is_host(self.links.device):\n",
         "            if False:\n",
         ("tests/cuda/test_rendezvous.py::test_messages_meet_in_every_schedule",),
     ),

@@ -16,6 +16,7 @@ RECOMPUTE = "--checkpoint-activations"
 INTERLEAVED = "--pipeline-chunks 2"
 ZERO_BUBBLE = "--pipeline-schedule zb-h1"
 SPLIT_CHUNKS = f"{ZERO_BUBBLE} {INTERLEAVED}"
+ZB_V, DUAL_PIPE_V = "--pipeline-schedule zb-v", "--pipeline-schedule dualpipev"
 OTHERS = ("--pipeline-schedule gpipe", INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS, "--pipeline-schedule auto")
 GRIDS = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)]
 """(tensor, pipe, data) of every grid of 2 and 4 ranks with a pipeline."""
@@ -40,6 +41,9 @@ def check_grid(tensor: int, pipe: int, data: int, gas: int, schedule: str, extra
         ((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE),
         ((1, 4, 1), 2, ZERO_BUBBLE, UNTIED),
         ((1, 2, 2), 4, SPLIT_CHUNKS, RECOMPUTE),
+        ((1, 2, 2), 4, ZB_V, RECOMPUTE),
+        ((1, 4, 1), 8, ZB_V, ""),
+        pytest.param((2, 2, 1), 2, DUAL_PIPE_V, UNTIED, marks=pytest.mark.slow),
     ],
 )
 def test_a_schedule_trains_the_model_of_one_process(
@@ -51,7 +55,7 @@ def test_a_schedule_trains_the_model_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", UNTIED, RECOMPUTE, f"{UNTIED} {RECOMPUTE} --checkpoint-num-layers 2"])
 @pytest.mark.parametrize("gas", [1, 2, 8])
-@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS])
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS, ZB_V, DUAL_PIPE_V])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_schedule_with_every_switch(grid: tuple[int, int, int], gas: int, schedule: str, extra: str) -> None:
     """Rows E01, E04, E08, E12, E17 with micro-batches above and below the stages."""
@@ -86,7 +90,7 @@ def check_same_bits(one: list[Trace], other: list[Trace]) -> None:
         assert all(x.equal(y) for x, y in zip(pair, b[place], strict=True)), place
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize("schedule", [*OTHERS, DUAL_PIPE_V, pytest.param(ZB_V, marks=pytest.mark.slow)])
 def test_schedules_differ_in_no_bit(schedule: str) -> None:
     """Row E10: fp32, untied, clipping off."""
     extra = f"--fp32 {UNTIED} {DROPOUT}"
@@ -95,10 +99,13 @@ def test_schedules_differ_in_no_bit(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "schedule"), list(product(GRIDS, OTHERS)))
+@pytest.mark.parametrize(("grid", "schedule"), list(product(GRIDS, [*OTHERS, ZB_V, DUAL_PIPE_V])))
 def test_schedules_differ_in_no_bit_on_any_grid(grid: tuple[int, int, int], schedule: str) -> None:
-    """Row E10, also with a tied table: only two stages add to its gradient, and they do so once."""
-    for gas, more in ((1, UNTIED), (8, RECOMPUTE)):
+    """Row E10, also with a tied table: only two stages add to its gradient, and they do so once.
+
+    In a V one stage has both ends, whose gradients add up in the order of its schedule: there the table is untied.
+    """
+    for gas, more in ((1, UNTIED), (8, f"{RECOMPUTE} {UNTIED if schedule in (ZB_V, DUAL_PIPE_V) else ''}")):
         extra = f"--fp32 {DROPOUT} --num-layers 8 {more}"
         sizes = batches(grid[2], gas)
         expected = traces(*grid, *sizes, extra, eval_every=3)

@@ -58,6 +58,26 @@ def test_chunks_with_replicas_tied_weights_and_recompute_equal_one_process() -> 
     _compare(toys, 4, 2, 1e-12)
 
 
+@pytest.mark.parametrize(("num_stages", "replicas"), [(2, 2), (3, 1)])
+def test_a_v_equals_one_process(num_stages: int, replicas: int) -> None:
+    """To the bit where the first stage has no weight in both chunks, for one that is tied to the last digits."""
+    toys = [
+        Toy(
+            kind, 7, micro_batches=m, loss=loss, options={"chunks": 2, "placement": "v", **recompute},
+            pipeline={"schedule": name, "use_reentrant": False},
+        )
+        for kind, loss, m in (("tied", "pair", 3), ("many", "scalar", 7), ("sharing", "pair", 1))
+        for recompute, name in (({}, "zb-v"), ({"activation_checkpoint_interval": 2}, "dualpipev"))
+    ]  # fmt: skip
+    _compare(toys, num_stages * replicas, num_stages, 1e-12)
+    exact = [
+        Toy(kind, 7, micro_batches=5, dtype=torch.float32, options=toys[0].options, pipeline={"schedule": name})
+        for kind, name in (("chain", "zb-v"), ("many", "dualpipev"))
+    ]
+    if replicas == 1:
+        _compare(exact, num_stages, num_stages, None)
+
+
 def test_a_users_own_order_equals_one_process_and_must_be_able_to_run() -> None:
     """Two forwards ahead of two backwards, half of them split."""
 

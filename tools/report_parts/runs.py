@@ -415,7 +415,7 @@ def timeline(run: RunFolder) -> Html | None:
     except Exception as error:  # a trace of anything: the page of all other runs counts more
         return tag("p", bilingual("The trace cannot be drawn: {}", error), class_="note")
     order = [[span.action for span in spans] for spans in step.timeline.spans]
-    predicted = simulate(order, step.costs, step.num_chunks)
+    predicted = simulate(order, step.costs, step.num_chunks, step.placement)
     longest = max(step.timeline.step_s, predicted.step_s)
     about = bilingual(
         "{}, step {}, {} micro-batches. Trace: {}", step.schedule, step.step, step.num_micro_batches, folder

@@ -18,7 +18,8 @@ from megatron.models.common.memory import (
 )
 from megatron.models.common.memory import Kept as Kept
 from tds.partition import chunks_on
-from tds.schedule.simulate import candidates, in_flight
+from tds.schedule import LOOP, Placement, V
+from tds.schedule.simulate import candidates, in_flight, splits
 
 # What a rank does in a unit for one micro-batch: products, operations, and sums over the tensor ranks.
 
@@ -91,9 +92,6 @@ def scores(queries: int, keys: int, size: int, number: float) -> tuple[Product, 
 
 Number = TypeVar("Number", int, float)
 
-SPLIT = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
-
 
 @dataclass(frozen=True)
 class Shared:
@@ -110,8 +108,8 @@ class Shared:
 class Costs(ABC):
     """Parameters, FLOPs, memory and stages of one model at the lengths in use; each family fills in the lists.
 
-    ``bounds`` are always those of pieces, in units, as ``stage_bounds`` returns them: piece ``chunk * p + stage`` lies
-    on ``stage``.
+    ``bounds`` are always those of pieces, in units, as ``stage_bounds`` returns them; ``tds.schedule.Placement`` says
+    where they lie.
     """
 
     @property
@@ -192,7 +190,7 @@ class Costs(ABC):
         """Return the bytes that the logits of micro-batches in flight take: all of them, or a chunk at a time."""
 
     @abstractmethod
-    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+    def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """Return the bounds of ``stages * chunks`` pieces; each has a layer at least.
 
         With one chunk the slowest stage is as fast as contiguous layers allow; with more, no piece costs more than one
@@ -229,24 +227,30 @@ class Costs(ABC):
         costs = self.unit_costs
         return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
-    def stage_parameters(self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None) -> list[int]:
+    def stage_parameters(
+        self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
+    ) -> list[int]:
         """Return the parameters that one rank of each stage holds; None for ``stages``: one for each piece."""
         number = stages or len(bounds) - 1
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
-        return [_held(units, shared, chunks_on(bounds, number, stage)) for stage in range(number)]
+        return [_held(units, shared, chunks_on(bounds, number, stage, placement)) for stage in range(number)]
 
-    def stage_apart(self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None) -> list[int]:
+    def stage_apart(
+        self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
+    ) -> list[int]:
         """Return the parameters of each stage of which not all data x context ranks have replicas."""
         number, units = stages or len(bounds) - 1, self.apart_parameters(tensor)
-        return [_held(units, [], chunks_on(bounds, number, stage)) for stage in range(number)]
+        return [_held(units, [], chunks_on(bounds, number, stage, placement)) for stage in range(number)]
 
-    def stage_matrices(self, bounds: Sequence[int], stages: int | None = None, tensor: int = 1) -> list[list[Product]]:
+    def stage_matrices(
+        self, bounds: Sequence[int], stages: int | None = None, tensor: int = 1, placement: str = LOOP
+    ) -> list[list[Product]]:
         """Return the products with a layer's weights on each stage, of one of ``tensor`` ranks."""
         number = stages or len(bounds) - 1
         works, is_layer = self.unit_work(1, tensor, 4), [name.split()[-1].isdigit() for name in self.unit_names]
         return [
-            [one for start, stop in chunks_on(bounds, number, stage) for n in range(start, stop) if is_layer[n]
-             for one in works[n].products]
+            [one for start, stop in chunks_on(bounds, number, stage, placement) for n in range(start, stop)
+             if is_layer[n] for one in works[n].products]
             for stage in range(number)
         ]  # fmt: skip
 
@@ -278,6 +282,8 @@ class Costs(ABC):
         waiting: SavedActivations = SavedActivations(),  # noqa: B008 - frozen
         schedule: str = "1f1b",
         chunks: int = 1,
+        placement: str = LOOP,
+        group_size: int = 0,
         is_compiled: bool = False,
     ) -> list[Memory]:
         """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
@@ -287,6 +293,7 @@ class Costs(ABC):
         Args:
             num_bf16_states: of AdamW's two.
             zero: how replicas share what they hold.
+            group_size: micro-batches of a round of chunks; 0: as many as stages.
             is_selective: the core of each attention is recomputed.
             sequence: as of ``unit_kept``.
             waiting: of what is recomputed, with ``checkpoint_activations``.
@@ -295,27 +302,30 @@ class Costs(ABC):
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer, num_bf16_states)
         sizes = (micro_batch_size, tensor, state.width)
-        names = candidates(schedule, chunks)
-        is_joined = is_compiled or SPLIT in names
+        lie = Placement(stages, chunks, placement)
+        names = candidates(schedule, chunks, placement)
+        is_joined = is_compiled or any(map(splits, names))
         units, shared = self.unit_kept(*sizes, sequence, is_joined=is_joined), self.shared_kept(*sizes)
         room = self.attention_work(*sizes, sequence, is_joined=is_joined)
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
         small = self.small_parameters(tensor, state.gradient)
-        products = self.stage_matrices(bounds, stages, tensor) if state.saved else [[]] * stages
+        products = self.stage_matrices(bounds, stages, tensor, placement) if state.saved else [[]] * stages
         matrices = [sum(one.weights for one in own) for own in products]
-        apart = self.stage_apart(bounds, tensor, stages)
+        apart = self.stage_apart(bounds, tensor, stages, placement)
         estimates = []
-        for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
-            pieces = chunks_on(bounds, stages, stage)
-            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
+        for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
+            pieces = chunks_on(bounds, stages, stage, placement)
+            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage, placement, group_size)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
             at_work, work = (core, room) if has_layers else (0, 0)
-            # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk.
+            # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk. In a V the
+            # loss goes backward at once.
             losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
-            logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
+            losses = 1 if placement == V else losses
+            logits = self.loss_bytes(*sizes, forwards=losses) if stage == lie.last_stage else 0
             gathered = self.gathered_parameters(pieces, tensor, zero.layers) if zero.stage == 3 else 0
             at_work += max(work - logits, 0)  # the logits are gone when attention goes backward
             kept = forwards * in_all // chunks + at_work

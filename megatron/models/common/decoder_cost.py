@@ -16,6 +16,7 @@ from megatron.models.common.dimensions import Features, ModelDimensions, known_v
 from megatron.models.common.expert_cost import ExpertCosts
 from megatron.models.common.memory import BYTES, Memory, loss_bytes
 from tds.partition import partition_balanced, partition_uniform_chunks
+from tds.schedule import LOOP
 
 # The parts of which layers of every model are made: their parameters, products and kept activations.
 #
@@ -490,14 +491,14 @@ class DecoderCosts(Costs):
             self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
         )
 
-    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+    def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """As ``Costs`` says; with several chunks by the rule of ``tds.partition.partition_uniform_chunks``."""
         costs, number = self.unit_costs, self.sizes.num_layers
         if stages == 1:
             return [0, len(costs)]
         first, last = costs[0], costs[-2] + costs[-1]
         if chunks > 1:
-            counts = partition_uniform_chunks(number, stages, chunks, first, last)
+            counts = partition_uniform_chunks(number, stages, chunks, first, last, placement)
             return [0, *[1 + bound for bound in accumulate(counts[:-1])], len(costs)]
         layers = costs[1:-2]
         layers[:1] = [cost + first for cost in layers[:1]]

@@ -20,6 +20,7 @@ from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.registry import load
 from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on
+from tds.schedule import Placement
 
 # What one rank holds of a model that generates, whoever built it.
 #
@@ -101,11 +102,13 @@ def _of_pipeline(engine: Any, module: Any) -> ModelStage:
     grid, bounds, num_stages = engine.grid, module.parts, module.num_stages
     ranks = tuple(grid.stage_to_global(stage) for stage in range(num_stages))
     pipe = Group(ranks, module.stage_id, grid.get_pipe_parallel_group()) if num_stages > 1 else SINGLE
-    numbers = [n for first, stop in chunks_on(bounds, num_stages, module.stage_id) for n in range(first, stop)]
+    runs = chunks_on(bounds, num_stages, module.stage_id, module.placement)
+    numbers = [n for first, stop in runs for n in range(first, stop)]
     held = [unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs]
     units = dict(zip(numbers, held, strict=True))
     sizes = range(len(bounds) - 1)
-    stages = [piece % num_stages for piece in sizes for _ in range(bounds[piece], bounds[piece + 1])]
+    lie = Placement(num_stages, module.chunks, module.placement)
+    stages = [lie.stage_of(piece) for piece in sizes for _ in range(bounds[piece], bounds[piece + 1])]
     biases = {number: getattr(unit, "table", None) for number, unit in units.items()}
     return ModelStage(module, module.sizes, module.place, units, stages, pipe, biases)
 

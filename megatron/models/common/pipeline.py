@@ -29,6 +29,7 @@ from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tds.schedule import LOOP
 
 # Recompute on one stage of a pipeline.
 
@@ -67,7 +68,7 @@ class ModelPipe(PipelineModule):
     Args:
         partition: bounds of the pieces in layers as ``specs`` has them, or the name of a partition method; "profile"
             times the layers on ``probe``.
-        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
+        chunks: pieces on each stage, which ``placement`` says.
         has_segments: segments (ids of documents, or what is padding) travel too.
         probe: (micro-batch size, sequence length, one for each side).
 
@@ -86,11 +87,12 @@ class ModelPipe(PipelineModule):
         *,
         partition: str | list[int] = "parameters",
         chunks: int = 1,
+        placement: str = LOOP,
         has_segments: bool = False,
         probe: tuple[int, ...] | None = None,
     ) -> None:
         self.sizes, self.place, self.has_segments = sizes, place, has_segments
-        profile = {} if probe is None else {"profile_batch": self.random_batch(probe)}
+        profile: dict[str, Any] = {} if probe is None else {"profile_batch": self.random_batch(probe)}
         recompute = recompute_of_stage(self, sizes, place)
         super().__init__(
             self.specs(),
@@ -98,6 +100,7 @@ class ModelPipe(PipelineModule):
             loss_fn=self._loss,
             partition_method=partition,
             chunks=chunks,
+            placement=placement,
             activation_checkpoint_interval=recompute.every,
             activation_checkpoint_func=recompute,
             **profile,

@@ -69,8 +69,8 @@ class Recompute:
 def recompute_switches(config: Any) -> dict[str, Any]:
     """Return the fields of ``ModelArgs`` by which a run of ``config``, a ``megatron.config.Config``, recomputes."""
     parallel, number = config.parallel, config.batch.num_micro_batches
-    stages = parallel.num_stages
-    of_stage = [in_flight(stages, number, parallel.schedule, parallel.chunks, stage) for stage in range(stages)]
+    stages, lie = parallel.num_stages, (parallel.placement, parallel.group_size)
+    of_stage = [in_flight(stages, number, parallel.schedule, parallel.chunks, stage, *lie) for stage in range(stages)]
     return {
         "checkpoint_activations": parallel.checkpoint_activations,
         "checkpoint_num_layers": parallel.checkpoint_num_layers,

@@ -26,6 +26,7 @@ from megatron.models.common.dimensions import ModelDimensions, known_vocab_size
 from megatron.models.common.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
 from tds.partition import partition_balanced, partition_balanced_chunks
+from tds.schedule import LOOP
 
 
 class Sides(Protocol):
@@ -181,14 +182,14 @@ class T5Costs(Costs):
         tokens = samples * self.sides.dec_seq_length
         return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
-    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+    def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """As ``Costs`` says; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
         enc_layers, rank = self.sides.enc_layers, self.sides.pipeline_split_rank
         if stages == 1:
             return [0, self.num_units]
         layers = self._costs_by_layer()
         if chunks > 1:
-            cut = partition_balanced_chunks(layers, stages, chunks)
+            cut = partition_balanced_chunks(layers, stages, chunks, placement)
         elif rank:
             decoder = partition_balanced(layers[enc_layers:], stages - rank)
             cut = [*partition_balanced(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]

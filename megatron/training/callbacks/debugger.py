@@ -78,6 +78,7 @@ def _facts(config: Config, world: World) -> dict[str, Any]:
     return {
         "family": config.family,
         "layout": {"tensor": grid.tensor.size, "pipe": grid.pipe.size, "data": grid.data.size},
+        "placement": config.parallel.placement,
         "world_size": len(places),
         "ranks": [{"stage": place.pipe, "tensor": place.tensor, "data": place.data} for place in places],
         "micro_batch_size": config.batch.batch_size,
@@ -114,7 +115,7 @@ class Debugger(Callback):
         self._is_looking = self._is_dumping = self._has_noted_structure = False
         chunks = getattr(engine.module, "chunks", 1)
         self._chunks = _chunks_of_parameters(engine.module, chunks)
-        self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1, chunks=chunks)
+        self._check = FiniteCheck(has_loss=grid.pipe.rank == config.parallel.loss_stage, chunks=chunks)
         self._found: Finding | None = None
         self._has_asked = self._has_started = False
         self._watch = Watch(

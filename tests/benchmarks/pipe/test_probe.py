@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipe.cuts import Recorded, compare, costs_of
-from tds.schedule import Costs, received, schedule_named, simulate
+from tds.schedule import Costs, Placement, received, schedule_named, simulate
 from tds.timers import Work
 
 MICRO_BATCHES = 5
@@ -21,7 +21,7 @@ def recorded(name: str, costs: Costs, num_chunks: int = 1, late_s: float = 0.0) 
         work, free_ns = [], START_NS
         for span in spans:
             start, end = START_NS + round(span.start_s * 1e9), START_NS + round(span.end_s * 1e9)
-            has_message = received(span.action, stage, 2, num_chunks) is not None
+            has_message = received(span.action, stage, Placement(2, num_chunks)) is not None
             work.append(Work(span.action, free_ns, end, ((free_ns, start),) if has_message else ()))
             free_ns = end
         tail_s = timeline.step_s - spans[-1].end_s + 0.5

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tds.engine.auto_schedule import NUM_TRIALS, Auto, best, first_name, trials
-from tds.schedule import Costs, schedule_named, simulate
+from tds.engine.auto_schedule import NUM_TRIALS, Auto, best, trials
+from tds.schedule import Costs, Placement, schedule_named, simulate
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, train
 
@@ -18,7 +18,7 @@ from tests.helpers.toys import Toy, make_engine, train
 def test_zero_bubble_is_chosen_where_it_is_faster() -> None:
     even = Costs.even(4)
     whole = Costs(even.forward, (2.0,) * 4, (0.0,) * 4)
-    name, reason = best(whole, even, 4, 8)
+    name, reason = best(whole, even, Placement(4), 8)
     assert name == "zb-h1"
     assert (
         "zb-h1 for 8 micro-batches, with a bubble of " in reason
@@ -30,12 +30,12 @@ def test_zero_bubble_is_chosen_where_it_is_faster() -> None:
 @pytest.mark.parametrize("slow", [1.3, 3.0])
 def test_splitting_that_costs_more_than_it_saves_is_not_chosen(slow: float) -> None:
     whole = Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2)
-    assert best(whole, Costs.even(2, B=slow, W=slow), 2, 8)[0] == "1f1b"
+    assert best(whole, Costs.even(2, B=slow, W=slow), Placement(2), 8)[0] == "1f1b"
 
 
 def test_equal_times_choose_the_schedule_that_holds_less() -> None:
     whole = Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2)
-    assert best(whole, Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2), 2, 4)[0] == "1f1b"
+    assert best(whole, Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2), Placement(2), 4)[0] == "1f1b"
 
 
 class _Heard(logging.Handler):
@@ -95,7 +95,7 @@ def _change(rank: int, when: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("when", [1, NUM_TRIALS])
 def test_a_schedule_that_the_program_sets_stays(when: int) -> None:
     for names, lines in run_ranks(2, _change, when):
-        assert names[:when] == list(trials(1)[: when - 1]) + names[when - 1 : when]
+        assert names[:when] == list(trials(Placement(2))[: when - 1]) + names[when - 1 : when]
         assert set(names[when:]) == {"gpipe"} and len(lines) <= (when > 1)
 
 
@@ -108,7 +108,7 @@ def test_another_number_of_micro_batches_chooses_again() -> None:
 
 def test_the_number_of_micro_batches_decides() -> None:
     set_to: list[str] = []
-    auto = Auto(set_to.append, num_stages=2, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
+    auto = Auto(set_to.append, placement=Placement(2), stage=0, group=None, device=torch.device("cpu"))
     auto._log = lambda _: None  # type: ignore[method-assign]
     even, whole = Costs.even(2), Costs((1.0,) * 2, (1.98,) * 2, (0.0,) * 2)
     auto._measured, auto._step = [whole, even], NUM_TRIALS - 1
@@ -123,7 +123,7 @@ def test_the_number_of_micro_batches_decides() -> None:
 
 
 def test_with_chunks_the_choice_is_between_whole_and_split_backwards() -> None:
-    assert (first_name(1), first_name(2)) == ("1f1b", "interleaved")
+    assert [trials(Placement(2, c))[0] for c in (1, 2)] == ["1f1b", "interleaved"]
     chosen = run_ranks(2, _run, "auto", {"chunks": 2})
     (names, got, lines), (others, _, _) = chosen
     assert names == others and names[:3] == ["interleaved", "interleaved", "zb-h1"]
@@ -137,16 +137,18 @@ def test_with_chunks_the_choice_is_between_whole_and_split_backwards() -> None:
 
 def test_with_chunks_the_costs_of_all_pieces_decide() -> None:
     whole = Costs((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
-    name, reason = best(whole, Costs.even(4), 2, 8, 2)
+    name, reason = best(whole, Costs.even(4), Placement(2, 2), 8)
     assert name == "zb-h1" and "interleaved 51000.0" in reason and "zb-h1 49000.0" in reason
-    assert best(whole, Costs.even(4, B=1.2, W=1.2), 2, 8, 2)[0] == "interleaved"
+    assert best(whole, Costs.even(4, B=1.2, W=1.2), Placement(2, 2), 8)[0] == "interleaved"
 
 
 def test_a_whole_backward_is_reckoned_by_the_trial_that_had_whole_ones() -> None:
     """With few micro-batches stage 1 splits all; with more it does not, and the halves' sum would be too dear."""
     whole = Costs((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     dear = Costs((1.0,) * 4, (1.05,) * 4, (1.05,) * 4, backward=(2.0, 2.1, 2.0, 2.1))
-    assert best(whole, dear, 2, 32, 2) == best(whole, replace(dear, backward=(2.0,) * 4), 2, 32, 2)
+    assert best(whole, dear, Placement(2, 2), 32) == best(
+        whole, replace(dear, backward=(2.0,) * 4), Placement(2, 2), 32
+    )
     assert simulate_all("zb-h1", dear) > simulate_all("zb-h1", replace(dear, backward=(2.0,) * 4))
 
 
@@ -158,5 +160,5 @@ def simulate_all(name: str, costs: Costs) -> float:
 def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(Auto, "_log", lambda self, reason: messages.append(reason))
-    auto = Auto(messages.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
+    auto = Auto(messages.append, placement=Placement(1), stage=0, group=None, device=torch.device("cpu"))
     assert auto.is_chosen and messages == ["1f1b", "1f1b: with one stage there is nothing to choose"]

@@ -7,11 +7,11 @@ import pytest
 from tds.engine.build import max_ctas
 from tds.engine.stage import SchedulePlan
 from tds.p2p.process_groups import MAX_CTAS
-from tds.schedule import gpipe
+from tds.schedule import Placement, gpipe
 
 
 def test_a_schedule_that_is_refused_leaves_the_plan_as_it_was() -> None:
-    plan = SchedulePlan("gpipe", num_stages=2, num_chunks=1, stage=0)
+    plan = SchedulePlan("gpipe", placement=Placement(2), stage=0)
     with pytest.raises(ValueError, match="no-such-schedule"):
         plan.set("no-such-schedule")
     assert plan.name == "gpipe"

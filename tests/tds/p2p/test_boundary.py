@@ -29,6 +29,7 @@ from tds.p2p.boundary import (
     records_of,
     set_list,
 )
+from tds.schedule import Placement
 
 ISSUE_DTYPES = (
     torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -234,6 +235,9 @@ def test_layers_are_named_by_class_and_index() -> None:
         "layer 2 (flatten)",
         "layer 3 (Tanh)",
     ]
-    assert output_place(module, 0, 0, 3).layer == "layer 1 (ReLU)" and input_place(module, 0, 1, 3).layer[6:7] == "2"
-    assert str(output_place(module, 1, 0, 2)) == "stage 0 chunk 1 (layer 3 (Tanh))"
-    assert output_place(None, 0, 1, 2).tensor(0) == "stage 1 output 0"
+    assert (
+        output_place(module, 0, 0, Placement(3)).layer == "layer 1 (ReLU)"
+        and input_place(module, 0, 1, Placement(3)).layer[6:7] == "2"
+    )
+    assert str(output_place(module, 1, 0, Placement(2, 2))) == "stage 0 chunk 1 (layer 3 (Tanh))"
+    assert output_place(None, 0, 1, Placement(2)).tensor(0) == "stage 1 output 0"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tds.p2p import process_groups
-from tds.schedule import Kind
+from tds.schedule import Kind, Placement, V
 from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 from tests.helpers.toys import Toy, check_equal, make_engine, train
@@ -134,7 +134,7 @@ def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
     process_groups.MATCHES_TAGS = ()
     grid = make_engine(Toy("chain"), 2).grid
     limit = None if limit_s is None else timedelta(seconds=limit_s)
-    groups, _ = process_groups.message_groups(grid, torch.device("cpu"), 1, limit)
+    groups, _ = process_groups.message_groups(grid, torch.device("cpu"), Placement(grid.pipe_parallel_size), limit)
     device = torch.device("cpu")
     between_devices = [group for route, group in groups.items() if route[0] is not Kind.HEADER]
     return {group._get_backend(device).options._timeout for group in between_devices}
@@ -167,7 +167,7 @@ def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receiv
     between_devices = [name for route, name in names.items() if route[0] is not Kind.HEADER]
     pairs = num_stages if num_chunks > 1 else num_stages - 1
     assert len(set(between_devices)) == len(between_devices) == 2 * pairs
-    assert set(names) == set(process_groups.routes(num_stages, num_chunks))
+    assert set(names) == set(process_groups.routes(Placement(num_stages, num_chunks)))
 
 
 @dataclass
@@ -180,7 +180,9 @@ class _Recorded:
     options: Any = None
 
 
-def _record(monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, num_chunks: int) -> tuple[_Recorded, dict[Any, Any]]:
+def _record(
+    monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, placement: Placement
+) -> tuple[_Recorded, dict[Any, Any]]:
     """Return what ``rank`` of a world of NCCL calls to make the groups of its messages, and the groups."""
     recorded = _Recorded([])
 
@@ -203,18 +205,27 @@ def _record(monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, num_chunks: i
     grid.get_global_rank = lambda: rank
     grid.get_stage_id = lambda: next(ranks.index(rank) for ranks in grid.pipe_groups if rank in ranks)
     limit = timedelta(seconds=5)
-    groups, must_open = process_groups.message_groups(grid, torch.device("cpu"), num_chunks, limit, 6)
+    groups, must_open = process_groups.message_groups(grid, torch.device("cpu"), placement, limit, 6)
     assert must_open
     return recorded, groups
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "num_stages", "splits"), [(1, 8, 4), (2, 8, 4), (2, 7, 6), (2, 2, 4), (1, 2, 2)]
+    ("placement", "splits"),
+    [
+        (Placement(8), 4),
+        (Placement(8, 2), 4),
+        (Placement(7, 2), 6),
+        (Placement(2, 2), 4),
+        (Placement(2), 2),
+        (Placement(8, 2, V), 8),
+        (Placement(2, 2, V), 4),
+    ],
 )
 def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
-    num_chunks: int, num_stages: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor_ranks, replicas = 8, 8
+    num_stages, tensor_ranks, replicas = placement.num_stages, 8, 8
     width = tensor_ranks * replicas
     pipelines = [[stage * width + column for stage in range(num_stages)] for column in range(width)]
     grid = SimpleNamespace(
@@ -222,7 +233,7 @@ def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
     )
     first: _Recorded | None = None
     for rank in (0, 100, num_stages * width - 1):
-        recorded, groups = _record(monkeypatch, rank, grid, num_chunks)
+        recorded, groups = _record(monkeypatch, rank, grid, placement)
         assert (len(recorded.splits), recorded.new_groups, recorded.opened) == (splits, 1, 1)
         assert recorded.options == (6, timedelta(seconds=5) + process_groups.NCCL_GRACE)
         first = first or recorded
@@ -231,7 +242,7 @@ def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
         for (kind, source, destination), group in groups.items():
             ends = tuple(sorted((pipeline[source], pipeline[destination])))
             assert group == ("headers" if kind is Kind.HEADER else ends) and (kind is Kind.HEADER or rank in ends)
-        own = [route for route in process_groups.routes(num_stages, num_chunks) if grid.get_stage_id() in route[1:]]
+        own = [route for route in process_groups.routes(placement) if grid.get_stage_id() in route[1:]]
         assert set(groups) == set(own)
     for pairs in recorded.splits:
         ranks = [rank for pair in pairs for rank in pair]

@@ -10,9 +10,21 @@ import torch
 
 import tds.p2p.communicator
 from tds.p2p.boundary import Boundary, BoundaryError, set_list
-from tds.p2p.communicator import P2PCommunicator, Transport
+from tds.p2p.communicator import P2PCommunicator, StageLinks, Transport
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
+from tds.schedule import (
+    Action,
+    Backward,
+    Forward,
+    Kind,
+    Message,
+    Placement,
+    V,
+    forward_only,
+    one_forward_one_backward,
+    schedule_named,
+)
+from tds.schedule.limits import receive_posts, send_window
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 
@@ -51,6 +63,67 @@ def test_every_structure_crosses_in_both_directions_with_any_number_of_chunks(
 ) -> None:
     inputs = [micro_batch(i) for i in range(1 + max(action.micro_batch for action in orders[0]))]
     check(run_ranks(len(orders), _drive, orders, inputs, num_chunks, window), inputs, num_chunks)
+
+
+def _drive_in_a_v(rank: int, name: str, num_stages: int, inputs: list[torch.Tensor]) -> Any:
+    order, number = schedule_named(name, 2, V), len(inputs)
+    exchange = make_exchange(2, placement=V)
+    exchange.set_limits(
+        send_window(order, num_stages, number, 2, True, V), receive_posts(order, num_stages, number, 2, V)[rank]
+    )
+    return drive(exchange, order(num_stages, number, rank), inputs)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("dualpipev", 2), ("dualpipev", 3)])
+def test_in_a_v_each_stage_sends_to_both_sides_and_the_ends_to_themselves(name: str, num_stages: int) -> None:
+    inputs = [micro_batch(i) for i in range(7)]
+    check(run_ranks(num_stages, _drive_in_a_v, name, num_stages, inputs), inputs, 2, V)
+
+
+def alone_in_a_v(**options: Any) -> P2PCommunicator:
+    """Return the exchange of a stage that is the only one, so that all it sends goes to itself."""
+    links = StageLinks(0, [0], {}, Slice(), torch.device("cpu"))
+    exchange = P2PCommunicator(links, placement=Placement(1, 2, V), **options)
+    exchange.begin([], is_training=True)
+    return exchange
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_message_to_oneself_costs_no_copy(is_dynamic: bool) -> None:
+    exchange = alone_in_a_v(is_dynamic=is_dynamic)
+    weight = torch.ones(3, requires_grad=True)
+    outputs = [{"hidden": weight * n, "ids": torch.tensor([n])} for n in (2.0, 3.0)]
+    for number, output in enumerate(outputs):
+        with_grad = exchange.send_forward(Message(Kind.ACTIVATION, number, 0, 0), output)
+        assert len(with_grad) == 1 and with_grad[0] is output["hidden"]
+    for number, output in enumerate(outputs):
+        given, leaves = exchange.recv_forward(Message(Kind.ACTIVATION, number, 1, 0))
+        assert {name: tensor.data_ptr() for name, tensor in given.items()} == {
+            name: tensor.data_ptr() for name, tensor in output.items()
+        }
+        (given["hidden"] * 5).sum().backward()
+        exchange.send_backward(Message(Kind.GRADIENT, number, 1, 0), [leaf.grad for leaf in leaves])
+        (gradient,) = exchange.recv_backward(Message(Kind.GRADIENT, number, 0, 0))
+        assert gradient is leaves[0].grad and gradient.tolist() == [5.0] * 3 and weight.grad is None
+    exchange.finish()
+    assert not exchange._own and not exchange.history
+
+
+def test_what_a_stage_hands_to_itself_is_not_changed_unnoticed() -> None:
+    """Its own backward may need it: after an operation in place in the next chunk it must fail, not give other sums."""
+    exchange = alone_in_a_v()
+    output = torch.tanh(torch.ones(3, requires_grad=True))
+    exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 0), output)
+    given, _ = exchange.recv_forward(Message(Kind.ACTIVATION, 0, 1, 0))
+    given.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_an_output_to_oneself_is_held_to_the_declaration() -> None:
+    exchange = alone_in_a_v(module=SimpleNamespace(boundary=[Boundary("hidden"), Boundary("mask", "bool")]))
+    with pytest.raises(BoundaryError, match="must pass on the 2 tensors that are declared"):
+        exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 0), torch.ones(2))
 
 
 def _calls(rank: int) -> list[Any]:
@@ -203,7 +276,7 @@ def _frees(rank: int) -> list[int]:
 
     def taken(message: Message) -> list[torch.Tensor]:
         gradients = take(message)
-        kept.append(len(exchange._sending[Kind.ACTIVATION]))
+        kept.append(len(exchange._sending[Kind.ACTIVATION, 1]))
         return gradients
 
     exchange.recv_backward = taken  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from tds import torch_api
 from tds.p2p import communicator, host_copies, process_groups
 from tds.p2p.communicator import PeerLost, Slice, StageLinks, Transport
-from tds.schedule import Kind, Message
+from tds.schedule import Kind, Message, Placement
 from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -295,7 +295,7 @@ def _of_stages(rank: int, name: str) -> Any:
     )
     process_groups.sends_over_host = lambda: False  # type: ignore[assignment]
     try:
-        groups, must_open = process_groups.message_groups(grid, CUDA)
+        groups, must_open = process_groups.message_groups(grid, CUDA, Placement(grid.pipe_parallel_size))
     except ValueError as error:
         return str(error)
     return {each is group for each in groups.values()}, must_open

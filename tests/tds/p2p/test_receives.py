@@ -19,24 +19,27 @@ from tds.p2p import communicator
 from tds.p2p.boundary import SINGLE, TensorMeta, encode_header, output_place
 from tds.p2p.communicator import P2PCommunicator, P2PHandle
 from tds.p2p.packed_layout import Slice
-from tds.schedule import Action, Backward, Forward, Kind, Message, received, sent
+from tds.schedule import LOOP, Action, Backward, Forward, Kind, Message, Placement, V, received, sent
 from tds.schedule.limits import Posts, receive_posts
+from tds.schedule.simulate import IN_A_V
 from tds.schedule.validate import run
 from tests.helpers.orders import MANY_CHUNKS, ONE_CHUNK
 
 CPU = torch.device("cpu")
 OUTPUT = torch.ones(1, requires_grad=True)
 HEADER = encode_header(
-    (TensorMeta(torch.float32, (1,), needs_grad=True, partitioned=False),), SINGLE, output_place(None, 0, 0, 1)
+    (TensorMeta(torch.float32, (1,), needs_grad=True, partitioned=False),),
+    SINGLE,
+    output_place(None, 0, 0, Placement(1)),
 )
 
 
 class _Alone(P2PCommunicator):
     """A stage whose messages are there at once; it notes which are posted and not taken."""
 
-    def __init__(self, stage: int, num_stages: int, num_chunks: int) -> None:
-        links: Any = SimpleNamespace(stage=stage, num_stages=num_stages, device=CPU, cut=Slice())
-        super().__init__(links, num_chunks=num_chunks)
+    def __init__(self, stage: int, placement: Placement) -> None:
+        links: Any = SimpleNamespace(stage=stage, num_stages=placement.num_stages, device=CPU, cut=Slice())
+        super().__init__(links, placement=placement)
         self.outstanding: list[Message] = []
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
@@ -54,11 +57,11 @@ class _Alone(P2PCommunicator):
 
 
 def posted_while(
-    actions: Sequence[Action], posts: Posts, stage: int, num_stages: int, num_chunks: int, is_training: bool
+    actions: Sequence[Action], posts: Posts, stage: int, placement: Placement, is_training: bool
 ) -> list[list[Message]]:
     """Return, of each action, which receives are posted while it runs, once its own message is there."""
-    exchange = _Alone(stage, num_stages, num_chunks)
-    place = stage, num_stages, num_chunks
+    place = stage, placement
+    exchange = _Alone(*place)
     exchange.set_limits(None, posts)
     exchange.begin(actions, is_training=is_training)
     found = []
@@ -77,14 +80,16 @@ def posted_while(
     return found
 
 
-def needed_by(stages: Sequence[Sequence[Action]], num_chunks: int) -> tuple[dict[Any, int], dict[Any, int]]:
+def needed_by(
+    stages: Sequence[Sequence[Action]], num_chunks: int, placement: str = LOOP
+) -> tuple[dict[Any, int], dict[Any, int]]:
     """Return, in bits, on which actions each (stage, action) depends, itself too, and on which the message does that it
     takes."""
     bit = bits_of(stages)
     done = [0] * len(stages)
     on_the_wire: dict[tuple[Any, Any], int] = {}
     of_action, of_message = {}, {}
-    for stage, action, source, takes, target, sends in run(stages, num_chunks):
+    for stage, action, source, takes, target, sends in run(stages, num_chunks, placement=placement):
         if source is not None:
             of_message[stage, action] = on_the_wire[source, takes]
             done[stage] |= of_message[stage, action]
@@ -98,19 +103,29 @@ def bits_of(stages: Sequence[Sequence[Action]]) -> dict[tuple[int, Action], int]
     return {key: 1 << i for i, key in enumerate((s, a) for s, actions in enumerate(stages) for a in actions)}
 
 
-def check(schedule: Any, num_stages: int, num_micro_batches: int, num_chunks: int = 1, is_training: bool = True) -> int:
+def check(
+    schedule: Any,
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    is_training: bool = True,
+    kind: str = LOOP,
+) -> int:
     """Hold each stage to the rule; return how many actions ahead of its own a receive is posted at most."""
-    plans = [SchedulePlan(schedule, num_stages=num_stages, num_chunks=num_chunks, stage=s) for s in range(num_stages)]
+    placement = Placement(num_stages, num_chunks, kind)
+    plans = [SchedulePlan(schedule, placement=placement, stage=s) for s in range(num_stages)]
     stages = [(p.training if is_training else p.evaluation)(num_micro_batches) for p in plans]
-    (of_action, of_message), bit = needed_by(stages, num_chunks), bits_of(stages)
+    (of_action, of_message), bit = needed_by(stages, num_chunks, kind), bits_of(stages)
     own = [sum(bit[stage, action] for action in actions) for stage, actions in enumerate(stages)]
     furthest = 0
     for stage, actions in enumerate(stages):
         _, posts = plans[stage].limits(num_micro_batches, is_training=is_training)
-        place = stage, num_stages, num_chunks
+        place = stage, placement
         takes = {received(action, *place): number for number, action in enumerate(actions)}
         planned = {number: at for at, numbers in enumerate(posts) for number in numbers}
-        assert planned.keys() == {number for message, number in takes.items() if message is not None}
+        assert planned.keys() == {
+            number for message, number in takes.items() if message is not None and message.peer != stage
+        }
         posted = posted_while(actions, posts, *place, is_training)
         for index, action in enumerate(actions):
             due = [number for number, at in planned.items() if at <= index < number]
@@ -163,6 +178,12 @@ def test_no_receive_of_any_schedule_is_posted_that_depends_on_what_the_stage_run
         hold(case)
 
 
+@pytest.mark.parametrize("name", IN_A_V)
+def test_nor_in_a_v(name: str) -> None:
+    for p, m in itertools.product((2, 3, 5), (1, 4, 11)):
+        assert check(name, p, m, 2, kind=V) <= 11
+
+
 def test_nor_in_an_evaluation() -> None:
     for p, m in itertools.product((2, 3, 5), (1, 4, 9)):
         assert check("1f1b", p, m, is_training=False) <= 1
@@ -178,9 +199,9 @@ def test_a_receive_is_posted_for_the_next_action_and_further_ahead_only_in_a_rin
 def test_on_a_host_it_is_posted_one_action_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo sends nothing before, and nothing waits for a whole device."""
     monkeypatch.setattr(communicator, "is_host", lambda device: True)
-    plan = SchedulePlan("1f1b", num_stages=2, num_chunks=1, stage=1)
+    plan = SchedulePlan("1f1b", placement=Placement(2), stage=1)
     posts = ((0,), (2,), (), (), (4,), ())
-    posted = posted_while(plan.training(3), posts, 1, 2, 1, True)
+    posted = posted_while(plan.training(3), posts, 1, Placement(2), True)
     assert [[message.micro_batch for message in each] for each in posted] == [[], [1], [], [2], [], []]
     assert receive_posts(plan.order, 2, 3)[1] == posts
 

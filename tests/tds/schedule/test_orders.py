@@ -183,7 +183,7 @@ def test_schedules_are_found_by_name_and_number_of_chunks() -> None:
     ):
         schedule_named("interleaved")
     assert schedule_named("zb-h1", 3) is schedule_named("ZB-H1", 3) is not schedule_named("zb-h1", 2)
-    assert SCHEDULE_NAMES == ("1f1b", "gpipe", "zb-h1", "interleaved")
+    assert SCHEDULE_NAMES == ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev")
     for name in ("1f1b", "gpipe"):
         with pytest.raises(ValueError, match=r"needs one chunk .* got 3\. .* choose one of \['interleaved', 'zb-h1'\]"):
             schedule_named(name, 3)

@@ -75,7 +75,7 @@ def test_as_many_backwards_are_split_as_the_schedule_itself_splits(num_chunks: i
             for stage in range(p):
                 actions = zero_bubble_h1(p, m, stage, num_chunks)
                 split = sum(isinstance(action, BackwardInput) for action in actions)
-                assert share_split(p, m, stage, num_chunks) == pytest.approx(split / (m * num_chunks))
+                assert share_split(p, m, "zb-h1", stage, num_chunks) == pytest.approx(split / (m * num_chunks))
 
 
 @pytest.mark.parametrize(("name", "num_chunks"), NAMES)

@@ -16,6 +16,7 @@ from tds.schedule import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Placement,
     ScheduleError,
     received,
     sent,
@@ -187,7 +188,7 @@ def runs_by_hand(stages: list[list[Action]], num_chunks: int, choice: random.Ran
         able = []
         for stage, actions in enumerate(stages):
             if places[stage] < len(actions):
-                need = received(actions[places[stage]], stage, len(stages), num_chunks)
+                need = received(actions[places[stage]], stage, Placement(len(stages), num_chunks))
                 if need is None or wires.get((need.peer, stage, need.kind)):
                     able.append((stage, need))
         if not able:
@@ -198,7 +199,7 @@ def runs_by_hand(stages: list[list[Action]], num_chunks: int, choice: random.Ran
         neighbour = piece - 1 if isinstance(action, Forward) else piece + 1
         if need is not None and wires[need.peer, stage, need.kind].pop(0) != (action.micro_batch, neighbour):
             return False
-        made = sent(action, stage, len(stages), num_chunks)
+        made = sent(action, stage, Placement(len(stages), num_chunks))
         if made is not None:
             wires.setdefault((stage, made.peer, made.kind), []).append((action.micro_batch, piece))
         places[stage] += 1

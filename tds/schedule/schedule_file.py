@@ -1,0 +1,124 @@
+"""Orders in files: torch's compute-only CSV, read, proven and written."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tds.schedule.actions import (
+    PLACEMENTS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Placement,
+)
+from tds.schedule.validate import ScheduleError, validate
+
+# The form of ``torch.distributed.pipelining``: a line for each stage from 0 on, a cell for each action in its order, an
+# empty one where a stage idles. ``2F5`` is the forward of micro-batch 5 in piece 2 of the model; F forward, B whole
+# backward, I backward for the input, W backward for the weights. Messages are not written: they follow.
+#
+# What torch calls a rank is a stage here, and what it calls a stage is a piece of the model.
+
+LETTERS: dict[str, type[Action]] = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+_LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class FileSchedule:
+    """The order of a file, for one number of stages and micro-batches: a function as ``tds.schedule.Order``.
+
+    Attributes:
+        placement: how the pieces lie, which follows from the lines.
+        peaks: the most forwards in flight on each stage.
+        splits: it puts gradients of weights off.
+    """
+
+    def __init__(self, path: str, stages: Sequence[list[Action]], placement: Placement) -> None:
+        self.path, self.placement, self.__name__ = Path(path), placement, f"in {path}"
+        self.num_micro_batches = 1 + max(action.micro_batch for actions in stages for action in actions)
+        self.splits = any(isinstance(action, BackwardInput) for actions in stages for action in actions)
+        self._stages = stages
+        self.peaks = validate(stages, self.num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
+
+    def __call__(self, num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
+        """Return what ``stage`` does.
+
+        Raises:
+            ScheduleError: the file is for other numbers of stages or micro-batches.
+        """
+        has = self.placement.num_stages, self.num_micro_batches
+        if (num_stages, num_micro_batches) != has:
+            raise ScheduleError(
+                f"{self.path} is a schedule of {has[0]} stages and {has[1]} micro-batches, got {num_stages} stages and "
+                f"{num_micro_batches} micro-batches. Train with its numbers, or write another file"
+            )
+        return list(self._stages[stage])
+
+
+@functools.lru_cache(maxsize=8)
+def read_schedule(path: str) -> FileSchedule:
+    """Return the order that a CSV file of torch's holds, proven to run.
+
+    Raises:
+        OSError: there is no such file.
+        ScheduleError: a ValueError: what is no such file, or an order that cannot run; a circle is named.
+    """
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file) if row]
+    cells = [
+        [_parsed(path, line, cell.strip()) for cell in row if cell.strip()] for line, row in enumerate(rows, start=1)
+    ]
+    if not all(cells) or not cells:
+        raise ScheduleError(f"{path} must have a line with actions such as 0F0 for each stage, got an empty one")
+    placement = _placement_of(path, [{piece for piece, _, _ in row} for row in cells])
+    stages = [
+        [LETTERS[letter](number, piece // placement.num_stages) for piece, letter, number in row] for row in cells
+    ]
+    try:
+        return FileSchedule(path, stages, placement)
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule in {path} cannot run: {error}") from error
+
+
+def _parsed(path: str, line: int, cell: str) -> tuple[int, str, int]:
+    found = _CELL.fullmatch(cell)
+    if found is None:
+        raise ScheduleError(
+            f"{path}, line {line}: a cell must be a piece, one of F, B, I and W, and a micro-batch, such as 0F0, got "
+            f"{cell[:40]!r}. Write the compute-only form, in which nothing is sent, gathered or overlapped"
+        )
+    return int(found[1]), found[2], int(found[3])
+
+
+def _placement_of(path: str, pieces: Sequence[set[int]]) -> Placement:
+    """Return the placement in which each stage has those pieces."""
+    num_stages = len(pieces)
+    for kind in PLACEMENTS:
+        chunks = len(pieces[0])
+        if chunks > 1 or kind == PLACEMENTS[0]:
+            placement = Placement(num_stages, chunks, kind)
+            if all(set(placement.own_pieces(stage)) == own for stage, own in enumerate(pieces)):
+                return placement
+    listed = "; ".join(f"stage {stage}: {sorted(own)}" for stage, own in enumerate(pieces))
+    raise ScheduleError(
+        f"the pieces in {path} must lie in a loop (piece k on stage k mod {num_stages}) or in a V (down the "
+        f"stages, then up), got {listed}"
+    )
+
+
+def write_schedule(path: str, stages: Sequence[Sequence[Action]], placement: Placement) -> None:
+    """Write an order as a CSV file of torch's."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(
+            [
+                f"{placement.piece(stage, action.chunk)}{_LETTER_OF[type(action)]}{action.micro_batch}"
+                for action in actions
+            ]
+            for stage, actions in enumerate(stages)
+        )
