@@ -92,11 +92,11 @@ def test_an_order_is_written_and_one_of_a_file_drawn(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, "--schedule zb-v --stages 2 --micro-batches 4 --csv order.csv") == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[:2] == ["zb-v: 2 stages of 2 chunks, 4 micro-batches", "bubble     4.0 %, 0.5 idle at most on a stage"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["zb-v: 2 stages of 2 chunks, 4 micro-batches", "bubble     4.0 %, 0.5 idle at most on a stage"]
     assert call(monkeypatch, "--schedule-file order.csv --out again.png") == 0
     again = capsys.readouterr().out.splitlines()
-    assert again == ["order: 2 stages of 2 chunks, 4 micro-batches", *told[1:4], "picture    again.png"]
+    assert again == ["order: 2 stages of 2 chunks, 4 micro-batches", *shown[1:4], "picture    again.png"]
     (tmp_path / "circle.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     assert call(monkeypatch, "--schedule-file circle.csv") == 2
     assert "stages wait for each other: stage 0 at Backward" in capsys.readouterr().err
