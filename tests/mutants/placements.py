@@ -60,7 +60,8 @@ IN_PLACEMENTS = (
         "        sends, place = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)\n",
         "        place, every = (answer.micro_batch, answer.chunk), self._sending.items()\n"
         "        sends = deque(each for (kind, _), own in every if kind is Kind.ACTIVATION for each in own)\n",
-        (f"{EXCHANGE}::test_what_was_sent_is_let_go_when_its_gradient_is_back",),
+        (f"{EXCHANGE}::test_in_a_v_each_stage_sends_to_both_sides_and_the_ends_to_themselves[dualpipev-3]",),
+        refuses=True,
     ),
     Mutant(
         "the labels of a V are those of the micro-batch that is read last",
@@ -90,12 +91,13 @@ IN_PLACEMENTS = (
         "{placement.piece(stage, action.chunk)}{_LETTER_OF",
         "{placement.num_stages * action.chunk + stage}{_LETTER_OF",
         (f"{FILES}::test_what_is_written_is_read_back_and_torch_reads_each_cell",),
+        refuses=True,
     ),
     Mutant(
         "rounds of chunks have the stages' number of micro-batches, whatever the group",
         "tds/schedule/schedules.py",
-        "        self.forwards = in_rounds(group_size, num_micro_batches, num_chunks)\n",
-        "        self.forwards = in_rounds(num_stages, num_micro_batches, num_chunks)\n",
+        "num_chunks, group_size or num_stages)[stage]",
+        "num_chunks, num_stages)[stage]",
         ("tests/tds/schedule/test_orders.py::test_a_larger_group_of_micro_batches_runs_and_holds_more",),
     ),
     Mutant(
