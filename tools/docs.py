@@ -9,7 +9,7 @@
 | grid.png | 8 ranks as pipe x data x tensor, and who talks to whom | megatron/mpu/topology.py |
 | layer.png | what each of two tensor ranks holds of a layer | the shapes of megatron/mpu/layers.py |
 | zero.png | bytes of a parameter by ZeRO stage | the table of docs/memory.md |
-| 1f1b.png, zb-h1.png, interleaved.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
+| 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
 
 The others are not drawn here: scaling_*.png by benchmarks/scaling.py, coord_check.png by tools/coord_check.py, and
 report.png (docs/seeing.md) shows what tools/report.py makes of two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
@@ -38,7 +38,7 @@ from megatron.mpu.topology import Topology, chunks_of  # noqa: E402
 
 GRID = Topology(pipe=2, data=2, tensor=2)
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
-SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 REPLICAS = 8
 HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
 """Bytes of a parameter with AdamW in 16 bits, and from which ZeRO stage on they are cut."""

@@ -2,9 +2,11 @@
 
     python tools/draw_schedule.py --schedule zb-h1 --stages 8 --micro-batches 16
     python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micro-batches 8 --costs 1,1.1,0.9
+    python tools/draw_schedule.py --schedule zb-v --stages 4 --micro-batches 8 --csv order.csv    # and write it
+    python tools/draw_schedule.py --schedule-file order.csv                                       # or read it
     python tools/draw_schedule.py --trace DIR          # what a run with "pipeline": {"trace": "DIR"} has left
 
-The first two run no process and train nothing: the schedule is simulated. The last draws what was measured above
+All but the last run no process and train nothing: the schedule is simulated. The last draws what was measured above
 what the simulation says with the measured times.
 """
 
@@ -19,9 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.arguments.parser import OneLineParser  # noqa: E402
-from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK  # noqa: E402
+from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, placement_for  # noqa: E402
 
-PLANNED = ("schedule", "stages", "micro_batches", "chunks", "costs", "transfer")
+NAMED = ("schedule", "stages", "micro_batches", "chunks", "group_size")
+PLANNED = (*NAMED, "schedule_file", "costs", "transfer", "csv")
 MEASURED = ("trace", "step", "replica")
 
 
@@ -46,16 +49,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe, zb-h1 or interleaved")
+    parser.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe, zb-h1, interleaved, zb-v or dualpipev")
+    parser.add_argument(
+        "--schedule-file", metavar="CSV", help="the order of a file in torch's compute-only form: 0F0,0B0,1I2,1W2"
+    )
     parser.add_argument("--stages", type=positive, metavar="P", help="pipeline stages")
     parser.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--chunks", type=positive, metavar="C", help="chunks of layers on each stage (default 1)")
+    parser.add_argument("--chunks", type=positive, metavar="C", help="chunks on each stage (default 1, in a V 2)")
+    parser.add_argument(
+        "--group-size", type=positive, metavar="G",
+        help="of interleaved: micro-batches that go through a chunk before the next one's turn (default P)",
+    )  # fmt: skip
     parser.add_argument(
         "--costs", type=three_times, metavar="F,B,W",
         help="times of all layers of a stage on one micro-batch: forward, backward for the input, backward for the "
         "weights, in any unit; each of c chunks takes a c-th (default 1,1,1)",
     )  # fmt: skip
     parser.add_argument("--transfer", type=time, metavar="T", help="time of a message between stages (default 0)")
+    parser.add_argument("--csv", metavar="FILE", help="also write the order in torch's compute-only form")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a step that was measured")
     parser.add_argument("--step", type=int, metavar="N", help="which step of the trace (default: the last)")
     parser.add_argument("--replica", type=int, metavar="R", help="which replica of the trace (default 0)")
@@ -75,20 +86,37 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
     if measured and flags.trace is None:
         parser.error(f"{measured[0]} needs --trace DIR")
     missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(flags, name) is None]
-    if flags.trace is None and missing:
+    if flags.schedule_file is not None:
+        beside = [f"--{name.replace('_', '-')}" for name in NAMED if getattr(flags, name) is not None]
+        if beside:
+            parser.error(f"--schedule-file says all of a schedule, got {beside[0]} too. Leave one of the two out")
+    elif flags.trace is None and missing:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        parser.error(f"give --schedule, --stages and --micro-batches, or --trace DIR; {named} not given")
+        parser.error(
+            f"give --schedule, --stages and --micro-batches, or --schedule-file CSV, or --trace DIR; {named} not given"
+        )
     if flags.schedule is not None:
-        check_schedule(parser, flags.schedule.lower(), flags.chunks or 1)
+        check_schedule(parser, flags.schedule.lower(), chunks_of(flags), flags.group_size)
     if flags.out is not None and flags.out.suffix.lower() != ".png":
         parser.error(f"--out must end in .png, got {flags.out}")
 
 
-def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int) -> None:
+def chunks_of(flags: argparse.Namespace) -> int:
+    """Return the chunks on each stage, said or by the schedule."""
+    return flags.chunks or (2 if flags.schedule.lower() in IN_A_V else 1)
+
+
+def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int, group_size: int | None) -> None:
     """End with code 2 unless there is a schedule of that name for so many chunks."""
-    known = dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS))
+    known = dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V))
     if name not in known:
         parser.error(f"--schedule must be one of {', '.join(known)}, got {name}")
+    if group_size is not None and (name not in MANY_CHUNKS or num_chunks == 1):
+        parser.error(f"--group-size acts on chunks in a loop, got --schedule {name}. Leave it out")
+    if name in IN_A_V:
+        if num_chunks != 2:
+            parser.error(f"--schedule {name} has two chunks on each stage, got --chunks {num_chunks}. Leave it out")
+        return
     if name not in ONE_CHUNK and num_chunks == 1:
         parser.error(f"--schedule {name} needs several chunks on each stage, got 1. Add --chunks 2")
     if name not in MANY_CHUNKS and num_chunks > 1:
@@ -98,16 +126,21 @@ def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int) 
 def draw_schedule(flags: argparse.Namespace) -> None:
     """Simulate a schedule, tell its numbers and draw it."""
     from tds import plot
-    from tds.schedule import Costs, schedule_named, simulate, validate
+    from tds.schedule import Costs, Placement, read_schedule, schedule_named, simulate, validate, write_schedule
 
-    num_stages, num_micro_batches, num_chunks = flags.stages, flags.micro_batches, flags.chunks or 1
-    order = schedule_named(flags.schedule, num_chunks)
+    if flags.schedule_file is not None:
+        order = read_schedule(flags.schedule_file)
+        placement, num_micro_batches, name = order.placement, order.num_micro_batches, Path(flags.schedule_file).stem
+    else:
+        name, num_micro_batches = flags.schedule.lower(), flags.micro_batches
+        placement = Placement(flags.stages, chunks_of(flags), placement_for(name))
+        order = schedule_named(name, placement.num_chunks, placement.kind, flags.group_size or 0)
+    num_stages, num_chunks, kind = placement.num_stages, placement.num_chunks, placement.kind
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    peaks = validate(stages, num_micro_batches, num_chunks=num_chunks)
+    peaks = validate(stages, num_micro_batches, num_chunks=num_chunks, placement=kind)
     forward, for_input, for_weights = (time / num_chunks for time in flags.costs or (1.0, 1.0, 1.0))
-    costs = Costs.even(num_stages * num_chunks, forward, for_input, for_weights, flags.transfer or 0.0)
-    timeline = simulate(stages, costs, num_chunks)
-    name = flags.schedule.lower()
+    costs = Costs.even(placement.num_pieces, forward, for_input, for_weights, flags.transfer or 0.0)
+    timeline = simulate(stages, costs, num_chunks, kind)
     chunks = f"-c{num_chunks}" if num_chunks > 1 else ""
     out = flags.out or Path(f"{name}-p{num_stages}-m{num_micro_batches}{chunks}.png")
     plot.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
@@ -117,6 +150,9 @@ def draw_schedule(flags: argparse.Namespace) -> None:
     print(f"step       {timeline.step_s:.6g} in the unit of the costs")
     print(f"in flight  at most {format_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
     print(f"picture    {out}")
+    if flags.csv is not None:
+        write_schedule(flags.csv, stages, placement)
+        print(f"order      {flags.csv}")
 
 
 def format_peaks(peaks: list[int], of_what: str) -> str:

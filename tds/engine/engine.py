@@ -15,7 +15,7 @@ from tds.engine import build, evaluate, monitor
 from tds.engine.checkpointing import LayerCheckpoints
 from tds.engine.engine_parts import EngineParts
 from tds.engine.evaluate import agree
-from tds.engine.micro_batches import BatchSource, training_loader
+from tds.engine.micro_batches import BatchSource, BothEndsSource, training_loader
 from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage import Call
@@ -251,7 +251,10 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.global_rank = self.grid.get_global_rank()
         self.num_stages = self.grid.pipe_parallel_size
         self.stage_id = self.grid.get_stage_id()
-        self.loss_stage = build.placement_of(self.module, self.num_stages).last_stage
+        placement = build.placement_of(self.module, self.num_stages)
+        self.loss_stage = placement.last_stage
+        has_both_ends = self.loss_stage == 0 and placement.num_pieces > 1
+        self._source_class = BothEndsSource if has_both_ends else BatchSource
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
@@ -399,7 +402,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
     def _source(self, iterator: Iterator[Any] | None) -> BatchSource:
         is_asked = self.agrees_on_data or self._compares_data
-        return BatchSource(iterator, self.batch_fn, self.stage_id, self._data_agreement if is_asked else None)
+        return self._source_class(iterator, self.batch_fn, self.stage_id, self._data_agreement if is_asked else None)
 
     def _log_split_layers(self) -> None:
         """Say once, on one rank of each stage, whose backward a schedule could split."""

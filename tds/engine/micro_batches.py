@@ -275,7 +275,6 @@ class BatchSource:
     _fetched: list[Any] = field(default_factory=list, init=False)
     _last: Any = field(default=None, init=False)
     _first: tuple[Any, Any] | None = field(default=None, init=False)
-    _labels: dict[int, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
@@ -284,12 +283,11 @@ class BatchSource:
                 "iter(...), once ahead of all steps"
             )
 
-    def begin(self, reads: bool, is_asked_twice: bool = False) -> None:
+    def begin(self, reads: bool) -> None:
         """Read the first micro-batch, so that an iterator at its end raises before anything is on its way. Collective.
 
         Args:
             reads: this rank reads in this call.
-            is_asked_twice: each micro-batch is asked for once for its inputs and later once for its labels.
 
         Raises:
             StopIteration: the data have ended on all ranks.
@@ -301,7 +299,6 @@ class BatchSource:
                 f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
                 "initialize; a rank that does not read needs a batch function (set_batch_fn)"
             )
-        self._labels = {} if is_asked_twice else None
         state = NO_READER
         if reads and self.iterator is not None:
             state = self._fetch(self.iterator)
@@ -313,19 +310,14 @@ class BatchSource:
             self._first = self._read()
 
     def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
-        """Return the next (inputs, labels); where ``micro_batch`` was read already, (None, its labels).
+        """Return the next (inputs, labels), those of ``micro_batch``.
 
         Raises:
             DataEnded: the iterator has ended, and no other rank waits for this one.
             TypeError: the batch is no pair.
         """
-        if self._labels is not None and micro_batch in self._labels:
-            return None, self._labels.pop(micro_batch)
         first, self._first = self._first, None
-        inputs, labels = self._read() if first is None else first
-        if self._labels is not None:
-            self._labels[micro_batch] = labels
-        return inputs, labels
+        return self._read() if first is None else first
 
     def read_ahead(self) -> None:
         """Let the iterator read ahead, as ``read_ahead`` does."""
@@ -375,6 +367,21 @@ class BatchSource:
         if self.batch_fn is None:
             return "the iterator"
         return f"the batch function {getattr(self.batch_fn, '__name__', type(self.batch_fn).__name__)}"
+
+
+@dataclass
+class BothEndsSource(BatchSource):
+    """Of a stage with the first piece and, in another chunk, the last: labels wait until they are asked for."""
+
+    _labels: dict[int, Any] = field(default_factory=dict, init=False)
+
+    def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
+        """Return the next (inputs, labels), those of ``micro_batch``; where it was read already (None, its labels)."""
+        if micro_batch in self._labels:
+            return None, self._labels.pop(micro_batch)
+        inputs, labels = super().next(micro_batch)
+        self._labels[micro_batch] = labels
+        return inputs, labels
 
 
 def read_ahead(iterator: Iterator[Any] | None) -> None:

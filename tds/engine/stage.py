@@ -109,11 +109,10 @@ class SchedulePlan:
         if key not in self._limits:
             if is_training:
                 self._prove(num_micro_batches)
-            placement = self.placement
-            order = self.order if is_training else _forwards(placement.num_chunks)
-            sizes = placement.num_stages, num_micro_batches, placement.num_chunks
-            window = send_window(order, *sizes, is_training, placement.kind)
-            posts = receive_posts(order, *sizes, placement.kind)
+            order = self.order if is_training else _forwards(self.placement.num_chunks)
+            sizes = self.placement.num_stages, num_micro_batches, self.placement.num_chunks
+            window = send_window(order, *sizes, is_training, self.placement.kind)
+            posts = receive_posts(order, *sizes, self.placement.kind)
             self._limits[key] = window, posts[self.stage]
         return self._limits[key]
 
@@ -180,14 +179,12 @@ class Program:
         last: the actions after which all gradients of their chunk are final.
         put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
         reads: a micro-batch is read from the data.
-        reads_for_both: its labels are wanted later than its inputs, by another chunk: the last piece lies here, too.
     """
 
     messages: dict[Action, tuple[Message | None, Message | None]]
     last: frozenset[Action]
     put_off: frozenset[tuple[int, int]]
     reads: bool
-    reads_for_both: bool
 
 
 @functools.lru_cache(maxsize=16)
@@ -197,8 +194,7 @@ def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) ->
     last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
     put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
     reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
-    has_both_ends = stage == 0 == placement.last_stage and placement.num_pieces > 1
-    return Program(messages, frozenset(last.values()), frozenset(put_off), reads, has_both_ends)
+    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
 
 
 # One stage at work: what each action of a schedule does here.
@@ -250,7 +246,7 @@ class Stage:
         """
         self._refuse_if_broken()
         self._program = program_of(tuple(actions), self.index, self.placement)
-        call.source.begin(self._program.reads, self._program.reads_for_both)
+        call.source.begin(self._program.reads)
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
             began = self.exchange.clock.mark()

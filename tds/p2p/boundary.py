@@ -224,16 +224,18 @@ def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure
     return tensors, structure
 
 
-def entered(
-    tensors: Sequence[torch.Tensor], is_own: bool = False
-) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+Tensors = tuple[torch.Tensor, ...]
+
+
+# What a stage hands to itself (``is_own``) it may need in a backward, in which a change in place is then an error: what
+# is detached shares the count of changes.
+
+
+def entered(tensors: Sequence[torch.Tensor], is_own: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
     """Return (``tensors`` as layers are given them, the leaves in which their gradients will lie).
 
     What is given shares the memory of ``tensors``: nothing is copied. It is no leaf that requires a gradient and no
     view of one, since autograd lets no layer work on these in place. The leaves have shapes and no memory.
-
-    Args:
-        is_own: the stage itself made them and may need them in a backward: a change in place is to be an error there.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
     return (_Enter.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves
@@ -243,12 +245,9 @@ class _Enter(torch.autograd.Function):
     """From leaves to the tensors that they stand for, whose gradients are theirs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensors: tuple[torch.Tensor, ...], is_own: bool, *leaves: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensors: Tensors, is_own: bool, *leaves: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
-        # Of a tensor that is returned itself autograd makes a view. One that is detached shares its count of changes.
-        return tuple(tensor.detach() if is_own else tensor.data for tensor in tensors)
+        return tuple(t.detach() if is_own else t.data for t in tensors)  # of one that is returned itself: a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -206,12 +206,9 @@ class Transport:
     def let_go(self, answer: Message) -> None:
         """Free what was sent up to the activation that a gradient answers: its sender has shown that it has it."""
         sends, place = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
-        if any((sent.message.micro_batch, sent.message.chunk) == place for sent in sends):
-            while True:
-                sent = sends.popleft()
-                self._wait(sent, "sending")
-                if (sent.message.micro_batch, sent.message.chunk) == place:
-                    return
+        sent = [(each.message.micro_batch, each.message.chunk) for each in sends]
+        for _ in range(sent.index(place) + 1 if place in sent else 0):
+            self._wait(sends.popleft(), "sending")
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -374,14 +371,12 @@ class P2PCommunicator(Transport):
             self.declared, self._declaration = declared_boundary(self.module), now
             self.agreed.clear()
         self._actions = tuple(actions)
-        expects = expected_messages(self._actions, self.links.stage, self.placement, self.is_dynamic)
-        self._messages, expected = expects
+        self._messages, expected = expected_messages(self._actions, self.links.stage, self.placement, self.is_dynamic)
         self._expected = {route: deque(each) for route, each in expected.items()}
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
-        """Let the calls that follow keep to ``send_window`` and ``receive_posts`` of their schedule (this stage's part;
-        ``()``: each receive is posted by its own action)."""
+        """Let later calls keep to these of their schedule; without ``posts`` an action posts its own receive."""
         self.window, self.posts = window, posts
 
     def action_of_device(self) -> Action | None:
@@ -403,9 +398,8 @@ class P2PCommunicator(Transport):
 
     def forget(self) -> None:
         super().forget()
-        self.incoming.clear()
-        self.outgoing.clear()
-        self._own.clear()
+        for kept in (self.incoming, self.outgoing, self._own):
+            kept.clear()
         for posted in self._posted.values():
             posted.clear()
 
@@ -426,10 +420,16 @@ class P2PCommunicator(Transport):
         elif crossing.fingerprint != fingerprint:
             self._check_again(message, tensors, structure, crossing)
         if message.peer == self.links.stage:
-            self._own[Kind.ACTIVATION, message.micro_batch, message.chunk + 1] = [t.detach() for t in tensors]
+            self._hand_on(message, tensors, crossing)
         else:
             self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
         return crossing.with_grad(tensors)
+
+    def _hand_on(self, message: Message, tensors: Sequence[torch.Tensor], crossing: BoundaryTensors) -> None:
+        """Let the next chunk, which lies here too, have a chunk's output: nothing is copied."""
+        number, chunk = self._key(message)
+        self.incoming[number, chunk + 1] = crossing
+        self._own[Kind.ACTIVATION, message.micro_batch, chunk + 1] = [tensor.detach() for tensor in tensors]
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
@@ -460,16 +460,13 @@ class P2PCommunicator(Transport):
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
     def _announce(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
-        """Send the header of a boundary's first output ahead, or hand it to the own next chunk; return its form."""
+        """Send the header of a boundary's first output ahead; return its form."""
         key = "sent", message.chunk, self.is_training, self.marks_all
         crossing = self.agreed.get(key)
         if crossing is None or crossing.fingerprint != fingerprint:
             crossing = self.agreed[key] = self._form(message, tensors, fingerprint)
-        number, chunk = self._key(message)
-        self.outgoing[number, chunk] = crossing
-        if message.peer == self.links.stage:
-            self.incoming[number, chunk + 1] = crossing
-        else:
+        self.outgoing[self._key(message)] = crossing
+        if message.peer != self.links.stage:
             self.send(Kind.HEADER, message, crossing.header)
         return crossing
 

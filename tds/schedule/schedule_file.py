@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tds.schedule.actions import (
     PLACEMENTS,
@@ -61,14 +63,19 @@ class FileSchedule:
         return list(self._stages[stage])
 
 
-@functools.lru_cache(maxsize=8)
 def read_schedule(path: str) -> FileSchedule:
-    """Return the order that a CSV file of torch's holds, proven to run.
+    """Return the order that a CSV file of torch's holds, proven to run; of an unchanged file the very same.
 
     Raises:
         OSError: there is no such file.
         ScheduleError: a ValueError: what is no such file, or an order that cannot run; a circle is named.
     """
+    status = os.stat(path)
+    return _read(path, os.path.abspath(path), status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: str, *_: Any) -> FileSchedule:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file) if row]
     cells = [

@@ -245,7 +245,7 @@ VALUES = {
     "num_query_groups": "2",
     "pipeline_schedule": "gpipe",
     "pipeline_placement": "v",
-    "pipeline_layout": "Ettt|tL",
+    "pipeline_layout": "Et|tttL",
     "enc_seq_length": "20",
     "split": "8,1,1",
 }

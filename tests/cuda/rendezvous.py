@@ -85,7 +85,7 @@ class _Piece(nn.Module):
 class _Data:
     def begin(self, reads: bool) -> None: ...
 
-    def next(self) -> Any:
+    def next(self, micro_batch: int) -> Any:
         return (torch.ones(1, 2),), None
 
 

@@ -22,6 +22,7 @@ from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 from megatron.mpu.topology import Topology
 from tds.loss import LossMeter, Weighted, all_reduce_loss
+from tds.schedule.simulate import placement_for
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, train
 
@@ -133,7 +134,8 @@ def make_pipe(case: Case, grid: Grid, streams: DropoutStreams) -> T5ModelPipe:
     bounds = case.bounds if isinstance(case.bounds, str) else list(case.bounds)
     module = T5ModelPipe(
         case.make_sizes(), ParallelContext(grid.tensor, streams), grid.topology, partition=bounds, chunks=case.chunks,
-        has_segments=case.has_segments, probe=(ROWS, *case.lengths) if bounds == "profile" else None,
+        placement=placement_for(case.schedule), has_segments=case.has_segments,
+        probe=(ROWS, *case.lengths) if bounds == "profile" else None,
     )  # fmt: skip
     fill(module.to(case.dtype))
     return module

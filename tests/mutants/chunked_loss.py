@@ -257,7 +257,7 @@ CHUNKED_LOSS = (
     Mutant(
         "inputs of products that are put off count as cut",
         "megatron/models/common/cost.py",
-        "is_compiled or SPLIT in names",
+        "is_compiled or any(map(splits, names))",
         "is_compiled",
         (
             ""

@@ -44,8 +44,8 @@ STAGES = (
     Mutant(
         "with chunks too few backwards of stage 1 are split when the last round is short",
         "tds/schedule/schedules.py",
-        "    last_rounds = num_stages + num_micro_batches % num_stages\n",
-        "    last_rounds = num_stages\n",
+        "    last_rounds = group + num_micro_batches % group\n",
+        "    last_rounds = group\n",
         ("tests/tds/schedule/test_simulate.py::test_whole_backwards_of_stage_1_lose_nothing",),
     ),
     Mutant(

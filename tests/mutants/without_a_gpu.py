@@ -85,7 +85,9 @@ WITHOUT_A_GPU = (
         "    def send_backward(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:\n"
         '        """Send the gradients of the leaves that ``recv_forward`` returned, in their order."""\n'
         "        layout = self.incoming[self._key(message)].gradients\n"
-        "        if layout.specs:\n"
+        "        if message.peer == self.links.stage:\n"
+        "            self._own[Kind.GRADIENT, message.micro_batch, message.chunk - 1] = list(gradients)\n"
+        "        elif layout.specs:\n"
         "            self.send(Kind.GRADIENT, message, layout.pack(gradients))\n",
         "    def send_backward(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:\n"
         '        """Send the gradients of the leaves that ``recv_forward`` returned, in their order."""\n'

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.helpers.parity_runs import Runs
 from tests.parity.test_layouts import assert_same_gradients
-from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, check_same_bits
+from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, ZB_V, check_same_bits
 from tests.parity.test_zero import assert_same_bits
 
 __all__ = [
@@ -49,7 +49,7 @@ def test_fp32_is_at_the_floor(runs: Runs, tensor: int, pipe: int, data: int) -> 
     ("pipe", "schedule"),
     [
         pytest.param(pipe, each, marks=() if (pipe, each) == (2, INTERLEAVED) else pytest.mark.slow)
-        for pipe, each in product((2, 4), OTHERS)
+        for pipe, each in product((2, 4), [*OTHERS, ZB_V])
     ],
 )
 def test_a_pipeline_is_one_process_and_its_schedules_each_other_to_the_bit(
@@ -63,7 +63,7 @@ def test_a_pipeline_is_one_process_and_its_schedules_each_other_to_the_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "schedule"), list(product(GRIDS, OTHERS)))
+@pytest.mark.parametrize(("grid", "schedule"), list(product(GRIDS, [*OTHERS, ZB_V])))
 def test_every_schedule_trains_the_model_of_one_process(runs: Runs, grid: tuple[int, int, int], schedule: str) -> None:
     check_fp64(runs.difference(*grid, f"--fp64 --num-layers 8 {runs.documents}", 3, schedule))
 

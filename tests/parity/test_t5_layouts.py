@@ -23,6 +23,8 @@ SCHEDULES = [
     {"schedule": "zb-h1"},
     {"schedule": "interleaved", "chunks": 2},
     {"schedule": "zb-h1", "chunks": 2},
+    {"schedule": "zb-v", "chunks": 2},
+    {"schedule": "dualpipev", "chunks": 2},
 ]
 
 
@@ -52,6 +54,7 @@ def test_recompute_schedules_and_methods_of_cutting_equal_one_process() -> None:
         Case(has_segments=True, recompute_every=2, **SCHEDULES[2]),
         Case(sizes=GATED, recompute_every=1, schedule="zb-h1"),
         Case(sizes=LEARNED, has_segments=True, lengths=(9, 9), chunks=3, schedule="interleaved"),
+        Case(has_segments=True, recompute_every=1, schedule="zb-v", chunks=2),
         Case(bounds="profile"),
         Case(bounds="parameters"),
         Case(bounds="type:LayerPipe"),

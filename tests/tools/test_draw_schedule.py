@@ -87,13 +87,29 @@ def test_a_trace_is_drawn_above_its_simulation(
     assert "step 2," in capsys.readouterr().out and out.exists()
 
 
+def test_an_order_is_written_and_one_of_a_file_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "--schedule zb-v --stages 2 --micro-batches 4 --csv order.csv") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["zb-v: 2 stages of 2 chunks, 4 micro-batches", "bubble     4.0 %, 0.5 idle at most on a stage"]
+    assert call(monkeypatch, "--schedule-file order.csv --out again.png") == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again == ["order: 2 stages of 2 chunks, 4 micro-batches", *shown[1:4], "picture    again.png"]
+    (tmp_path / "circle.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    assert call(monkeypatch, "--schedule-file circle.csv") == 2
+    assert "stages wait for each other: stage 0 at Backward" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "",
-            "give --schedule, --stages and --micro-batches, or --trace DIR; --schedule, --stages, --micro-batches not",
-        ),
+        ("", "or --schedule-file CSV, or --trace DIR; --schedule, --stages, --micro-batches not given"),
+        (f"--schedule zb-v {RESTS} --chunks 3", "--schedule zb-v has two chunks on each stage, got --chunks 3"),
+        (f"--schedule zb-v {RESTS} --group-size 4", "--group-size acts on chunks in a loop, got --schedule zb-v"),
+        ("--schedule-file order.csv --stages 2", "--schedule-file says all of a schedule, got --stages too"),
+        ("--schedule-file order.csv", "No such file or directory"),
         ("--schedule 1f1b --stages 2", "--micro-batches not given"),
         (f"--schedule zb-h2 {RESTS}", "must be one of"),
         (f"--schedule interleaved {RESTS}", "needs several chunks on each stage, got 1. Add --chunks 2"),

@@ -25,6 +25,7 @@ from tds.schedule import (
     zero_bubble_h1,
 )
 from tds.schedule.schedules import in_rounds
+from tds.schedule.simulate import in_flight
 from tests.helpers.orders import (
     BIG,
     FEW,
@@ -161,6 +162,27 @@ def megatron(p: int, m: int, c: int) -> list[list[Action]]:
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(2, 4))
 def test_interleaved_with_whole_rounds_is_megatrons_order(p: int, rounds: int, c: int) -> None:
     assert stages_of("interleaved", p, rounds * p, c) == megatron(p, rounds * p, c)
+
+
+@SMALL
+@given(st.integers(2, 5), st.integers(0, 6), st.integers(1, 24), st.integers(2, 3))
+def test_a_larger_group_of_micro_batches_runs_and_holds_more(p: int, more: int, m: int, c: int) -> None:
+    for name in MANY_CHUNKS:
+        order = schedule_named(name, c, group_size=p + more)
+        stages = all_stages(order, p, m)
+        peaks = validate(stages, m, num_chunks=c, window=p + more)
+        most = [in_flight(p, m, name, c, stage, group_size=p + more) for stage in range(p)]
+        assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True))
+        if more == 0:
+            assert stages == stages_of(name, p, m, c)
+    groups = [Forward(*place) for place in in_rounds(p + more, m, c)]
+    for actions in all_stages(schedule_named("interleaved", c, group_size=p + more), p, m):
+        assert [action for action in actions if isinstance(action, Forward)] == groups
+
+
+def test_a_group_smaller_than_the_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="one for each stage or more, got 3 for 4 stages"):
+        schedule_named("interleaved", 2, group_size=3)(4, 8, 0)
 
 
 def test_interleaved_runs_where_megatrons_order_would_stand_still() -> None:

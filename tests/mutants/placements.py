@@ -1,0 +1,117 @@
+"""Mistakes in where pieces lie, the orders of a V, what a stage hands to itself, and orders in files."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ORDERS = "tests/tds/schedule/test_v_schedules.py"
+EXCHANGE = "tests/tds/p2p/test_exchange.py"
+RUNS = "tests/tds/test_parity.py::test_a_v_equals_one_process[2-2]"
+FILES = "tests/tds/schedule/test_schedule_file.py"
+LAYOUT = "tests/config/test_pipeline_layout.py"
+
+IN_PLACEMENTS = (
+    Mutant(
+        "the pieces of a V go down in every chunk",
+        "tds/schedule/actions.py",
+        "return self.num_stages - 1 - place if self.kind == V and chunk % 2 else place",
+        "return place",
+        (f"{ORDERS}::test_pieces_go_down_and_up_again",),
+    ),
+    Mutant(
+        "a stage of a V that runs ahead holds one forward more",
+        "tds/schedule/v_schedules.py",
+        "    for _ in range(2 * behind - 1):\n",
+        "    for _ in range(2 * behind):\n",
+        (f"{ORDERS}::test_a_v_runs_with_bounded_sends_and_holds_what_its_table_says[zb-v]",),
+        refuses=True,
+    ),
+    Mutant(
+        "halves are joined where another stage waits for the first",
+        "tds/schedule/v_schedules.py",
+        "            if message is None or message.peer == stage:\n",
+        "            if True:\n",
+        (f"{ORDERS}::test_zb_v_of_two_stages_by_hand",),
+    ),
+    Mutant(
+        "what a stage hands to itself takes as long as a message",
+        "tds/schedule/simulate.py",
+        "end + (0.0 if is_own else costs.transfer)",
+        "end + costs.transfer",
+        (f"{ORDERS}::test_what_a_stage_hands_to_itself_takes_no_time",),
+    ),
+    Mutant(
+        "the gradient that a stage hands to itself is doubled",
+        "tds/p2p/communicator.py",
+        "message.chunk - 1] = list(gradients)\n",
+        "message.chunk - 1] = [2 * each for each in gradients]\n",
+        (RUNS,),
+    ),
+    Mutant(
+        "what a stage hands to itself may be changed in place unnoticed",
+        "tds/p2p/boundary.py",
+        "t.detach() if is_own else t.data",
+        "t.data",
+        (f"{EXCHANGE}::test_what_a_stage_hands_to_itself_is_not_changed_unnoticed",),
+    ),
+    Mutant(
+        "sends to both neighbours wait in one line",
+        "tds/p2p/communicator.py",
+        "        sends, place = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)\n",
+        "        place, every = (answer.micro_batch, answer.chunk), self._sending.items()\n"
+        "        sends = deque(each for (kind, _), own in every if kind is Kind.ACTIVATION for each in own)\n",
+        (f"{EXCHANGE}::test_in_a_v_each_stage_sends_to_both_sides_and_the_ends_to_themselves[dualpipev-3]",),
+        refuses=True,
+    ),
+    Mutant(
+        "the labels of a V are those of the micro-batch that is read last",
+        "tds/engine/micro_batches.py",
+        "            return None, self._labels.pop(micro_batch)\n",
+        "            return None, self._labels.pop(max(self._labels))\n",
+        (RUNS,),
+    ),
+    Mutant(
+        "the last rank of a V gives the loss to all",
+        "tds/engine/evaluate.py",
+        "last_rank=grid.stage_to_global(engine.loss_stage)",
+        "last_rank=grid.stage_to_global(engine.num_stages - 1)",
+        (RUNS,),
+    ),
+    Mutant(
+        "an order of a file is taken as it stands",
+        "tds/schedule/schedule_file.py",
+        "        self.peaks = validate(stages, self.num_micro_batches, num_chunks=placement.num_chunks, "
+        "placement=placement.kind)\n",
+        "        self.peaks = [1] * len(stages)\n",
+        (f"{FILES}::test_what_is_no_order_is_refused",),
+    ),
+    Mutant(
+        "pieces are written by their chunk",
+        "tds/schedule/schedule_file.py",
+        "{placement.piece(stage, action.chunk)}{_LETTER_OF",
+        "{placement.num_stages * action.chunk + stage}{_LETTER_OF",
+        (f"{FILES}::test_what_is_written_is_read_back_and_torch_reads_each_cell",),
+        refuses=True,
+    ),
+    Mutant(
+        "rounds of chunks have the stages' number of micro-batches, whatever the group",
+        "tds/schedule/schedules.py",
+        "num_chunks, group_size or num_stages)[stage]",
+        "num_chunks, num_stages)[stage]",
+        ("tests/tds/schedule/test_orders.py::test_a_larger_group_of_micro_batches_runs_and_holds_more",),
+    ),
+    Mutant(
+        "the head of a layout is one unit",
+        "megatron/config/pipeline_layout.py",
+        'len(piece) + ("L" in piece)',
+        "len(piece)",
+        (f"{LAYOUT}::test_the_head_is_norm_and_head",),
+    ),
+    Mutant(
+        "the planner places the head of a V on the last stage",
+        "megatron/models/common/cost.py",
+        "if stage == lie.last_stage else 0",
+        "if stage == stages - 1 else 0",
+        ("tests/planner/test_v_plans.py::test_the_first_stage_of_a_v_holds_both_ends",),
+    ),
+)
