@@ -109,6 +109,14 @@ class ParallelConfig:
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
+    gradient_accumulation_fusion: bool = option(
+        False,
+        "products of linear layers add the gradients of their weights to where these lie, and make none apart: less "
+        "memory and a little less time; sums round once less, so that losses differ in their last bits. Not with "
+        "--zero-stage 2 and 3, nor --compile",
+        flag="",
+        constants={"--gradient-accumulation-fusion": True, "--no-gradient-accumulation-fusion": False},
+    )
     reduce_bucket_size: int = option(
         0,
         "gradients that replicas add up together, in numbers; gloo rounds by places in a bucket, so that with three "
@@ -258,6 +266,11 @@ class ParallelConfig:
             yield (
                 "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
                 "--recompute-granularity selective. Leave one out"
+            )
+        if self.compile and self.gradient_accumulation_fusion:
+            yield (
+                "--gradient-accumulation-fusion adds to gradients within the backward of a layer, which a layer that "
+                "--compile compiles does not do. Leave one of them out"
             )
         if self.compile and self.has_pipeline and SPLITTING in candidates(self.schedule, self.pipeline_chunks):
             yield (
