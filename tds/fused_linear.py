@@ -22,6 +22,7 @@ Source: Megatron-LM's ``gradient_accumulation_fusion``.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +56,19 @@ def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether products of the type of ``weight`` can be added to a sum in ``dtype``: on CUDA to a wider one."""
     is_wide = weight.device.type == "cuda" and weight.dtype.itemsize == 2
     return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
+
+
+def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """Return the share in percent that ``some`` have of the numbers in the trained ``parameters``, and the other names.
+
+    The largest come first, four of them; "" where there are no others.
+    """
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    others = {name: parameter.numel() for name, parameter in trained.items() if parameter not in some}
+    every = sum(parameter.numel() for parameter in trained.values())
+    names = sorted(others, key=lambda name: -others[name])
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{100 * (1 - sum(others.values()) / max(every, 1)):.1f}", listed
 
 
 @torch.no_grad()

@@ -141,6 +141,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
             are. It must answer the same on every rank. None: a norm that is not finite raises.
         was_refused: ``judge`` said False in the last step.
+        fused: the parameters whose gradients products have added to where they lie.
         _global_grad_norm: ``grad_norm`` by the name that DeepSpeed asks for.
     """
 
@@ -196,6 +197,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._are_summed = False
         self._units: ParamUnits | None = None
         self._prefetches, self._fuses_accumulation = prefetches, fuses_accumulation
+        self.fused: set[torch.nn.Parameter] = set()
         self._gathers: ParamGather | None = None
         masters = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
@@ -402,11 +404,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         master = self._masters.register(parameter, dtype)
         self._gradients.register(parameter)
         if self._fuses_accumulation and can_add_products(parameter, accurate_dtype(dtype)):
-            assert isinstance(self._gradients, MainGradients)  # of ZeRO 0 and 1: __init__ has looked
-            parameter.add_product = functools.partial(self._gradients.add_product, parameter)  # type: ignore[attr-defined]
+            parameter.add_product = functools.partial(self._add_product, parameter)  # type: ignore[attr-defined]
         self._partial.register(parameter)
         self._of_experts.register(parameter)
         return master
+
+    def _add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        assert isinstance(self._gradients, MainGradients)  # of ZeRO 0 and 1: __init__ has looked
+        self.fused.add(parameter)
+        self._gradients.add_product(parameter, rows, inputs)
 
     @functools.cached_property
     def gradient_holders(self) -> Group:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.fused_linear import is_plain_product
+from tds.fused_linear import is_plain_product, share_of
 
 Key = tuple[int, int]
 
@@ -270,14 +270,10 @@ class WeightGradStore:
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
         """Return in words which of the named ``parameters`` are split."""
-        whole = {name: p.numel() for name, p in parameters.items() if p.requires_grad and p not in self.split}
-        every = sum(p.numel() for p in parameters.values() if p.requires_grad)
-        if not whole:
+        share, others = share_of(self.split, parameters)
+        if not others:
             return "the gradients of all its weights are put off"
-        share = 100 * (1 - sum(whole.values()) / max(every, 1))
-        names = sorted(whole, key=lambda name: -whole[name])
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"the gradients of {share:.1f} % of its weights are put off; with the input's go those of {listed}"
+        return f"the gradients of {share} % of its weights are put off; with the input's go those of {others}"
 
 
 class _SplitLinear(torch.autograd.Function):
