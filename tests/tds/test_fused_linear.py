@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.models.common.transformer import GatedLinear
 from megatron.mpu import layers
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
@@ -139,6 +140,23 @@ def test_no_gradient_of_a_weight_is_made_apart() -> None:
         assert optimizer.gradient_of(net.up.weight).abs().sum() > 0
     assert most[True] <= 1.2 * largest, "the gradient where it lies, which the product returns, and activations"
     assert most[False] >= 2 * largest
+
+
+def test_gate_and_value_are_one_product_of_their_weight() -> None:
+    outputs, gradients = [], []
+    for fuses in (False, True):
+        layer = GatedLinear(H, 2 * H)
+        layer.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+        layer.bias.data.normal_(generator=torch.Generator().manual_seed(2))
+        optimizer = build_optimizer(layer.parameters(), dtype=torch.float64, data=SINGLE, fuses_accumulation=fuses)
+        x = torch.linspace(-1, 1, 3 * H, dtype=torch.float64).view(3, H).requires_grad_()
+        gate, value = layer(x)
+        (gate.sin() * value).sum().backward()
+        assert gate.is_contiguous() and value.is_contiguous() and (layer.weight in optimizer.fused) == fuses
+        outputs.append((gate, value))
+        gradients.append([x.grad, *(optimizer.gradient_of(each) for each in layer.parameters())])
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("case", ["frozen", "no leaf", "other type", "no gradients", "swapped"])
