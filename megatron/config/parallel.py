@@ -114,8 +114,7 @@ class ParallelConfig:
         "products of linear layers add the gradients of their weights to where these lie, and make none apart: less "
         "memory and a little less time; sums round once less, so that losses differ in their last bits. Not with "
         "--zero-stage 2 and 3, nor --compile",
-        flag="",
-        constants={"--gradient-accumulation-fusion": True, "--no-gradient-accumulation-fusion": False},
+        constants={"--no-gradient-accumulation-fusion": False},
     )
     reduce_bucket_size: int = option(
         0,
