@@ -191,6 +191,11 @@ def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
     assert can_add_products(torch.empty(2, 2), torch.float32) and not can_add_products(torch.empty(2), torch.float32)
 
 
+def test_zero_2_has_no_whole_gradients_to_add_to() -> None:
+    with pytest.raises(ValueError, match="--gradient-accumulation-fusion needs --zero-stage 0 or 1, got 2"):
+        build_optimizer(Net().parameters(), data=SINGLE, zero_stage=2, fuses_accumulation=True)
+
+
 def test_a_wider_sum_is_asked_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA has it; untried there."""
     asked: list[Any] = []
