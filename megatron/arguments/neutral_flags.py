@@ -70,7 +70,7 @@ GROUPS = {
         --attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling""",
     "no kernel is written by hand for it; the numbers are the same": """
         --bias-dropout-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --bias-activation-fusion
-        --no-gradient-accumulation-fusion --no-rope-fusion --fused-single-qkv-rope --fused-residual-rmsnorm
+        --no-rope-fusion --fused-single-qkv-rope --fused-residual-rmsnorm
         --no-persist-layer-norm --memory-efficient-layer-norm --disable-mem-efficient-ln
         --abort-on-unmet-fused-kernel-constraints --use-te-activation-func --use-transformer-engine-op-fuser
         --use-fused-weighted-squared-relu --no-gradient-reduce-div-fusion --disable-jit-fuser --onnx-safe=

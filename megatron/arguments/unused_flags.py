@@ -296,6 +296,11 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     defaults = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
     if defaults and not parallel.has_pipeline:
         yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"
+    if parallel.gradient_accumulation_fusion and parallel.device == "cpu" and config.precision.dtype == "bf16":
+        yield (
+            "--gradient-accumulation-fusion has no effect in bf16 on a CPU, which has no product of bf16 with a sum in "
+            "fp32; with --fp32 it has"
+        )
     if json.get("pipeline") and not parallel.has_pipeline:
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
     elif parallel.has_pipeline:

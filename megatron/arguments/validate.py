@@ -42,6 +42,12 @@ def zero_problems(config: Config) -> Iterator[str]:
             f"{_name(config)} {stage} sums gradients while backward runs, so that no replica holds all of them, got "
             "--no-overlap-grad-reduce. Leave it out, or use --zero-stage 1"
         )
+    if stage > 1 and parallel.gradient_accumulation_fusion:
+        yield (
+            f"--gradient-accumulation-fusion adds to whole gradients where they lie, got {_name(config)} {stage}, "
+            "which sums them over the replicas in each micro-batch and keeps its parts alone. Use --zero-stage 1, or "
+            "leave --gradient-accumulation-fusion out"
+        )
     if stage == CUT_WEIGHTS and getattr(parallel, "compile", False):
         yield (
             "--compile cannot take --zero-stage 3, which gathers the weights of a layer by hooks around it that a "

@@ -22,6 +22,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
+from tds.fused_linear import fused_linear
 
 # A product with a weight and a bias; in compiled layers on a CPU the bias by itself.
 #
@@ -50,7 +51,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if bias is not None and _stands_alone(x):
         return plus_bias(F.linear(x, weight), bias)
-    return F.linear(x, weight, bias)
+    return (fused_linear if hasattr(weight, "add_product") else F.linear)(x, weight, bias)
 
 
 BESIDE, WHOLE_TILES = 8, 64
@@ -69,7 +70,7 @@ def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | No
     rows = len(table)
     width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
     if width == rows:
-        return F.linear(x, table, bias)
+        return linear(x, table, bias)
     return F.linear(x, with_rows(table, width), None if bias is None else with_rows(bias, width))[..., :rows]
 
 
@@ -163,6 +164,7 @@ class _ColumnProducts(torch.autograd.Function):
         half = len(leaves) // 2
         weights, biases = leaves[:half], leaves[half:]
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.leaves = weights  # themselves: recompute hands back detached copies of what is saved
         ctx.save_for_backward(x, *weights)
         whole = gather_from_sequence_region(x, group) if sequence_parallel else x
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
@@ -179,7 +181,7 @@ class _ColumnProducts(torch.autograd.Function):
         inputs = whole.reshape(-1, whole.shape[-1])  # [s b, input_size]
         made = [
             _of_weight(weight, each, inputs) if needed else None
-            for weight, each, needed in zip(weights, rows, of_weights, strict=True)
+            for weight, each, needed in zip(ctx.leaves, rows, of_weights, strict=True)
         ]
         made += [each.sum(0) if needed else None for each, needed in zip(rows, of_biases, strict=True)]
         return None if summing is None else summing.wait(), None, None, *made
@@ -190,11 +192,14 @@ def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], S
     return needs[0], needs[3 : 3 + number], needs[3 + number :]
 
 
-def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+def _of_weight(weight: Any, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of ``weight`` as autograd makes it: of one whose rows lie apart by the transposed product.
 
-    The two need not be the same bits (MKL on AMD's processors).
+    The two need not be the same bits (MKL on AMD's processors). None where the product adds it to where it lies.
     """
+    if hasattr(weight, "add_product"):
+        weight.add_product(rows, inputs)
+        return None
     is_whole = weight.stride() == (weight.shape[1], 1)
     return rows.t().mm(inputs) if is_whole else inputs.t().mm(rows).t()
 
@@ -317,7 +322,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
-        y = leave_tensor_region(F.linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
+        y = leave_tensor_region(linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
         return y if self.bias is None else plus_bias(y, self.bias)  # after the sum: else the bias would count t times
 
 

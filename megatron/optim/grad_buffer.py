@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.mpu.groups import Group
 from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import reduce_scatter_single
+from tds.fused_linear import add_product
 from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import accurate_dtype, multiply, refuse_sparse
 
@@ -24,7 +25,8 @@ from tds.gradients import accurate_dtype, multiply, refuse_sparse
 # | slots | [d, rooms]: slot r holds replica r's part of each parameter | a reduce-scatter into this replica's slot |
 # | ... and behind them what is not cut | one gradient behind the other | an all-reduce in place |
 #
-# Both are without a copy of the gradients: autograd's gradient of a weight is added into its place and freed. A bucket
+# Both are without a copy of the gradients: autograd's gradient of a weight is added into its place and freed, or a
+# product adds there itself (``tds.fused_linear``), with slots one for each length of a part, three at most. A bucket
 # has memory from its first gradient of a step on, until the step is taken. A bucket of one weight takes over the memory
 # of the first gradient where the layout is that of the weight, so that a large one is never there twice.
 #
@@ -81,6 +83,14 @@ class GradBuffer:
         if gradient is not None:
             refuse_sparse([gradient])
             self._bucket_of(parameter).add(parameter, gradient)
+
+    def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add ``rows^T inputs``, the gradient of ``parameter`` in a backward, by the product itself.
+
+        Raises:
+            RuntimeError: the sum of its bucket has started.
+        """
+        self._bucket_of(parameter).add_product(parameter, rows, inputs)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient of ``parameter`` where it lies, zeros if none has come.
@@ -173,12 +183,7 @@ class _BucketMemory:
         return self.flat[self._replicas * self._slot :]
 
     def add(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        if self._is_summed:
-            raise RuntimeError(
-                "backward must leave the gradient of a weight once, got one of shape "
-                f"{tuple(parameter.shape)} when its sum over the replicas had started. Recompute with "
-                "use_reentrant=False, or add --no-overlap-grad-reduce"
-            )
+        self._refuse_if_summed(parameter)
         if parameter in self._filled:
             for parts, place in self._pairs(parameter, gradient):
                 place.add_(parts)
@@ -189,6 +194,20 @@ class _BucketMemory:
             return
         for parts, place in self._pairs(parameter, gradient):
             place.copy_(parts)
+
+    def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        self._refuse_if_summed(parameter)
+        is_first = parameter not in self._filled
+        self._filled.add(parameter)
+        cut, a, b = self._cuts[parameter], rows.t(), inputs  # [m, n], [n, k]
+        if cut is None:
+            every = [(a, b)]
+        elif cut.dim == 0:
+            every = [(of_a, b.expand(len(of_a), -1, -1)) for of_a in cut.parts(a)]
+        else:
+            every = [(a.expand(len(of_b), -1, -1), of_b) for of_b in cut.parts(b)]
+        for (of_a, of_b), (_, place) in zip(every, self._pairs(parameter, parameter.detach()), strict=True):
+            add_product(place, of_a, of_b, is_first=is_first)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         self._fill(parameter)
@@ -231,6 +250,14 @@ class _BucketMemory:
             yield whole, self.rest[first : first + whole.numel()].view(whole.shape)
         else:
             yield from cut.pairs(whole, self.slots[:, first : first + self._rooms[parameter]])
+
+    def _refuse_if_summed(self, parameter: torch.nn.Parameter) -> None:
+        if self._is_summed:
+            raise RuntimeError(
+                "backward must leave the gradient of a weight once, got one of shape "
+                f"{tuple(parameter.shape)} when its sum over the replicas had started. Recompute with "
+                "use_reentrant=False, or add --no-overlap-grad-reduce"
+            )
 
     def _can_be(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the memory of ``gradient`` is that of this bucket as it should lie."""

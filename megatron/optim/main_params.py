@@ -24,8 +24,9 @@ from megatron.optim.zero.partition import (
     gather_all,
     partition_of,
 )
+from tds.fused_linear import add_product
 from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
-from tds.gradients import WIDE, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
+from tds.gradients import WIDE, accurate_dtype, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -288,6 +289,18 @@ class MainGradients:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
+    def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add ``rows^T inputs``, the gradient of ``parameter`` in a backward, by the product itself."""
+        place = parameter.grad if parameter.dtype in WIDE else self._sums.get(parameter)
+        is_first = place is None
+        if place is None:
+            place = torch.empty_like(parameter, dtype=accurate_dtype(parameter.dtype), requires_grad=False)
+            if parameter.dtype in WIDE:
+                parameter.grad = place
+            else:
+                self._sums[parameter] = place
+        add_product(place, rows.t(), inputs, is_first=is_first)
+
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
         return shard_of(parameter)
 
@@ -358,6 +371,9 @@ class BufferedGradients(MainGradients):
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         self.buffer.add(parameter)  # of a parameter without a hook, such as one unfrozen since
         return self.buffer.main_grad(parameter)
+
+    def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        self.buffer.add_product(parameter, rows, inputs)
 
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
         is_part = self.buffer.is_scattered and not is_reduced_apart(parameter)

@@ -28,8 +28,9 @@ from megatron.optim.zero.param_gather import ParamGather
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
+from tds.fused_linear import can_add_products
 from tds.gradient_reducer import Bucket, BucketSchedule
-from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm, is_reduced_apart
+from tds.gradients import accurate_dtype, clip_coefficient, global_norm, is_counted_in_norm, is_reduced_apart
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 
@@ -129,6 +130,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         reduce_bucket_size, allgather_bucket_size: as ``MainParams``.
         prefetches: with ZeRO 3 gather the weights of a layer ahead of its call.
+        fuses_accumulation: with ZeRO 0 and 1 let products add the gradients of matrices to where they lie, in layers
+            that ask for it (``tds.fused_linear``); not where torch has no product with a sum in that type.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -138,6 +141,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
             are. It must answer the same on every rank. None: a norm that is not finite raises.
         was_refused: ``judge`` said False in the last step.
+        fused: the parameters whose gradients products have added to where they lie.
         _global_grad_norm: ``grad_norm`` by the name that DeepSpeed asks for.
     """
 
@@ -162,6 +166,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         reduce_bucket_size: int = 0,
         allgather_bucket_size: int = 0,
         prefetches: bool = True,
+        fuses_accumulation: bool = False,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or GradScaler()
@@ -181,12 +186,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             reduce_bucket_size=reduce_bucket_size,
             allgather_bucket_size=allgather_bucket_size,
         )
+        if fuses_accumulation and zero_stage > 1:
+            raise ValueError(
+                f"--gradient-accumulation-fusion needs --zero-stage 0 or 1, got {zero_stage}, which keeps no whole "
+                "gradients to add to. Leave one of them out"
+            )
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = SequenceParallelGradients(tensor)
         self._of_experts = ExpertGradients(expert_data)
         self._are_summed = False
         self._units: ParamUnits | None = None
-        self._prefetches = prefetches
+        self._prefetches, self._fuses_accumulation = prefetches, fuses_accumulation
+        self.fused: set[torch.nn.Parameter] = set()
         self._gathers: ParamGather | None = None
         masters = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
@@ -392,9 +403,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         master = self._masters.register(parameter, dtype)
         self._gradients.register(parameter)
+        if self._fuses_accumulation and can_add_products(parameter, accurate_dtype(dtype)):
+            parameter.add_product = functools.partial(self._add_product, parameter)  # type: ignore[attr-defined]
         self._partial.register(parameter)
         self._of_experts.register(parameter)
         return master
+
+    def _add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        assert isinstance(self._gradients, MainGradients)  # of ZeRO 0 and 1: __init__ has looked
+        self.fused.add(parameter)
+        self._gradients.add_product(parameter, rows, inputs)
 
     @functools.cached_property
     def gradient_holders(self) -> Group:

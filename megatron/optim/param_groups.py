@@ -107,6 +107,7 @@ def build_optimizer(
     reduce_bucket_size: int = 0,
     allgather_bucket_size: int = 0,
     prefetches: bool = True,
+    fuses_accumulation: bool = False,
     muon: MuonArgs | None = None,
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
@@ -186,6 +187,7 @@ def build_optimizer(
         reduce_bucket_size=reduce_bucket_size,
         allgather_bucket_size=allgather_bucket_size,
         prefetches=prefetches,
+        fuses_accumulation=fuses_accumulation,
     )
 
 

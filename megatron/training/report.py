@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.mpu.topology import Topology
 from megatron.training import device_setup
 from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
 from megatron.training.initialize import World
+from tds.fused_linear import share_of
 from tds.gradients import is_counted_in_norm, is_reduced_apart
 
 # The start table, as text.
@@ -90,6 +91,13 @@ def _loss_row(module: torch.nn.Module) -> str:
     if getattr(module, "loss_weighting", None) == "tokens":
         return "mean over the valid tokens of the global batch"
     return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"
+
+
+def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
+    """Say of how much of ``module`` products have added the gradients to where these lie, and whose come apart."""
+    share, others = share_of(fused, dict(module.named_parameters()))
+    apart = f"; autograd adds those of {others}" if others else ""
+    return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{apart}"
 
 
 # ``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it.

@@ -382,6 +382,7 @@ def make_optimizer(
         reduce_bucket_size=config.parallel.reduce_bucket_size,
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
+        fuses_accumulation=config.parallel.gradient_accumulation_fusion,
         muon=_muon(settings),
         bf16_states=settings.bf16_states,
         rates={parameter: rate for _, parameter, rate in named if rate is not None},

@@ -38,6 +38,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
+from tds.fused_linear import is_plain_product, share_of
 
 Key = tuple[int, int]
 
@@ -65,16 +66,22 @@ class _LinearCall:
         return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
 
     def run(self) -> None:
-        """Take the products that autograd itself would take.
+        """Take the products that autograd itself would take, or those of ``tds.fused_linear``.
 
         Shapes:
             x    [..., input_size]
             grad [..., output_size]
         """
-        rows = self.grad.reshape(-1, self.grad.shape[-1])
-        made = [rows.t().mm(self.x.reshape(-1, self.x.shape[-1]))] if self.weight.requires_grad else []
-        made += [rows.sum(0)] if self.bias is not None and self.bias.requires_grad else []
-        torch.autograd.backward([get_gradient_edge(leaf) for leaf in self.leaves()], made)
+        rows, inputs = self.grad.reshape(-1, self.grad.shape[-1]), self.x.reshape(-1, self.x.shape[-1])
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for leaf in self.leaves():
+            if leaf is self.bias:
+                made[leaf] = rows.sum(0)
+            elif hasattr(leaf, "add_product"):
+                leaf.add_product(rows, inputs)
+            else:
+                made[leaf] = rows.t().mm(inputs)
+        torch.autograd.backward([get_gradient_edge(leaf) for leaf in made], list(made.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +203,7 @@ class WeightGradStore:
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
         """``torch.nn.functional.linear``, to be split where it can be."""
-        if torch.is_grad_enabled() and can_split(input, weight, bias):
+        if torch.is_grad_enabled() and is_plain_product(input, weight, bias):
             return _SplitLinear.apply(input, self._anchor, (weight, bias), self)
         return self.plain(input, weight, bias)
 
@@ -263,24 +270,10 @@ class WeightGradStore:
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
         """Return in words which of the named ``parameters`` are split."""
-        whole = {name: p.numel() for name, p in parameters.items() if p.requires_grad and p not in self.split}
-        every = sum(p.numel() for p in parameters.values() if p.requires_grad)
-        if not whole:
+        share, others = share_of(self.split, parameters)
+        if not others:
             return "the gradients of all its weights are put off"
-        share = 100 * (1 - sum(whole.values()) / max(every, 1))
-        names = sorted(whole, key=lambda name: -whole[name])
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"the gradients of {share:.1f} % of its weights are put off; with the input's go those of {listed}"
-
-
-def can_split(x: Any, weight: Any, bias: Any) -> bool:
-    """True if the gradient of ``weight`` can be computed apart from that of ``x``."""
-    plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
-    if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
-        return False
-    if not (weight.is_leaf and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
-        return False
-    return bias is None or (isinstance(bias, torch.Tensor) and bias.is_leaf)
+        return f"the gradients of {share} % of its weights are put off; with the input's go those of {others}"
 
 
 class _SplitLinear(torch.autograd.Function):

@@ -201,6 +201,7 @@ TIES = (
     "--normalization",
     "--no-norm-bias",
     "--overlap-grad-reduce",
+    "--no-gradient-accumulation-fusion",
     "--disable-bias-linear",
     "--muon-nesterov",
     "--muon-use-nesterov",

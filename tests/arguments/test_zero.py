@@ -60,6 +60,12 @@ def test_one_replica_is_told_that_there_is_nothing_to_share():
     assert note not in notes_of(parsed("", 1), 1)
 
 
+def test_fusion_in_bf16_on_a_cpu_is_said_to_do_nothing():
+    for line, has_effect in (("--bf16", False), ("--fp32", True), ("--bf16 --no-gradient-accumulation-fusion", True)):
+        found = " ".join(notes_of(parsed(f"--device cpu --gradient-accumulation-fusion {line}"), 2))
+        assert ("--gradient-accumulation-fusion has no effect in bf16 on a CPU" in found) == (not has_effect)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -72,6 +78,11 @@ def test_one_replica_is_told_that_there_is_nothing_to_share():
         ("--zero-stage 3 --drift-interval 5", "--drift-interval compares the copies .* --zero-stage 2"),
         ("--zero-stage 2 --no-overlap-grad-reduce", "--zero-stage 2 sums gradients while .* use --zero-stage 1"),
         ("--zero-stage 3 --compile", "--compile cannot take --zero-stage 3"),
+        (
+            "--zero-stage 2 --gradient-accumulation-fusion",
+            "fusion adds to whole .* got --zero-stage 2.* --zero-stage 1, or",
+        ),
+        ("--gradient-accumulation-fusion --compile", "fusion adds to gradients within .* --compile compiles"),
         ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
     ],
 )

@@ -92,7 +92,7 @@ ACTS_ON = {
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
         muon_split_qkv_heads exp_avg_dtype exp_avg_sq_dtype
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
-        min_scale fused_kernels reduce_bucket_size allgather_bucket_size
+        min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
     """,
     "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",

@@ -46,8 +46,8 @@ class Handle:
         self.events.append(f"{self.name} is there")
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool) -> list[str]:
-    """Return the order of events in the backward of a layer whose group is a stand-in."""
+def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, adds: bool = False) -> list[str]:
+    """Return the order of events in the backward of a layer whose group is a stand-in; with ``adds`` a fused one."""
     events: list[str] = []
 
     def start(name: str) -> Any:
@@ -68,11 +68,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool) -> lis
         monkeypatch.setattr(mappings.dist, function, start(name))
     group = Group((0, 1), 0, "stand-in")
     layer = ColumnParallelLinear(H, 2 * COLUMNS, group=group, sequence_parallel=sequence_parallel)
+    if adds:
+        layer.weight.add_product = lambda rows, inputs: events.append(
+            f"{[*rows.shape]} and {[*inputs.shape]} are added"
+        )
     x = torch.zeros(S // 2 if sequence_parallel else S, B, H, requires_grad=True)
     y = layer(x)
     events.clear()
     with Recorder(events):
         y.sum().backward()
+    assert (layer.weight.grad is None) == adds
     return events
 
 
@@ -86,6 +91,13 @@ def test_parts_are_joined_again_beside_the_product_of_the_input(monkeypatch):
     assert recorded(monkeypatch, sequence_parallel=True) == [
         "the input starts", "product of the input", "the sum starts", "the input is there", "product of the weight",
         "the sum is there",
+    ]  # fmt: skip
+
+
+def test_a_product_that_adds_to_the_gradient_runs_beside_the_sum_too(monkeypatch):
+    assert recorded(monkeypatch, sequence_parallel=True, adds=True) == [
+        "the input starts", "product of the input", "the sum starts", "the input is there",
+        f"[{S * B}, {COLUMNS}] and [{S * B}, {H}] are added", "the sum is there",
     ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from tests.mutants.experts import IN_EXPERTS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.fused_dropout import FUSED_DROPOUT
+from tests.mutants.fused_linear import OF_FUSED_LINEAR
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
@@ -124,6 +125,7 @@ IN_SPEED = (
     *DOCUMENTS,
     *COMPILED_LAYERS,
     *OVERLAPPED_GRADIENTS,
+    *OF_FUSED_LINEAR,
     *GRAD_BUFFER,
     *HOST_READS,
     *UPLOADS,

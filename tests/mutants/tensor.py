@@ -25,8 +25,8 @@ TENSOR = (
     Mutant(
         "the row-parallel bias is added on every rank",
         "megatron/mpu/layers.py",
-        "leave_tensor_region(F.linear(x, self.weight), self.group",
-        "leave_tensor_region(F.linear(x, self.weight, self.bias), self.group",
+        "leave_tensor_region(linear(x, self.weight), self.group",
+        "leave_tensor_region(linear(x, self.weight, self.bias), self.group",
         (LINEAR,),
     ),
     Mutant(

@@ -60,6 +60,35 @@ def test_each_replica_finds_its_part_of_the_sum_of_micro_batches_in_one_run(weig
             assert torch.equal(part, 2 * expected) and part.is_contiguous()
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(parameters(), min_size=1, max_size=4), st.integers(2, 5), st.booleans())
+def test_a_product_adds_what_its_gradient_would(weights: Any, replicas: int, is_cut: bool) -> None:
+    """To slots it does so part by part, which lie apart."""
+    matrices = [weight for weight in weights if weight.dim() == 2]
+    generator = torch.Generator().manual_seed(0)
+    for replica in range(replicas):
+        group = Group(tuple(range(replicas)), replica)
+        cut = (lambda w: partition_of(w, replicas)) if is_cut else None
+        by_product, by_gradient = (GradBuffer(order_of(weights), group, cut) for _ in range(2))
+        for _ in range(2):
+            for weight in matrices:
+                rows, inputs = (torch.randn(3, size, generator=generator) for size in weight.shape)
+                by_product.add_product(weight, rows, inputs)
+                leave(weight, rows.t() @ inputs)
+                by_gradient.add(weight)
+        for weight in weights:
+            torch.testing.assert_close(by_product.main_grad(weight), by_gradient.main_grad(weight))
+
+
+def test_a_product_behind_the_sum_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    buffer = GradBuffer(order_of([weight]), Group((0, 1), 0), lambda w: partition_of(w, 2))
+    buffer.add_product(weight, torch.ones(2, 4), torch.ones(2, 4))
+    buffer._bucket_of(weight)._is_summed = True
+    with pytest.raises(RuntimeError, match="once, got one of shape .4, 4. when its sum over the replicas had started"):
+        buffer.add_product(weight, torch.ones(2, 4), torch.ones(2, 4))
+
+
 def test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero() -> None:
     weights = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((3, 5), (7,), (), (0, 2), (4, 4))]
     buffer = GradBuffer(order_of(weights), Group((0, 1), 0))

@@ -22,7 +22,7 @@ BYTES = 16000
 def watch_weights() -> Callable[[], bool]:
     """Return what tells whether the half of a split backward that is for weights runs, with weights still to come."""
     waiting: list[Any] = []
-    run, made = weight_grad_store.WeightGradStore.run, weight_grad_store._PutOff.gradients
+    run, made = weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run
 
     def running(splitter: weight_grad_store.WeightGradStore, key: Any, *on_done: Any) -> None:
         waiting[:] = splitter._put_off[key]
@@ -32,7 +32,7 @@ def watch_weights() -> Callable[[], bool]:
         waiting.pop()
         return made(put_off)
 
-    weight_grad_store.WeightGradStore.run, weight_grad_store._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
+    weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run = running, making  # type: ignore[assignment, method-assign]
     return lambda: bool(waiting)
 
 
@@ -92,6 +92,10 @@ def test_stages_that_put_weights_off_have_the_same_bits() -> None:
         ((1, 1, 2), "--fp64 --untie-embeddings-and-output-weights"),
         ((1, 2, 2), "--fp32 --pipeline-schedule zb-h1 --pipeline-chunks 2"),
         ((1, 2, 2), "--bf16 --pipeline-schedule gpipe"),
+        ((1, 1, 2), "--fp32 --gradient-accumulation-fusion --checkpoint-activations"),
+        ((2, 1, 2), "--fp32 --gradient-accumulation-fusion --zero-stage 1"),
+        ((1, 2, 2), "--fp32 --gradient-accumulation-fusion --pipeline-schedule zb-h1"),
+        ((1, 2, 2), "--fp32 --gradient-accumulation-fusion --pipeline-chunks 2"),
     ],
     ids=str,
 )

@@ -99,7 +99,14 @@ class GatedLinear(ColumnParallelLinear):
     num_outputs = 2
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Two products with every second row, for a product with all would leave two tensors full of gaps."""
+        """Two products with every second row, for a product with all would leave two tensors full of gaps.
+
+        Where products add gradients to where they lie it is one with all rows, of the weight itself, and two copies.
+        """
+        if hasattr(self.weight, "add_product"):
+            (both,) = self.products(x, (self.weight, self.bias))
+            gated, values = both.unflatten(-1, (-1, 2)).unbind(-1)
+            return gated.contiguous(), values.contiguous()
         gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
         gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
         gated, values = self.products(x, (gate, gate_bias), (value, value_bias))

@@ -66,10 +66,14 @@ class ParamPartition:
         Args:
             slots: [d, room or more], the part of each replica at its start.
         """
+        for (first, number, _), parts in zip(self.runs, self.parts(whole), strict=True):
+            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+
+    def parts(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the parts of ``whole``, cut along ``dim``, as views of those of one length."""
         for first, number, length in self.runs:
             run = whole.narrow(self.dim, self.bounds[first], number * length)
-            parts = run.unflatten(self.dim, (number, length)).movedim(self.dim, 0)  # [number, ..., length, ...]
-            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+            yield run.unflatten(self.dim, (number, length)).movedim(self.dim, 0)  # [number, ..., length, ...]
 
     def shard(self, whole: Shard, replica: int) -> Shard:
         """Return where one replica's part lies in the global tensor of which this tensor rank holds ``whole``."""

@@ -37,6 +37,7 @@ class Console(Callback):
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         self._began = time.monotonic()
+        self._says_what_is_fused = config.parallel.gradient_accumulation_fusion
         trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
@@ -59,6 +60,9 @@ class Console(Callback):
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer = self.trainer
+        if self._says_what_is_fused:
+            self._says_what_is_fused = False
+            log.info(report.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
         epochs = data.epochs_text(trainer.data, trainer.progress.samples_consumed)
         trainer.print_line(progress_line(trainer.progress.step, trainer.config.batch.train_iters, metrics, epochs))
 
