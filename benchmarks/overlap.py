@@ -138,7 +138,7 @@ class Rank:
         loss = self._trainer.train_step().loss
         return 1.0 / (time.perf_counter() - start), loss
 
-    def hidden(self) -> tuple[float, float]:
+    def hidden(self) -> tuple[float, float, float]:
         """Return what ``Watch.hidden`` does."""
         return self._watch.hidden()
 
@@ -178,14 +178,15 @@ class Watch:
 
         patch.object(module, name, noted).start()
 
-    def hidden(self) -> tuple[float, float]:
-        """Return the seconds that forwards beside backwards were in collectives, and how long of it the backward was
-        computing; since the last call."""
-        computing = _covered(self._beside, self._backwards) - _covered(self._beside, self._in_turn, self._backwards)
-        whole = sum(end - start for start, end in self._beside)
+    def hidden(self) -> tuple[float, float, float]:
+        """Return the seconds that forwards beside backwards were in collectives, and of these the seconds in which the
+        backward computed, and was in collectives too; since the last call."""
+        sending = _covered(self._beside, self._in_turn, self._backwards)
+        computing = _covered(self._beside, self._backwards) - sending
+        whole = _covered(self._beside)
         for each in (self._beside, self._in_turn, self._backwards):
             each.clear()
-        return whole, computing
+        return whole, computing, sending
 
 
 def _covered(*sets: Spans) -> float:
@@ -224,10 +225,10 @@ def run(args: argparse.Namespace) -> None:
     for team, each, bubble in zip(teams, rates, bubbles, strict=True):
         print(f"{team.name:8} {1e3 / statistics.median(each):.0f} ms a step, bubble {100 * bubble:.1f} %")
     low, middle, high = ratio_quartiles(rates[1], rates[0])
-    for rank, (whole, computing) in enumerate(hidden):
+    for rank, (whole, computing, sending) in enumerate(hidden):
         print(
             f"rank {rank}: forwards beside backwards are {1e3 * whole / args.rounds:.0f} ms a step in collectives, "
-            f"{computing / whole:.0%} of it while the backward computes"
+            f"{computing / whole:.0%} of it while the backward computes, {sending / whole:.0%} while it is in its own"
         )
     print(f"beside is {middle:.3f} times as fast (quartiles {low:.3f}, {high:.3f})")
 
