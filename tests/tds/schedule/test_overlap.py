@@ -43,7 +43,7 @@ def shared(num_pieces: int, share: float, backward: float = 1.0) -> tuple[Costs,
     return costs, Costs.even(num_pieces, share, share * backward, 0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(NAMES), p=st.integers(2, 6), m=st.integers(1, 14))
 def test_orders_with_earlier_forwards_run_and_hold_what_is_planned(name: str, p: int, m: int) -> None:
     stages, chunks, placement = stages_of(name, p, m)
@@ -61,7 +61,7 @@ def test_orders_with_earlier_forwards_run_and_hold_what_is_planned(name: str, p:
             assert peak == planned or name in ("zb-v", "dualpipev")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(NAMES), p=st.integers(2, 6), m=st.integers(1, 14), share=st.sampled_from([0.0, 0.3, 1.0]))
 def test_every_pair_is_of_two_micro_batches_or_chunks_and_no_stage_waits_for_ever(
     name: str, p: int, m: int, share: float
@@ -100,7 +100,7 @@ def test_a_backward_that_hangs_on_what_its_forward_sends_is_no_pair() -> None:
         pairs(stuck)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(name=st.sampled_from(NAMES), p=st.integers(2, 5), m=st.integers(1, 10), transfer=st.sampled_from([0.0, 0.25]))
 def test_without_pairs_a_step_takes_what_it_takes_in_turn(name: str, p: int, m: int, transfer: float) -> None:
     stages, chunks, placement = stages_of(name, p, m)
