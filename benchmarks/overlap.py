@@ -17,16 +17,18 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.turns import Team, ratio_quartiles
+from tds.gradients import runs_beside_backward
 from tds.schedule import Costs, Timeline, schedule_named, simulate, validate
 from tds.schedule.overlap import simulate_pairs, with_earlier_forwards
 from tds.schedule.simulate import in_flight, placement_for
@@ -108,8 +110,7 @@ class Rank:
         from megatron.training.setup import build_engine, make_streams
         from megatron.training.trainer import Trainer
 
-        if args.delay_ms:
-            _delay(args.delay_ms * 1e-3)
+        self._watch = Watch(args.delay_ms * 1e-3)
         words = f"""--num-layers {args.num_layers} --hidden-size {args.hidden_size} --num-attention-heads 4
             --seq-length {args.seq_length} --max-position-embeddings {args.seq_length} --vocab-size 512 --data-path none
             --device cpu --train-iters 1000 --lr 1e-4 --batch-size 1 --gas {args.micro_batches} --hidden-dropout 0
@@ -137,22 +138,64 @@ class Rank:
         loss = self._trainer.train_step().loss
         return 1.0 / (time.perf_counter() - start), loss
 
+    def hidden(self) -> tuple[float, float, float]:
+        """Return what ``Watch.hidden`` does."""
+        return self._watch.hidden()
+
     def bubble(self) -> float:
         """Return the share of idle time since the last call. Collective."""
         found: float = self._trainer.engine.bubble()
         return found
 
 
-def _delay(seconds: float) -> None:
-    """Let each collective of a layer sleep first, in the thread that calls it."""
-    for name in ("all_reduce", "all_to_all_single"):
-        own = getattr(dist, name)
+Spans = list[tuple[float, float]]
 
-        def slow(*args: Any, own: Any = own, **kwargs: Any) -> Any:
-            time.sleep(seconds)
-            return own(*args, **kwargs)
 
-        patch.object(dist, name, slow).start()
+class Watch:
+    """When layers were in collectives, by the pass that they are of, and when autograd ran.
+
+    Args:
+        delay_s: that each collective sleeps first, in the thread that calls it.
+    """
+
+    def __init__(self, delay_s: float) -> None:
+        self._beside: Spans = []
+        self._in_turn: Spans = []
+        self._backwards: Spans = []
+        for name in ("all_reduce", "all_to_all_single"):
+            self._note(dist, name, lambda: self._beside if runs_beside_backward() else self._in_turn, delay_s)
+        self._note(torch.autograd, "backward", lambda: self._backwards)
+
+    def _note(self, module: Any, name: str, spans_of: Callable[[], Spans], delay_s: float = 0.0) -> None:
+        own = getattr(module, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            time.sleep(delay_s)
+            found = own(*args, **kwargs)
+            spans_of().append((start, time.perf_counter()))
+            return found
+
+        patch.object(module, name, noted).start()
+
+    def hidden(self) -> tuple[float, float, float]:
+        """Return the seconds that forwards beside backwards were in collectives, and of these the seconds in which the
+        backward computed, and was in collectives too; since the last call."""
+        sending = _covered(self._beside, self._in_turn, self._backwards)
+        computing = _covered(self._beside, self._backwards) - sending
+        whole = _covered(self._beside)
+        for each in (self._beside, self._in_turn, self._backwards):
+            each.clear()
+        return whole, computing, sending
+
+
+def _covered(*sets: Spans) -> float:
+    """Return how long a span of each set lasts at once; those of one set do not overlap."""
+    first, *others = sets
+    for other in others:
+        cut = ((max(a, c), min(b, d)) for a, b in first for c, d in other)
+        first = [(start, end) for start, end in cut if start < end]
+    return sum(end - start for start, end in first)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -166,6 +209,7 @@ def run(args: argparse.Namespace) -> None:
             team.ready()
             team.ask("step")
             team.ask("bubble")
+            team.ask("hidden")
         rates: list[list[float]] = [[], []]
         for _ in range(args.rounds):
             found = [team.ask("step")[0] for team in teams]
@@ -173,6 +217,7 @@ def run(args: argparse.Namespace) -> None:
                 raise RuntimeError(f"both ways must have one loss, got {found[0][1]!r} and {found[1][1]!r}")
             for kept, (rate, _) in zip(rates, found, strict=True):
                 kept.append(rate)
+        hidden = teams[1].ask("hidden")
         bubbles = [team.ask("bubble")[0] for team in teams]
     finally:
         for team in teams:
@@ -180,6 +225,11 @@ def run(args: argparse.Namespace) -> None:
     for team, each, bubble in zip(teams, rates, bubbles, strict=True):
         print(f"{team.name:8} {1e3 / statistics.median(each):.0f} ms a step, bubble {100 * bubble:.1f} %")
     low, middle, high = ratio_quartiles(rates[1], rates[0])
+    for rank, (whole, computing, sending) in enumerate(hidden):
+        print(
+            f"rank {rank}: forwards beside backwards are {1e3 * whole / args.rounds:.0f} ms a step in collectives, "
+            f"{computing / whole:.0%} of it while the backward computes, {sending / whole:.0%} while it is in its own"
+        )
     print(f"beside is {middle:.3f} times as fast (quartiles {low:.3f}, {high:.3f})")
 
 

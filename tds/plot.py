@@ -124,10 +124,10 @@ def draw_panels(panels: Sequence[Panel], title: str, unit: str, out: str | os.Pa
         _draw_panel(axes, panel, end, row_in)
     axes.set_xlabel(unit)
     handles = _legend(panels[0])
-    size = 9 if len(handles) < 8 else 7
+    size, down_in = (9, TOP_IN - 0.02) if len(handles) < 8 else (7, TOP_IN - 0.26)  # many lie above the panel's title
     figure.legend(
         handles=handles, loc="lower right", ncols=9, frameon=False, fontsize=size, borderaxespad=0.0,
-        bbox_to_anchor=(1 - RIGHT_IN / WIDTH_IN, 1 - (TOP_IN - 0.02) / height_in), columnspacing=1.2, handlelength=1.2,
+        bbox_to_anchor=(1 - RIGHT_IN / WIDTH_IN, 1 - down_in / height_in), columnspacing=1.2, handlelength=1.2,
     )  # fmt: skip
     figure.savefig(out)
 

@@ -166,7 +166,6 @@ PIPELINE = {
     "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_trace": "--pipeline-trace",
     "check_data_agreement": "--check-data-agreement",
-    "overlap_forward_backward": "--overlap-forward-backward",
 }
 """Fields that act on a pipeline only, and their flags."""
 KEPT = {

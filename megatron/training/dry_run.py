@@ -265,6 +265,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         waiting=waiting_of(config),
         is_compiled=config.parallel.compile,
         **_schedule(config, bounds, topology.pipe),
+        has_pairs=config.parallel.overlaps_passes,
     )
 
 
@@ -410,7 +411,8 @@ def _range_text(start: int, stop: int) -> str:
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     schedule, chunks, *lie = _schedule(config, bounds, stages).values()
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
+    has_pairs = config.parallel.overlaps_passes
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie, has_pairs=has_pairs)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"
 

@@ -54,6 +54,7 @@ from tests.mutants.norms import NORMS
 from tests.mutants.on_a_device import ON_A_DEVICE
 from tests.mutants.overlap import OVERLAP
 from tests.mutants.overlapped_gradients import OVERLAPPED_GRADIENTS
+from tests.mutants.overlapped_passes import OF_OVERLAPPED_PASSES
 from tests.mutants.packing import PACKING
 from tests.mutants.placements import IN_PLACEMENTS
 from tests.mutants.plain_decoders import PLAIN_DECODERS
@@ -93,7 +94,8 @@ from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
 IN_RUNS = (
-    *RESUMED, *STEPS, *DATA, *STAGES, *IN_PLACEMENTS, *OF_PUT_OFF, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS,
+    *RESUMED, *STEPS, *DATA, *STAGES, *IN_PLACEMENTS, *OF_PUT_OFF, *OF_OVERLAPPED_PASSES, *OVERLAP,
+    *T5, *ZERO_1, *SIDE_EFFECTS,
 )  # fmt: skip
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *CLUSTER, *STORES, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN, *SEQ_LENGTH, *SFT)
