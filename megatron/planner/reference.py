@@ -1,0 +1,111 @@
+"""The speed of a rank at a moment: a fixed piece of work, timed beside everything else that is timed.
+
+A machine that other programs or other guests of its host use changes its speed by half within seconds, and what is
+timed in a slow second is no property of the work. So each time is taken as a multiple of the reference that was timed
+ahead of it and behind it, and a calibration gives all of them at one speed: that of its median reading
+(``Machine.reference_s``). What a training takes can then be compared at the speed of its machine's calibration.
+
+The reference is the MLP of a small layer, forward and backward, since that has a step's mixture of products and of
+passes over memory. A product alone, which stays in the caches, follows a step's speed less well (docs/experiments.md).
+
+On GPUs nothing is scaled: their clocks are their own, and so short a piece of work would tell the time of its starts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron import device
+from megatron.planner.spawn_ranks import Rank
+
+TOKENS, HIDDEN, FF = 512, 256, 512
+TURNS = 2
+"""Of one reading, of which the shorter counts: the first finds the caches full of other work."""
+
+
+class Reference:
+    """Reads the speed of all ranks at once; the slowest rank's reading counts on each. Its methods are collective.
+
+    Args:
+        now: the clock that what is scaled is timed by.
+    """
+
+    def __init__(self, rank: Rank, now: Callable[[], float]) -> None:
+        self._rank, self._now = rank, now
+        self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
+        self.readings: list[float] = []
+        for _ in range(3):  # first touch of memory, choice of kernels
+            self.read()
+        self.readings = [self.readings[-1]]
+
+    @property
+    def unit_s(self) -> float:
+        """The reading at whose speed ``scale`` gives all times: the first."""
+        return self.readings[0]
+
+    @property
+    def usual_s(self) -> float:
+        """The median reading so far."""
+        return statistics.median(self.readings)
+
+    def read(self) -> float:
+        """Return the seconds of the reference now, on the slowest rank; 1 on a GPU."""
+        seconds = 1.0 if self._turn is None else self._slowest(min(self._once() for _ in range(TURNS)))
+        self.readings.append(seconds)
+        return seconds
+
+    def beside(self) -> float:
+        """Return the mean of the last reading, ahead of what was timed since, and of one behind it."""
+        ahead = self.readings[-1]
+        return (ahead + self.read()) / 2
+
+    def scale(self) -> float:
+        """Return by what to multiply the seconds of what was timed since the last reading."""
+        return self.unit_s / self.beside()
+
+    def _once(self) -> float:
+        assert self._turn is not None
+        self._rank.meet()
+        start = self._now()
+        self._turn()
+        return max(self._now() - start, 1e-9)
+
+    def _slowest(self, seconds: float) -> float:
+        if not self._rank.backend:
+            return seconds
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+
+def waited_s() -> float:
+    """Return the seconds that this thread has stood in the run queue, ready while others had the cores; 0 if unknown.
+
+    Linux counts them in nanoseconds. A wall clock less these is what the work of one thread takes on a core of its own.
+    """
+    try:
+        words = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(words[1]) / 1e9 if len(words) > 1 else 0.0
+
+
+def _mlp(place: torch.device) -> Callable[[], object]:
+    x = torch.randn(TOKENS, HIDDEN, device=place, requires_grad=True)
+    up = torch.randn(FF, HIDDEN, device=place, requires_grad=True)
+    down = torch.randn(HIDDEN, FF, device=place, requires_grad=True)
+    gradient = torch.randn(TOKENS, HIDDEN, device=place)
+
+    def turn() -> None:
+        inner = F.gelu(F.linear(F.layer_norm(x, (HIDDEN,)), up), approximate="tanh")
+        torch.autograd.grad(x + F.linear(inner, down), (x, up, down), gradient)
+        device.synchronize(place.type)
+
+    return turn
