@@ -54,7 +54,7 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference
+from megatron.planner.reference import Reference, waited_s
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
@@ -155,8 +155,9 @@ class Measured:
     """What one rank found: its stage, seconds and processor seconds of each step, bytes.
 
     Args:
-        reference_s: beside each step, the same on all ranks; none: not timed.
-        busy_s: seconds of all cores, by whatever program, during each step; none: not counted.
+        reference_s: beside each step, the same on all ranks; none: not read.
+        busy_s: seconds of all cores, by whatever program, during each step.
+        waited_s: the most that a thread stood in the run queue during each step.
     """
 
     stage: int
@@ -166,6 +167,7 @@ class Measured:
     added_bytes: int = 0
     reference_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
@@ -227,12 +229,14 @@ def train(
     found, number = Measured(here.grid.pipe.rank), 0
     for _ in range(max(COUNTED_AFTER, 1 + steps if steps else 0)):
         meet()
-        start, cpu_start, busy_start = time.perf_counter(), time.process_time(), _busy_s()
+        waited, busy = _waits(), _busy_s()
+        start, cpu_start = time.perf_counter(), time.process_time()
         engine.train_step(batches, number)
         found.steps_s.append(time.perf_counter() - start)
         found.cpu_s.append(time.process_time() - cpu_start)
+        found.waited_s.append(max(own - waited.get(thread, 0.0) for thread, own in _waits().items()))
         meet()
-        found.busy_s.append(_busy_s() - busy_start)
+        found.busy_s.append(_busy_s() - busy)
         if reference is not None:
             found.reference_s.append(reference.beside())
         number += 1
@@ -240,9 +244,15 @@ def train(
     _wait_for_threads()
     found.held_bytes, found.added_bytes = measure(lambda: engine.train_step(batches, number))
     found.held_bytes -= nothing
-    for name in ("steps_s", "cpu_s", "busy_s", "reference_s"):
+    for name in ("steps_s", "cpu_s", "reference_s", "busy_s", "waited_s"):
         setattr(found, name, getattr(found, name)[1:] if steps else [])
     return found
+
+
+def _waits() -> dict[int, float]:
+    """Return what each thread of this process has stood in the run queue so far."""
+    threads = [int(name) for name in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
+    return {thread: waited_s(thread) for thread in threads}
 
 
 def _busy_s() -> float:
@@ -291,10 +301,10 @@ class Row:
     """One case: estimate and measurement, of memory those of the rank that is farthest off; None: not timed.
 
     Args:
-        measured_s: at the speed of the machine's calibration.
+        measured_s: without what other programs took, at the speed of the machine's calibration.
         speed: of the machine beside the steps that count, over that of its calibration.
         others: cores that other programs took in the steps that count.
-        timed: of each step the slowest rank's seconds, the reference, and the cores that other programs took.
+        steps: each of them as ``Step``.
     """
 
     name: str
@@ -307,7 +317,7 @@ class Row:
     bubble: float
     speed: float = 1.0
     others: float = 0.0
-    timed: dict[str, list[float]] = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def time_ratio(self) -> float | None:
@@ -345,6 +355,45 @@ def estimate_of(case: Case, machine: Machine = UNTIMED, *, is_smoke: bool = Fals
     return Planner(config, machine).estimate(layout_of(config, case.ranks))
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks.
+
+    Args:
+        seconds: of the slowest rank.
+        lost_s: of these, to other programs.
+        others: cores that other programs had meanwhile; 0 where it was not counted.
+        reference_s: beside it; 0: not read.
+    """
+
+    seconds: float
+    lost_s: float
+    others: float
+    reference_s: float
+
+    def speed(self, calibrated_s: float) -> float:
+        """Return how many times as fast the machine was as one whose reference takes so long; 1 if unknown."""
+        return calibrated_s / self.reference_s if calibrated_s and self.reference_s else 1.0
+
+
+def steps_of(ranks: Sequence[Measured], cores: int, *, by_cpu_time: bool = False) -> list[Step]:
+    """Return what the ranks found of each step.
+
+    What a thread stood in the run queue is lost to other programs as far as these were at work. Where ranks share
+    cores, so that they stand there for one another, other programs' work is what all of them lose together.
+    """
+    found = []
+    for n in range(len(ranks[0].steps_s)):
+        wall_s = max(each.steps_s[n] for each in ranks)
+        others_s = max(0.0, ranks[0].busy_s[n] - sum(each.cpu_s[n] for each in ranks))
+        waited = max(each.waited_s[n] for each in ranks)
+        lost_s = others_s / cores if len(ranks) > cores else min(others_s, waited)
+        seconds = max(each.cpu_s[n] for each in ranks) if by_cpu_time else wall_s
+        beside = ranks[0].reference_s[n] if ranks[0].reference_s else 0.0
+        found.append(Step(seconds, 0.0 if by_cpu_time else lost_s, others_s / wall_s, beside))
+    return found
+
+
 def row_of(
     case: Case,
     estimate: Estimate,
@@ -355,41 +404,31 @@ def row_of(
 ) -> Row:
     """Return estimate and measurement of one case.
 
-    A step lasts as long as its slowest rank takes. It is taken at the speed of the calibration, by the reference beside
-    it. Of the steps in which other programs had the least of the cores, the better half, the median counts.
+    Each step is taken without what it lost to other programs, and at the speed of the calibration, by the reference
+    beside it. Of the better half, in which other programs had the least of the cores, the median counts.
 
     Args:
         calibrated_s: the reference of the machine that ``estimate`` is of; 0: nothing is scaled.
     """
-    series = [each.cpu_s if by_cpu_time else each.steps_s for each in ranks]
-    slowest = [max(step) for step in zip(*series, strict=True)]
-    beside = ranks[0].reference_s if calibrated_s else []
-    speeds = [calibrated_s / own for own in beside] or [1.0] * len(slowest)
-    others = _others(ranks)
-    quiet = sorted(range(len(others)), key=others.__getitem__)[: (len(others) + 1) // 2] or range(len(slowest))
+    steps = steps_of(ranks, len(os.sched_getaffinity(0)), by_cpu_time=by_cpu_time)
+    quiet = sorted(steps, key=lambda step: step.others)[: (len(steps) + 1) // 2]
+    if not any(step.others for step in steps):
+        quiet = steps
+    known = [(step.seconds - step.lost_s) * step.speed(calibrated_s) for step in quiet]
     worst = max(ranks, key=lambda each: abs(estimate.memory[each.stage].total / each.peak_bytes - 1))
     return Row(
         name=case.name,
         estimated_s=estimate.step_s,
-        measured_s=statistics.median(slowest[n] * speeds[n] for n in quiet) if slowest else None,
+        measured_s=statistics.median(known) if known else None,
         estimated_bytes=estimate.memory[worst.stage].total,
         measured_bytes=worst.peak_bytes,
         stage=worst.stage,
         parts=dict(estimate.parts),
         bubble=estimate.bubble,
-        speed=statistics.median(speeds[n] for n in quiet) if slowest else 1.0,
-        others=statistics.median(others[n] for n in quiet) if others else 0.0,
-        timed={"steps_s": slowest, "reference_s": beside, "others": others},
+        speed=statistics.median(step.speed(calibrated_s) for step in quiet) if quiet else 1.0,
+        others=statistics.median(step.others for step in quiet) if quiet else 0.0,
+        steps=[asdict(step) for step in steps],
     )
-
-
-def _others(ranks: Sequence[Measured]) -> list[float]:
-    """Return how many cores programs other than the ranks had in each step; none where it was not counted."""
-    found = []
-    for step, busy in enumerate(ranks[0].busy_s):
-        own = sum(each.cpu_s[step] for each in ranks)
-        found.append(max(0.0, busy - own) / max(each.steps_s[step] for each in ranks))
-    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -453,7 +492,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
     }
     for told in recording["rows"]:
         case = cases[told["name"]]
-        kept = {name: told[name] for name in ("speed", "others", "timed") if name in told}
+        kept = {name: told[name] for name in ("speed", "others", "steps") if name in told}
         estimate = estimate_of(case, machines.get(case.ranks, UNTIMED), is_smoke=recording["is_smoke"])
         yield Row(
             name=case.name,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron import device
 from megatron.planner.machine import Link, Wire
-from megatron.planner.reference import Reference, waited_s
+from megatron.planner.reference import Reference, own_core_s
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -73,7 +73,7 @@ class TimingBudget:
         """Return the seconds that count, from any beginning: those in which this thread did not wait for a core."""
         if self.by_cpu_time or self.ranks_per_core > 1:
             return self.ranks_per_core * time.process_time()
-        return time.perf_counter() - waited_s()
+        return own_core_s()
 
 
 @dataclass(frozen=True)
@@ -342,10 +342,8 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, ref
     one = _agreed(rank, _spent(rank, both, 2) / 2)
     times = max(1, min(1000, int(round_s / one)))
     reference.read()
-    seconds = [
-        (_spent(rank, both, times) - _spent(rank, work, times)) / times * reference.scale() for _ in range(ROUNDS)
-    ]
-    return max(_agreed(rank, statistics.median(seconds)), SHORTEST_S)
+    seconds = [(_spent(rank, both, times) - _spent(rank, work, times)) / times for _ in range(ROUNDS)]
+    return max(_agreed(rank, statistics.median(seconds)) * reference.scale(), SHORTEST_S)
 
 
 def _work(rank: Rank) -> Callable[[], object]:

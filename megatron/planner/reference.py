@@ -13,10 +13,11 @@ On GPUs nothing is scaled: their clocks are their own, and so short a piece of w
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,15 +86,36 @@ class Reference:
         return value.item()
 
 
-def waited_s() -> float:
-    """Return the seconds that this thread has stood in the run queue, ready while others had the cores; 0 if unknown.
+def own_core_s() -> float:
+    """Return the wall clock, from any beginning, less what this thread has stood in the run queue.
 
-    Linux counts them in nanoseconds. A wall clock less these is what the work of one thread takes on a core of its own.
+    So it is the time that the work of one thread takes on a core of its own, also where others share it.
     """
+    waited = waited_s()
+    while True:
+        now, before = time.perf_counter(), waited
+        waited = waited_s()
+        if waited == before:  # else this thread stood there between the two clocks
+            return now - waited
+
+
+def waited_s(thread: int | None = None) -> float:
+    """Return the seconds that a thread of this process has stood in the run queue, as Linux counts them; 0 if unknown.
+
+    Args:
+        thread: its number for the system; None: this thread.
+    """
+    thread = thread or threading.get_native_id()
     try:
-        words = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+        file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
     except OSError:
         return 0.0
+    try:
+        words = os.read(file, 256).split()
+    except OSError:  # the thread is gone
+        return 0.0
+    finally:
+        os.close(file)
     return int(words[1]) / 1e9 if len(words) > 1 else 0.0
 
 

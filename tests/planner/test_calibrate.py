@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.planner import calibrate as planner_calibrate
-from megatron.planner import layer_benchmarks, microbenchmarks
+from megatron.planner import layer_benchmarks, microbenchmarks, reference
 from megatron.planner.calibrate import MeasuredMachine, calibrate, joined
 from megatron.planner.layer_benchmarks import Shape
 from megatron.planner.machine import CUT, Link, Machine, numbers
@@ -108,7 +108,7 @@ def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: 
     """Turns of 100 s (the first), then 1, 4 and 2 s for each window: the median rate is one in 2 s."""
     now, turns = [0.0], iter([100.0, 1.0, 1.0, 4.0, 2.0])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(microbenchmarks, "waited_s", lambda: 0.0)
+    monkeypatch.setattr(reference, "waited_s", lambda: 0.0)
 
     def turn() -> None:
         now[0] += next(turns)
@@ -225,7 +225,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
-    monkeypatch.setattr(microbenchmarks, "waited_s", lambda: 3.0)
+    monkeypatch.setattr(reference, "waited_s", lambda: 3.0)
     assert TimingBudget().now() == 4.0 and TimingBudget(by_cpu_time=True).now() == 5.0
     assert TimingBudget(ranks_per_core=2.0).now() == 10.0
 

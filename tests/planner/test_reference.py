@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine, device
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference, waited_s
+from megatron.planner.reference import Reference, own_core_s, waited_s
 from megatron.planner.spawn_ranks import Rank, run_ranks
 
 ALONE = Rank(0, 1, "cpu", "", 1)
@@ -96,13 +96,13 @@ def test_steps_and_calibration_at_speeds_of_their_own_meet_within_the_bar(machin
         calibrated = read.read()
         machine.work(0.43)
         read.read()
-        found = Measured(0, held_bytes=50, added_bytes=50)
+        found = Measured(0, busy_s=[0.0] * 5, waited_s=[0.0] * 5, held_bytes=50, added_bytes=50)
         for _ in range(5):
             start = machine.now()
             machine.work(0.4)
             found.steps_s.append(machine.now() - start)
             found.reference_s.append(read.beside())
-        found.cpu_s, found.busy_s = found.steps_s, found.steps_s
+        found.cpu_s = found.steps_s
         estimate: Any = SimpleNamespace(
             memory=[SimpleNamespace(total=100)], step_s=0.4 / REFERENCE_WORK * calibrated, parts={}, bubble=0.0
         )
@@ -158,12 +158,16 @@ def test_on_a_gpu_nothing_is_scaled() -> None:
 
 def test_time_in_the_run_queue_is_what_the_system_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = waited_s()
-    assert waited_s() >= before >= 0.0
-    monkeypatch.setattr(Path, "read_text", lambda self: "7000000000 3000000000 12\n")
+    assert waited_s() >= before >= 0.0 == waited_s(2**30)  # no such thread
+    monkeypatch.setattr(os, "read", lambda *_: b"7000000000 3000000000 12\n")
     assert waited_s() == 3.0
-
-    def absent(path: Path) -> str:
-        raise OSError
-
-    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr(os, "read", lambda *_: b"")
     assert waited_s() == 0.0
+
+
+def test_a_wait_between_the_two_clocks_is_counted_by_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread loses its core for 5 s right behind the first look at the wall clock, at 100."""
+    wall, queue = iter([100.0, 105.0]), iter([3.0, 8.0, 8.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(reference, "waited_s", lambda: next(queue))
+    assert own_core_s() == 97.0
