@@ -444,7 +444,9 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(f"{row.name:52}{step}{size}{beside}".rstrip())
     timed = [row for row in rows if row.time_ratio is not None]
     if timed:
-        lines.append("speed: of the machine beside the steps, over that of its calibration; others: cores that they had")
+        lines.append(
+            "speed: of the machine beside the steps, over that of its calibration; others: cores that they had"
+        )
         lines.append(_summary("step time", [row.time_ratio or 0.0 for row in timed], TIME_BAR))
     lines.append(_summary("memory", [row.memory_ratio for row in rows], MEMORY_BAR))
     return "\n".join(lines)
@@ -467,7 +469,9 @@ def _summary(what: str, ratios: Sequence[float], bar: float) -> str:
     near = sum(abs(ratio - 1) <= bar for ratio in ratios)
     verdict = "met" if near == len(ratios) else "NOT met"
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    return f"{what}: {near} of {len(ratios)} layouts within {bar:.0%} of measurement: {verdict}; worst ratio {worst:.3f}"
+    return (
+        f"{what}: {near} of {len(ratios)} layouts within {bar:.0%} of measurement: {verdict}; worst ratio {worst:.3f}"
+    )
 
 
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:

@@ -235,7 +235,9 @@ def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(layer_benchmarks, "_touch_memory", lambda: None)
     monkeypatch.setattr(
-        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace, reference: asked.append((family, shape.hidden))
+        layer_benchmarks,
+        "_timed",
+        lambda rank, family, dtype, shape, pace, reference: asked.append((family, shape.hidden)),
     )
     layer_benchmarks.timed(
         layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.TimingBudget(widest=320), STEADY
