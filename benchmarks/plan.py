@@ -54,7 +54,7 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference, waited_s
+from megatron.planner.reference import Reference, longest_wait, waits
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
@@ -229,12 +229,12 @@ def train(
     found, number = Measured(here.grid.pipe.rank), 0
     for _ in range(max(COUNTED_AFTER, 1 + steps if steps else 0)):
         meet()
-        waited, busy = _waits(), _busy_s()
+        waited, busy = waits(), _busy_s()
         start, cpu_start = time.perf_counter(), time.process_time()
         engine.train_step(batches, number)
         found.steps_s.append(time.perf_counter() - start)
         found.cpu_s.append(time.process_time() - cpu_start)
-        found.waited_s.append(max(own - waited.get(thread, 0.0) for thread, own in _waits().items()))
+        found.waited_s.append(longest_wait(waited))
         meet()
         found.busy_s.append(_busy_s() - busy)
         if reference is not None:
@@ -247,12 +247,6 @@ def train(
     for name in ("steps_s", "cpu_s", "reference_s", "busy_s", "waited_s"):
         setattr(found, name, getattr(found, name)[1:] if steps else [])
     return found
-
-
-def _waits() -> dict[int, float]:
-    """Return what each thread of this process has stood in the run queue so far."""
-    threads = [int(name) for name in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
-    return {thread: waited_s(thread) for thread in threads}
 
 
 def _busy_s() -> float:

@@ -24,7 +24,7 @@ from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import CUT, EfficiencyFactors, Machine, Sample, fitted, slowdown
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference
+from megatron.planner.reference import Reference, longest_wait, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
@@ -217,6 +217,7 @@ def _timed(
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for turn in range(pace.turns + 1):
         rank.meet()
+        waited = waits()
         marks.set("began")
         loss = loss_of(module(**inputs))
         marks.set("turned")
@@ -224,6 +225,7 @@ def _timed(
         optimizer.end_micro_batch()
         marks.set("ended")
         own = {kind: _spent(marks, kind) for kind in rows}
+        lost_s = longest_wait(waited)
         whole = marks.between("began", "turned"), marks.between("turned", "ended")
         own[HEAD] = (whole[0] - sum(one for one, _ in own.values()), whole[1] - sum(one for _, one in own.values()))
         if turn in (0, pace.turns):  # the first makes the optimizer's states
@@ -231,9 +233,12 @@ def _timed(
             optimizer.step()
             marks.set("updated")
         scale = reference.scale()
+        at_work = scale
+        if group.size > 1:  # the others waited for the rank that had no core
+            at_work *= max(0.0, 1 - rank.most(lost_s) / sum(whole))
         if turn:
             for kind, (forward, backward) in own.items():
-                turns[kind].append((forward * scale, backward * scale))
+                turns[kind].append((forward * at_work, backward * at_work))
     middle = {kind: _median(each) for kind, each in turns.items()}
     return LayerTimings(family, dtype, shape, middle, marks.between("ended", "updated") * scale, group.size)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron import device
 from megatron.planner.machine import Link, Wire
-from megatron.planner.reference import Reference, own_core_s
+from megatron.planner.reference import Reference, longest_wait, own_core_s, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -123,18 +123,9 @@ def _products(rank: Rank, dtype: str, pace: TimingBudget, reference: Reference) 
             break
         turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace, reference)
         table.append((float(side), 6.0 * side**3 * turns))
-        if side >= LEAST_SIDE and _slowest(rank, 1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
+        if side >= LEAST_SIDE and rank.most(1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
             break
     return tuple(table)
-
-
-def _slowest(rank: Rank, seconds: float) -> float:
-    """Return the most that any rank took: all must decide alike. Collective."""
-    if not rank.backend:
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
-    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-    return value.item()
 
 
 def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]:
@@ -329,21 +320,18 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
-    """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective.
-
-    A wall clock, for it is the others that are waited for.
-    """
+    """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective."""
     work = _work(rank)
 
     def both() -> None:
         work()
         turn()
 
-    one = _agreed(rank, _spent(rank, both, 2) / 2)
+    one = rank.most(_spent(rank, both, 2) / 2)
     times = max(1, min(1000, int(round_s / one)))
     reference.read()
     seconds = [(_spent(rank, both, times) - _spent(rank, work, times)) / times for _ in range(ROUNDS)]
-    return max(_agreed(rank, statistics.median(seconds)) * reference.scale(), SHORTEST_S)
+    return max(rank.most(statistics.median(seconds)) * reference.scale(), SHORTEST_S)
 
 
 def _work(rank: Rank) -> Callable[[], object]:
@@ -359,19 +347,15 @@ def _work(rank: Rank) -> Callable[[], object]:
 
 
 def _spent(rank: Rank, turn: Callable[[], object], times: int) -> float:
+    """Return the wall's seconds without those in which a rank had no core, for the others waited for it. Collective."""
     rank.meet()
-    start = time.perf_counter()
+    waited, start = waits(), time.perf_counter()
     for _ in range(times):
         turn()
     device.synchronize(rank.kind)
-    return max(time.perf_counter() - start, 1e-9)
-
-
-def _agreed(rank: Rank, seconds: float) -> float:
-    """Return the most of all ranks, so that all repeat alike."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
+    seconds = time.perf_counter() - start
+    lost = 0.0 if rank.shares_cores else rank.most(longest_wait(waited))
+    return max(seconds - lost, 1e-9)
 
 
 class Kind(NamedTuple):

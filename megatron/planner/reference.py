@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron import device
@@ -58,7 +57,7 @@ class Reference:
 
     def read(self) -> float:
         """Return the seconds of the reference now, on the slowest rank; 1 on a GPU."""
-        seconds = 1.0 if self._turn is None else self._slowest(min(self._once() for _ in range(TURNS)))
+        seconds = 1.0 if self._turn is None else self._rank.most(min(self._once() for _ in range(TURNS)))
         self.readings.append(seconds)
         return seconds
 
@@ -77,13 +76,6 @@ class Reference:
         start = self._now()
         self._turn()
         return max(self._now() - start, 1e-9)
-
-    def _slowest(self, seconds: float) -> float:
-        if not self._rank.backend:
-            return seconds
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value.item()
 
 
 def own_core_s() -> float:
@@ -117,6 +109,20 @@ def waited_s(thread: int | None = None) -> float:
     finally:
         os.close(file)
     return int(words[1]) / 1e9 if len(words) > 1 else 0.0
+
+
+def waits() -> dict[int, float]:
+    """Return what each thread of this process has stood in the run queue so far."""
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return {}
+    return {thread: waited_s(thread) for thread in threads}
+
+
+def longest_wait(before: dict[int, float]) -> float:
+    """Return the most that a thread of this process has stood in the run queue since ``waits`` gave ``before``."""
+    return max((now - before.get(thread, 0.0) for thread, now in waits().items()), default=0.0)
 
 
 def _mlp(place: torch.device) -> Callable[[], object]:

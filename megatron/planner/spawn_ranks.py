@@ -54,10 +54,23 @@ class Rank:
         if self.number == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether there are fewer cores than threads of all ranks, so that these wait for one another in the run queue."""
+        return self.kind == "cpu" and self.size * self.threads > len(os.sched_getaffinity(0))
+
     def meet(self) -> None:
         """Wait for the others. Collective."""
         if self.backend:
             dist.barrier()
+
+    def most(self, value: float) -> float:
+        """Return the largest value of all ranks. Collective."""
+        if not self.backend:
+            return value
+        found = torch.tensor([value], dtype=torch.float64, device=self.place)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
 
 
 def run_ranks(

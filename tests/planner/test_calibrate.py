@@ -120,7 +120,7 @@ def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: 
 
 def test_work_is_counted_by_the_turns_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmarks, "_turns_per_s", lambda *_: 10.0)
-    monkeypatch.setattr(microbenchmarks, "_slowest", lambda rank, seconds: 1.0)
+    monkeypatch.setattr(Rank, "most", lambda rank, seconds: 1.0)
     pace = TimingBudget(numbers=2**12)
     measured = microbenchmarks.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace, STEADY)
     assert measured.products["fp32"][1] == (128.0, 6 * 128**3 * 10.0)  # three products of 2 side^3
@@ -243,11 +243,24 @@ def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
 
     monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(microbenchmarks, "_work", lambda rank: lasting(work_s))
-    monkeypatch.setattr(microbenchmarks, "_agreed", lambda rank, seconds: seconds)
-    rank = SimpleNamespace(kind="cpu", meet=lambda: None)
+    monkeypatch.setattr(microbenchmarks, "longest_wait", lambda before: 0.0)
+    rank: Any = Rank(0, 1, "cpu", "", 1)
     assert microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, STEADY) == pytest.approx(wanted, rel=1e-6)
     slow = microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, at_scale(0.5))
     assert slow == pytest.approx(max(wanted / 2, microbenchmarks.SHORTEST_S), rel=1e-6)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(2, 0.7), (3, 1.0)])
+def test_what_a_rank_has_no_core_for_is_no_time_of_a_message(
+    size: int, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks on two cores stand in the run queue for one another: that is theirs."""
+    clock = iter([10.0, 11.0])
+    monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(microbenchmarks, "longest_wait", lambda before: 0.1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(Rank, "most", lambda rank, seconds: seconds + 0.2)  # another rank waited longer
+    assert microbenchmarks._spent(Rank(0, size, "cpu", "", 1), lambda: None, 1) == pytest.approx(wanted)
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:

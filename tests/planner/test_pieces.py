@@ -30,6 +30,7 @@ from megatron.planner.machine import (
     slowdown,
 )
 from megatron.planner.microbenchmarks import Rates
+from megatron.planner.spawn_ranks import run_ranks
 from megatron.planner.time_model import Messages
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
@@ -255,3 +256,22 @@ def test_layers_and_updates_are_timed_at_the_speed_of_the_reference(monkeypatch:
     found = layer_benchmarks._timed(rank, "gpt2", "fp32", Shape(16, 8, 8, 2), pace, slow)
     assert found.seconds["layer"] == (1.0, 1.0) and found.update_s == 1.0
     assert found.seconds["head"] == (2.0, 2.0)
+
+
+def _cut_over_two(rank: layer_benchmarks.Rank) -> tuple[float, float]:
+    """Return the seconds of a cut model by the wall, and where rank 1 had no core."""
+    everyone = layer_benchmarks.Group((0, 1), rank.number, torch.distributed.group.WORLD)
+    found = []
+    for share in (0.0, 1e3):
+        setattr(layer_benchmarks, "longest_wait", lambda before, share=share: share * rank.number)  # noqa: B010
+        one = layer_benchmarks._timed(
+            rank, "gpt2", "fp32", Shape(16, 8, 8, 2), layer_benchmarks.TimingBudget(turns=1), STEADY, everyone
+        )
+        found.append(sum(one.seconds["layer"]))
+    return found[0], found[1]
+
+
+def test_what_one_rank_has_no_core_for_is_no_time_of_a_cut_layer() -> None:
+    """Rank 1 waited longer than the turn took: nothing of the layer is left, on both."""
+    for plain, without in run_ranks(2, _cut_over_two):
+        assert plain > 0 == without

@@ -19,7 +19,7 @@ from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine, device
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference, own_core_s, waited_s
+from megatron.planner.reference import Reference, longest_wait, own_core_s, waited_s, waits
 from megatron.planner.spawn_ranks import Rank, run_ranks
 
 ALONE = Rank(0, 1, "cpu", "", 1)
@@ -163,6 +163,16 @@ def test_time_in_the_run_queue_is_what_the_system_counts(monkeypatch: pytest.Mon
     assert waited_s() == 3.0
     monkeypatch.setattr(os, "read", lambda *_: b"")
     assert waited_s() == 0.0
+
+
+def test_the_thread_counts_that_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {1: 5.0, 2: 9.0, 3: 2.5}
+    monkeypatch.setattr(os, "listdir", lambda _: [str(thread) for thread in now])
+    monkeypatch.setattr(reference, "waited_s", lambda thread: now[thread])
+    before = waits()
+    assert longest_wait(before) == 0.0
+    now |= {1: 6.0, 2: 9.5, 4: 0.75}
+    assert longest_wait(before) == 1.0
 
 
 def test_a_wait_between_the_two_clocks_is_counted_by_neither(monkeypatch: pytest.MonkeyPatch) -> None:
