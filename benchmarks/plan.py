@@ -427,20 +427,19 @@ def row_of(
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, and how many are within each bar."""
+    width = max(len("layout"), *(len(row.name) for row in rows))
     lines = [
-        f"{'':52}{'ms a step':>20}{'':15}{'MiB of the worst rank':>26}{'speed':>13}{'others':>8}",
-        f"{'layout':52}{_HEAD}{_HEAD}",
+        f"{'':{width}}{'ms a step':>22}{'':13}{'MiB of the worst rank':>29}".rstrip(),
+        f"{'layout':{width}}{_HEAD}{_HEAD}   speed  others",
     ]
     for row in rows:
         step = _pair(row.estimated_s * 1e3, _ms(row), row.time_ratio, row.is_time_met)
         size = _pair(row.estimated_bytes / 2**20, row.measured_bytes / 2**20, row.memory_ratio, row.is_memory_met)
         beside = "" if row.time_ratio is None else f"{row.speed:8.2f}{row.others:8.2f}"
-        lines.append(f"{row.name:52}{step}{size}{beside}".rstrip())
+        lines.append(f"{row.name:{width}}{step}{size}{beside}".rstrip())
     timed = [row for row in rows if row.time_ratio is not None]
     if timed:
-        lines.append(
-            "speed: of the machine beside the steps, over that of its calibration; others: cores that they had"
-        )
+        lines.append("speed: beside the steps, over that of the calibration; others: cores that other programs had")
         lines.append(_summary("step time", [row.time_ratio or 0.0 for row in timed], TIME_BAR))
     lines.append(_summary("memory", [row.memory_ratio for row in rows], MEMORY_BAR))
     return "\n".join(lines)

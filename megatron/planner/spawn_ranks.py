@@ -56,7 +56,7 @@ class Rank:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether there are fewer cores than threads of all ranks, so that these wait for one another in the run queue."""
+        """Whether cores are fewer than the threads of all ranks, so that ranks wait for one another in the run queue."""
         return self.kind == "cpu" and self.size * self.threads > len(os.sched_getaffinity(0))
 
     def meet(self) -> None:
