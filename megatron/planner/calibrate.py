@@ -93,8 +93,7 @@ def calibrate(
     report(f"{ranks} ranks on {kind}, about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
         report(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
-    if kind == "cpu":
-        pace = pace.shared_by(ranks, threads or 1)
+    pace = pace.shared_by(ranks, threads or 1) if kind == "cpu" else replace(pace, by_wall=True)
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
     found: list[MeasuredMachine] = run(

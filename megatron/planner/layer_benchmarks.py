@@ -234,7 +234,7 @@ def _timed(
             marks.set("updated")
         scale = reference.scale()
         at_work = scale
-        if group.size > 1:  # the others waited for the rank that had no core
+        if group.size > 1 and rank.has_own_cores:  # the others waited for the rank that had none
             at_work *= max(0.0, 1 - rank.most(lost_s) / sum(whole))
         if turn:
             for kind, (forward, backward) in own.items():

@@ -54,6 +54,7 @@ class TimingBudget:
         turns: of each model whose layers are timed in the first format; models wider than ``widest`` are left out.
         by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
         ranks_per_core: where it is above 1 ranks take turns, and their processor time counts so many times.
+        by_wall: count the wall clock as it is, for devices that go on while this thread waits for a core.
     """
 
     window_s: float = 0.08
@@ -64,6 +65,7 @@ class TimingBudget:
     widest: int = 4096
     by_cpu_time: bool = False
     ranks_per_core: float = 1.0
+    by_wall: bool = False
 
     def shared_by(self, ranks: int, threads: int) -> TimingBudget:
         """Return the budget of so many ranks at once on the cores of this machine."""
@@ -71,6 +73,8 @@ class TimingBudget:
 
     def now(self) -> float:
         """Return the seconds that count, from any beginning: those in which this thread did not wait for a core."""
+        if self.by_wall:
+            return time.perf_counter()
         if self.by_cpu_time or self.ranks_per_core > 1:
             return self.ranks_per_core * time.process_time()
         return own_core_s()
@@ -354,7 +358,7 @@ def _spent(rank: Rank, turn: Callable[[], object], times: int) -> float:
         turn()
     device.synchronize(rank.kind)
     seconds = time.perf_counter() - start
-    lost = 0.0 if rank.shares_cores else rank.most(longest_wait(waited))
+    lost = rank.most(longest_wait(waited)) if rank.has_own_cores else 0.0
     return max(seconds - lost, 1e-9)
 
 

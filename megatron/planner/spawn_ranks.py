@@ -55,9 +55,9 @@ class Rank:
             self._pipe.send(("told", text))
 
     @property
-    def shares_cores(self) -> bool:
-        """Whether cores are fewer than the threads of all ranks, so that ranks wait for one another in the run queue."""
-        return self.kind == "cpu" and self.size * self.threads > len(os.sched_getaffinity(0))
+    def has_own_cores(self) -> bool:
+        """Whether ranks work on a CPU with a core for each thread, so that none waits for another in the run queue."""
+        return self.kind == "cpu" and self.size * self.threads <= len(os.sched_getaffinity(0))
 
     def meet(self) -> None:
         """Wait for the others. Collective."""

@@ -218,8 +218,8 @@ CALIBRATION = (
     Mutant(
         "ranks that share cores lose nothing by it",
         "megatron/planner/microbenchmarks.py",
-        "lost = 0.0 if rank.shares_cores else",
-        "lost = 0.0 if False else",
+        "if rank.has_own_cores else 0.0",
+        "if True else 0.0",
         (f"{CALIBRATE}::test_what_a_rank_has_no_core_for_is_no_time_of_a_message",),
     ),
     Mutant(

@@ -227,7 +227,7 @@ def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypa
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(reference, "waited_s", lambda: 3.0)
     assert TimingBudget().now() == 4.0 and TimingBudget(by_cpu_time=True).now() == 5.0
-    assert TimingBudget(ranks_per_core=2.0).now() == 10.0
+    assert TimingBudget(ranks_per_core=2.0).now() == 10.0 and TimingBudget(by_wall=True).now() == 7.0
 
 
 @pytest.mark.parametrize(
@@ -261,6 +261,7 @@ def test_what_a_rank_has_no_core_for_is_no_time_of_a_message(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(Rank, "most", lambda rank, seconds: seconds + 0.2)  # another rank waited longer
     assert microbenchmarks._spent(Rank(0, size, "cpu", "", 1), lambda: None, 1) == pytest.approx(wanted)
+    assert not Rank(0, 1, "cuda", "", 1).has_own_cores  # a GPU goes on
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:
