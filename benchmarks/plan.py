@@ -54,7 +54,7 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference, longest_wait, waits
+from megatron.planner.reference import Reference, busy_s, longest_wait, waits
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
@@ -229,14 +229,14 @@ def train(
     found, number = Measured(here.grid.pipe.rank), 0
     for _ in range(max(COUNTED_AFTER, 1 + steps if steps else 0)):
         meet()
-        waited, busy = waits(), _busy_s()
+        waited, busy = waits(), busy_s()
         start, cpu_start = time.perf_counter(), time.process_time()
         engine.train_step(batches, number)
         found.steps_s.append(time.perf_counter() - start)
         found.cpu_s.append(time.process_time() - cpu_start)
         found.waited_s.append(longest_wait(waited))
         meet()
-        found.busy_s.append(_busy_s() - busy)
+        found.busy_s.append(busy_s() - busy)
         if reference is not None:
             found.reference_s.append(reference.beside())
         number += 1
@@ -247,15 +247,6 @@ def train(
     for name in ("steps_s", "cpu_s", "reference_s", "busy_s", "waited_s"):
         setattr(found, name, getattr(found, name)[1:] if steps else [])
     return found
-
-
-def _busy_s() -> float:
-    """Return the seconds that all cores have been at work so far, in ticks of the system, 10 ms; 0 if unknown."""
-    try:
-        user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
-    except OSError:
-        return 0.0
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _wait_for_threads(turns: int = 40, turn_s: float = 0.01) -> None:

@@ -24,7 +24,7 @@ from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import CUT, EfficiencyFactors, Machine, Sample, fitted, slowdown
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.planner.reference import Reference, longest_wait, waits
+from megatron.planner.reference import Reference, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
@@ -225,17 +225,15 @@ def _timed(
         optimizer.end_micro_batch()
         marks.set("ended")
         own = {kind: _spent(marks, kind) for kind in rows}
-        lost_s = longest_wait(waited)
         whole = marks.between("began", "turned"), marks.between("turned", "ended")
+        lost_s = reference.lost_s(waited, sum(whole)) if group.size > 1 else 0.0
         own[HEAD] = (whole[0] - sum(one for one, _ in own.values()), whole[1] - sum(one for _, one in own.values()))
         if turn in (0, pace.turns):  # the first makes the optimizer's states
             marks.set("ended")
             optimizer.step()
             marks.set("updated")
         scale = reference.scale()
-        at_work = scale
-        if group.size > 1 and rank.has_own_cores:  # the others waited for the rank that had none
-            at_work *= max(0.0, 1 - rank.most(lost_s) / sum(whole))
+        at_work = scale * max(0.0, 1 - lost_s / sum(whole))
         if turn:
             for kind, (forward, backward) in own.items():
                 turns[kind].append((forward * at_work, backward * at_work))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron import device
 from megatron.planner.machine import Link, Wire
-from megatron.planner.reference import Reference, longest_wait, own_core_s, waits
+from megatron.planner.reference import Reference, own_core_s, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -331,10 +331,12 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, ref
         work()
         turn()
 
-    one = rank.most(_spent(rank, both, 2) / 2)
+    one = rank.most(_spent(rank, both, 2, reference) / 2)
     times = max(1, min(1000, int(round_s / one)))
     reference.read()
-    seconds = [(_spent(rank, both, times) - _spent(rank, work, times)) / times for _ in range(ROUNDS)]
+    seconds = [
+        (_spent(rank, both, times, reference) - _spent(rank, work, times, reference)) / times for _ in range(ROUNDS)
+    ]
     return max(rank.most(statistics.median(seconds)) * reference.scale(), SHORTEST_S)
 
 
@@ -350,16 +352,15 @@ def _work(rank: Rank) -> Callable[[], object]:
     return lambda: torch.mm(left, right)
 
 
-def _spent(rank: Rank, turn: Callable[[], object], times: int) -> float:
-    """Return the wall's seconds without those in which a rank had no core, for the others waited for it. Collective."""
+def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
+    """Return the wall's seconds without those that other programs took. Collective."""
     rank.meet()
     waited, start = waits(), time.perf_counter()
     for _ in range(times):
         turn()
     device.synchronize(rank.kind)
     seconds = time.perf_counter() - start
-    lost = rank.most(longest_wait(waited)) if rank.has_own_cores else 0.0
-    return max(seconds - lost, 1e-9)
+    return max(seconds - reference.lost_s(waited, seconds), 1e-9)
 
 
 class Kind(NamedTuple):

@@ -18,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ class Reference:
     def __init__(self, rank: Rank, now: Callable[[], float]) -> None:
         self._rank, self._now = rank, now
         self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
+        self._began = time.perf_counter(), busy_s(), time.process_time()
         self.readings: list[float] = []
         for _ in range(3):  # first touch of memory, choice of kernels
             self.read()
@@ -69,6 +71,27 @@ class Reference:
     def scale(self) -> float:
         """Return by what to multiply the seconds of what was timed since the last reading."""
         return self.unit_s / self.beside()
+
+    def others(self) -> float:
+        """Return how many cores other programs have had since this was made, on average."""
+        wall, busy, cpu = self._began
+        others_s = busy_s() - busy - self._rank.sum(time.process_time() - cpu)
+        return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
+
+    def lost_s(self, before: dict[int, float], seconds: float) -> float:
+        """Return how many of the last ``seconds``, in which ranks waited for one another, went to other programs.
+
+        It is what a thread stood in the run queue, as far as other programs were at work: threads of one rank wait for
+        a core, too. Where ranks share cores, and wait for one another, it is what all lose together.
+
+        Args:
+            before: what ``waits`` gave ahead of them.
+        """
+        if self._rank.kind != "cpu":
+            return 0.0  # it goes on while this process waits
+        others_s, cores = self.others() * seconds, len(os.sched_getaffinity(0))
+        waited_s = self._rank.most(longest_wait(before))
+        return others_s / cores if self._rank.size * self._rank.threads > cores else min(waited_s, others_s)
 
     def _once(self) -> float:
         assert self._turn is not None
@@ -123,6 +146,15 @@ def waits() -> dict[int, float]:
 def longest_wait(before: dict[int, float]) -> float:
     """Return the most that a thread of this process has stood in the run queue since ``waits`` gave ``before``."""
     return max((now - before.get(thread, 0.0) for thread, now in waits().items()), default=0.0)
+
+
+def busy_s() -> float:
+    """Return the seconds that all cores have been at work so far, in ticks of the system, 10 ms; 0 if unknown."""
+    try:
+        user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    except OSError:
+        return 0.0
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _mlp(place: torch.device) -> Callable[[], object]:

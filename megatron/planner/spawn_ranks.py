@@ -54,11 +54,6 @@ class Rank:
         if self.number == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
 
-    @property
-    def has_own_cores(self) -> bool:
-        """Whether ranks work on a CPU with a core for each thread, so that none waits for another in the run queue."""
-        return self.kind == "cpu" and self.size * self.threads <= len(os.sched_getaffinity(0))
-
     def meet(self) -> None:
         """Wait for the others. Collective."""
         if self.backend:
@@ -66,10 +61,17 @@ class Rank:
 
     def most(self, value: float) -> float:
         """Return the largest value of all ranks. Collective."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def sum(self, value: float) -> float:
+        """Return the sum over all ranks. Collective."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def _reduced(self, value: float, how: Any) -> float:
         if not self.backend:
             return value
         found = torch.tensor([value], dtype=torch.float64, device=self.place)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=how)
         return found.item()
 
 

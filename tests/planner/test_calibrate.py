@@ -29,9 +29,9 @@ TINY = (Shape(16, 8, 8, 2), Shape(32, 16, 8, 2))
 LINK = Link.of(bandwidth=1e9, latency_s=1e-5)
 
 
-def at_scale(scale: float) -> Any:
-    """Return a reference by which all that is timed lasts ``scale`` times as long."""
-    return SimpleNamespace(read=lambda: 1.0, scale=lambda: scale)
+def at_scale(scale: float, lost: float = 0.0) -> Any:
+    """Return a reference by which all that is timed lasts ``scale`` times as long, and ``lost`` seconds are lost."""
+    return SimpleNamespace(read=lambda: 1.0, scale=lambda: scale, lost_s=lambda before, seconds: lost)
 
 
 STEADY = at_scale(1.0)
@@ -150,6 +150,7 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(layer_benchmarks, "SHAPES", {True: TINY})
     monkeypatch.setattr(layer_benchmarks, "TOUCHED", 0)
+    monkeypatch.setattr(reference, "TOKENS", 4)
     machine = calibrate(2, "cpu", report=messages.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
@@ -243,25 +244,17 @@ def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
 
     monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(microbenchmarks, "_work", lambda rank: lasting(work_s))
-    monkeypatch.setattr(microbenchmarks, "longest_wait", lambda before: 0.0)
     rank: Any = Rank(0, 1, "cpu", "", 1)
     assert microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, STEADY) == pytest.approx(wanted, rel=1e-6)
     slow = microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, at_scale(0.5))
     assert slow == pytest.approx(max(wanted / 2, microbenchmarks.SHORTEST_S), rel=1e-6)
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(2, 0.7), (3, 1.0)])
-def test_what_a_rank_has_no_core_for_is_no_time_of_a_message(
-    size: int, wanted: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three ranks on two cores stand in the run queue for one another: that is theirs."""
+def test_what_other_programs_took_is_no_time_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0])
     monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(microbenchmarks, "longest_wait", lambda before: 0.1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(Rank, "most", lambda rank, seconds: seconds + 0.2)  # another rank waited longer
-    assert microbenchmarks._spent(Rank(0, size, "cpu", "", 1), lambda: None, 1) == pytest.approx(wanted)
-    assert not Rank(0, 1, "cuda", "", 1).has_own_cores  # a GPU goes on
+    found = microbenchmarks._spent(Rank(0, 1, "cpu", "", 1), lambda: None, 1, at_scale(1.0, lost=0.3))
+    assert found == pytest.approx(0.7)
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:

@@ -175,6 +175,34 @@ def test_the_thread_counts_that_waited_longest(monkeypatch: pytest.MonkeyPatch) 
     assert longest_wait(before) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "busy", "wanted"),
+    [
+        ("cpu", 2, 18.0, 0.3),
+        ("cpu", 2, 10.5, 0.05),
+        ("cpu", 2, 9.0, 0.0),
+        ("cpu", 4, 18.0, 0.4),
+        ("cuda", 2, 18.0, 0.0),
+    ],
+)
+def test_what_waits_is_lost_as_far_as_other_programs_were_at_work(
+    kind: str, size: int, busy: float, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds after its start, in which the ranks had ten seconds of the cores, and a thread waited 0.3 of 1."""
+    moments = {"wall": 100.0, "busy": 50.0, "cpu": 7.0}
+    monkeypatch.setattr(reference, "_mlp", lambda place: lambda: None)
+    monkeypatch.setattr(time, "perf_counter", lambda: moments["wall"])
+    monkeypatch.setattr(time, "process_time", lambda: moments["cpu"])
+    monkeypatch.setattr(reference, "busy_s", lambda: moments["busy"])
+    monkeypatch.setattr(reference, "longest_wait", lambda before: 0.1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(Rank, "sum", lambda rank, value: 2 * value)
+    monkeypatch.setattr(Rank, "most", lambda rank, value: value + 0.2)  # another rank waited longer
+    read = Reference(Rank(0, size, kind, "", 1), time.perf_counter)
+    moments |= {"wall": 110.0, "busy": 50.0 + busy, "cpu": 12.0}
+    assert read.lost_s({}, 1.0) == pytest.approx(wanted)
+
+
 def test_a_wait_between_the_two_clocks_is_counted_by_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread loses its core for 5 s right behind the first look at the wall clock, at 100."""
     wall, queue = iter([100.0, 105.0]), iter([3.0, 8.0, 8.0])
