@@ -9,6 +9,10 @@ processes of its own. Step time must be within 15 % of the estimate, memory with
 both sides count processor time, in one thread: that says something of the formulas on a busy machine, for layouts of
 one rank.
 
+The machine's speed changes while the benchmark runs. So a reference is timed ahead of each step and behind it, and the
+step counts at the speed that the machine had while it was calibrated (``megatron.planner.reference``). Of the steps
+those count in which other programs had the least of the cores, the better half.
+
 Time and memory are measured in steps of their own, for counting slows a step down. Memory is counted, not read off
 the process: the tensors that lie there ahead of a step, and the most that the step adds in torch's allocator
 (``benchmarks.step_profile``). So it is the same in every run and on a busy machine, and means what the estimate means:
@@ -50,6 +54,7 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import TimingBudget
+from megatron.planner.reference import Reference, busy_s, longest_wait, waits
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
@@ -147,13 +152,22 @@ COUNTED_AFTER = 2
 
 @dataclass
 class Measured:
-    """What one rank found: its stage, seconds and processor seconds of each step, bytes."""
+    """What one rank found: its stage, seconds and processor seconds of each step, bytes.
+
+    Args:
+        reference_s: beside each step, the same on all ranks; none: not read.
+        busy_s: seconds of all cores, by whatever program, during each step.
+        waited_s: the most that a thread stood in the run queue during each step.
+    """
 
     stage: int
     steps_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     held_bytes: int = 0
     added_bytes: int = 0
+    reference_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
@@ -179,18 +193,30 @@ def program_of(family: str) -> Any:
     return importlib.import_module(FAMILIES[family].program.removesuffix(".py").replace("/", "."))
 
 
-def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> Measured:
-    """What each process of ``run_ranks`` does. Collective."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # engines are talkative
-        return train(case, is_smoke, steps, rank.meet)
-
-
-def train(case: Case, is_smoke: bool, steps: int, meet: Callable[[], None] = lambda: None) -> Measured:
-    """Train this rank's part of ``case``. Collective.
+def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int, by_cpu_time: bool = False) -> Measured:
+    """What each process of ``run_ranks`` does. Collective.
 
     Args:
         steps: that are timed, after one ahead of them; 0: none, memory alone.
+    """
+    pace = TimingBudget(by_cpu_time=by_cpu_time).shared_by(rank.size, rank.threads)
+    reference = Reference(rank, pace.now) if steps else None
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # engines are talkative
+        return train(case, is_smoke, steps, rank.meet, reference)
+
+
+def train(
+    case: Case,
+    is_smoke: bool,
+    steps: int,
+    meet: Callable[[], None] = lambda: None,
+    reference: Reference | None = None,
+) -> Measured:
+    """Train this rank's part of ``case``. Collective.
+
+    Args:
         meet: lets all ranks begin a step together.
+        reference: read ahead of each step and behind it.
     """
     nothing = bytes_alive()
     config = config_of(case, is_smoke=is_smoke)
@@ -203,16 +229,23 @@ def train(case: Case, is_smoke: bool, steps: int, meet: Callable[[], None] = lam
     found, number = Measured(here.grid.pipe.rank), 0
     for _ in range(max(COUNTED_AFTER, 1 + steps if steps else 0)):
         meet()
+        waited, busy = waits(), busy_s()
         start, cpu_start = time.perf_counter(), time.process_time()
         engine.train_step(batches, number)
         found.steps_s.append(time.perf_counter() - start)
         found.cpu_s.append(time.process_time() - cpu_start)
+        found.waited_s.append(longest_wait(waited))
+        meet()
+        found.busy_s.append(busy_s() - busy)
+        if reference is not None:
+            found.reference_s.append(reference.beside())
         number += 1
     gc.collect()
     _wait_for_threads()
     found.held_bytes, found.added_bytes = measure(lambda: engine.train_step(batches, number))
     found.held_bytes -= nothing
-    found.steps_s, found.cpu_s = ([], []) if not steps else (found.steps_s[1:], found.cpu_s[1:])
+    for name in ("steps_s", "cpu_s", "reference_s", "busy_s", "waited_s"):
+        setattr(found, name, getattr(found, name)[1:] if steps else [])
     return found
 
 
@@ -250,7 +283,14 @@ UNTIMED = Machine(
 
 @dataclass(frozen=True)
 class Row:
-    """One case: estimate and measurement, of memory those of the rank that is farthest off; None: not timed."""
+    """One case: estimate and measurement, of memory those of the rank that is farthest off; None: not timed.
+
+    Args:
+        measured_s: without what other programs took, at the speed of the machine's calibration.
+        speed: of the machine beside the steps that count, over that of its calibration.
+        others: cores that other programs took in the steps that count.
+        steps: each of them as ``Step``.
+    """
 
     name: str
     estimated_s: float
@@ -260,6 +300,9 @@ class Row:
     stage: int
     parts: dict[str, float]
     bubble: float
+    speed: float = 1.0
+    others: float = 0.0
+    steps: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def time_ratio(self) -> float | None:
@@ -297,35 +340,97 @@ def estimate_of(case: Case, machine: Machine = UNTIMED, *, is_smoke: bool = Fals
     return Planner(config, machine).estimate(layout_of(config, case.ranks))
 
 
-def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], *, by_cpu_time: bool = False) -> Row:
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks.
+
+    Args:
+        seconds: of the slowest rank.
+        lost_s: of these, to other programs.
+        others: cores that other programs had meanwhile; 0 where it was not counted.
+        reference_s: beside it; 0: not read.
+    """
+
+    seconds: float
+    lost_s: float
+    others: float
+    reference_s: float
+
+    def speed(self, calibrated_s: float) -> float:
+        """Return how many times as fast the machine was as one whose reference takes so long; 1 if unknown."""
+        return calibrated_s / self.reference_s if calibrated_s and self.reference_s else 1.0
+
+
+def steps_of(ranks: Sequence[Measured], cores: int, *, by_cpu_time: bool = False) -> list[Step]:
+    """Return what the ranks found of each step.
+
+    What a thread stood in the run queue is lost to other programs as far as these were at work. Where ranks share
+    cores, so that they stand there for one another, other programs' work is what all of them lose together.
+    """
+    found = []
+    for n in range(len(ranks[0].steps_s)):
+        wall_s = max(each.steps_s[n] for each in ranks)
+        others_s = max(0.0, ranks[0].busy_s[n] - sum(each.cpu_s[n] for each in ranks))
+        waited = max(each.waited_s[n] for each in ranks)
+        lost_s = others_s / cores if len(ranks) > cores else min(others_s, waited)
+        seconds = max(each.cpu_s[n] for each in ranks) if by_cpu_time else wall_s
+        beside = ranks[0].reference_s[n] if ranks[0].reference_s else 0.0
+        found.append(Step(seconds, 0.0 if by_cpu_time else lost_s, others_s / wall_s, beside))
+    return found
+
+
+def row_of(
+    case: Case,
+    estimate: Estimate,
+    ranks: Sequence[Measured],
+    *,
+    by_cpu_time: bool = False,
+    calibrated_s: float = 0.0,
+) -> Row:
     """Return estimate and measurement of one case.
 
-    A step lasts as long as its slowest rank takes; the median over the steps counts.
+    Each step is taken without what it lost to other programs, and at the speed of the calibration, by the reference
+    beside it. Of the better half, in which other programs had the least of the cores, the median counts.
+
+    Args:
+        calibrated_s: the reference of the machine that ``estimate`` is of; 0: nothing is scaled.
     """
-    series = [each.cpu_s if by_cpu_time else each.steps_s for each in ranks]
-    slowest = [max(step) for step in zip(*series, strict=True)]
+    steps = steps_of(ranks, len(os.sched_getaffinity(0)), by_cpu_time=by_cpu_time)
+    quiet = sorted(steps, key=lambda step: step.others)[: (len(steps) + 1) // 2]
+    if not any(step.others for step in steps):
+        quiet = steps
+    known = [(step.seconds - step.lost_s) * step.speed(calibrated_s) for step in quiet]
     worst = max(ranks, key=lambda each: abs(estimate.memory[each.stage].total / each.peak_bytes - 1))
     return Row(
         name=case.name,
         estimated_s=estimate.step_s,
-        measured_s=statistics.median(slowest) if slowest else None,
+        measured_s=statistics.median(known) if known else None,
         estimated_bytes=estimate.memory[worst.stage].total,
         measured_bytes=worst.peak_bytes,
         stage=worst.stage,
         parts=dict(estimate.parts),
         bubble=estimate.bubble,
+        speed=statistics.median(step.speed(calibrated_s) for step in quiet) if quiet else 1.0,
+        others=statistics.median(step.others for step in quiet) if quiet else 0.0,
+        steps=[asdict(step) for step in steps],
     )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text, the farthest from measurement last, and what is not met."""
-    lines = [f"{'':44}{'ms a step':>20}{'':8}{'MiB of the worst rank':>26}", f"{'layout':44}{_HEAD}{_HEAD}"]
+    """Return the rows as text, and how many are within each bar."""
+    width = max(len("layout"), *(len(row.name) for row in rows))
+    lines = [
+        f"{'':{width}}{'ms a step':>22}{'':13}{'MiB of the worst rank':>29}".rstrip(),
+        f"{'layout':{width}}{_HEAD}{_HEAD}   speed  others",
+    ]
     for row in rows:
         step = _pair(row.estimated_s * 1e3, _ms(row), row.time_ratio, row.is_time_met)
         size = _pair(row.estimated_bytes / 2**20, row.measured_bytes / 2**20, row.memory_ratio, row.is_memory_met)
-        lines.append(f"{row.name:44}{step}{size}".rstrip())
+        beside = "" if row.time_ratio is None else f"{row.speed:8.2f}{row.others:8.2f}"
+        lines.append(f"{row.name:{width}}{step}{size}{beside}".rstrip())
     timed = [row for row in rows if row.time_ratio is not None]
     if timed:
+        lines.append("speed: beside the steps, over that of the calibration; others: cores that other programs had")
         lines.append(_summary("step time", [row.time_ratio or 0.0 for row in timed], TIME_BAR))
     lines.append(_summary("memory", [row.memory_ratio for row in rows], MEMORY_BAR))
     return "\n".join(lines)
@@ -345,10 +450,12 @@ def _pair(estimated: float, measured: float | None, ratio: float | None, is_met:
 
 
 def _summary(what: str, ratios: Sequence[float], bar: float) -> str:
-    far = sum(abs(ratio - 1) > bar for ratio in ratios)
-    verdict = "met" if not far else f"NOT met by {far} of {len(ratios)}"
+    near = sum(abs(ratio - 1) <= bar for ratio in ratios)
+    verdict = "met" if near == len(ratios) else "NOT met"
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    return f"{what}: within {bar:.0%} of measurement: {verdict}; worst ratio {worst:.3f}"
+    return (
+        f"{what}: {near} of {len(ratios)} layouts within {bar:.0%} of measurement: {verdict}; worst ratio {worst:.3f}"
+    )
 
 
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
@@ -373,6 +480,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
     }
     for told in recording["rows"]:
         case = cases[told["name"]]
+        kept = {name: told[name] for name in ("speed", "others", "steps") if name in told}
         estimate = estimate_of(case, machines.get(case.ranks, UNTIMED), is_smoke=recording["is_smoke"])
         yield Row(
             name=case.name,
@@ -383,6 +491,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
             stage=told["stage"],
             parts=dict(estimate.parts),
             bubble=estimate.bubble,
+            **kept,
         )
 
 
@@ -431,11 +540,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
 
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    machines = {} if args.memory_only else machines_of(sorted({case.ranks for case in cases}), args)
-    for number, case in enumerate(cases, 1):
+    rows: list[Row] = []
+    machines: dict[int, Machine] = {}
+    for case in sorted(cases, key=lambda case: case.ranks):
+        if not args.memory_only and case.ranks not in machines:  # right ahead of its layouts
+            machines[case.ranks] = machine_of(case.ranks, args)
         rows.append(compare(case, machines.get(case.ranks), args))
-        _log(f"{number} of {len(cases)}: {rows[-1]}")
+        _log(f"{len(rows)} of {len(cases)}: {rows[-1]}")
     text = table(rows)
     print(text)
     result = {"surroundings": surroundings(), "load": os.getloadavg()}
@@ -448,27 +559,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, Any]:
-    """Return this machine as each number of ranks at once finds it; write them down."""
+def machine_of(ranks: int, args: argparse.Namespace) -> Machine:
+    """Return this machine as so many ranks at once find it; write it down."""
     pace = TimingBudget(by_cpu_time=args.cpu_time)
     if args.smoke:
         small = {"largest_side": 512, "numbers": 2**16, "widest": 128}
         pace = TimingBudget(window_s=0.01, windows=1, turns=1, by_cpu_time=args.cpu_time, **small)
     threads = 1 if args.cpu_time else None
-    found = {}
-    for ranks in numbers:
-        found[ranks] = calibrate(ranks, "cpu", report=_log, pace=pace, round_s=pace.window_s, threads=threads)
-        found[ranks].save(args.out / f"machine-{ranks}.json")
+    found = calibrate(ranks, "cpu", report=_log, pace=pace, round_s=pace.window_s, threads=threads)
+    found.save(args.out / f"machine-{ranks}.json")
     return found
 
 
-def compare(case: Case, machine: Any, args: argparse.Namespace) -> Any:
+def compare(case: Case, machine: Machine | None, args: argparse.Namespace) -> Row:
     """Train one layout; return its row. ``machine`` None: without time."""
     steps = 0 if machine is None else min(args.steps, 2) if args.smoke else args.steps
     threads = 1 if args.cpu_time else None
-    ranks = run_ranks(case.ranks, train_rank, case, args.smoke, steps, threads=threads, deadline_s=600.0)
-    estimate = estimate_of(case, machine or UNTIMED, is_smoke=args.smoke)
-    return row_of(case, estimate, ranks, by_cpu_time=args.cpu_time)
+    ranks = run_ranks(case.ranks, train_rank, case, args.smoke, steps, args.cpu_time, threads=threads, deadline_s=600.0)
+    machine = machine or UNTIMED
+    estimate = estimate_of(case, machine, is_smoke=args.smoke)
+    return row_of(case, estimate, ranks, by_cpu_time=args.cpu_time, calibrated_s=machine.reference_s)
 
 
 def _log(text: str) -> None:

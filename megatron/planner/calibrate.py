@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,17 @@ from megatron import device
 from megatron.models.common.memory import peak_flops
 from megatron.planner.layer_benchmarks import LayerTimings, slowest, timed, with_pieces
 from megatron.planner.machine import Link, Machine
-from megatron.planner.microbenchmarks import ROUND_S, SIZES, Rates, TimingBudget, link_of, rates_of, update_rate_of_host
+from megatron.planner.microbenchmarks import (
+    ROUND_S,
+    SIZES,
+    Rates,
+    TimingBudget,
+    link_alone,
+    link_of,
+    rates_of,
+    update_rate_of_host,
+)
+from megatron.planner.reference import Reference
 from megatron.planner.spawn_ranks import Rank, Report, run_ranks
 
 DEADLINE_S = 300.0
@@ -33,7 +44,12 @@ BUSY = 0.5
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What one rank measured; no link where there is no other rank. ``reserved``: bytes that training cannot have."""
+    """What one rank measured; no link where there is no other rank.
+
+    Args:
+        reserved: bytes that training cannot have.
+        readings: of the reference, whose first has the speed of all that was measured; none on GPUs.
+    """
 
     rates: Rates
     link: Link | None
@@ -42,6 +58,7 @@ class MeasuredMachine:
     host_update: float
     name: str
     models: tuple[LayerTimings, ...] = ()
+    readings: tuple[float, ...] = ()
 
 
 def calibrate(
@@ -76,8 +93,7 @@ def calibrate(
     report(f"{ranks} ranks on {kind}, about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
         report(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
-    if kind == "cpu":
-        pace = replace(pace, ranks_per_core=max(1.0, ranks * (threads or 1) / len(os.sched_getaffinity(0))))
+    pace = pace.shared_by(ranks, threads or 1) if kind == "cpu" else replace(pace, by_wall=True)
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
     found: list[MeasuredMachine] = run(
@@ -85,8 +101,10 @@ def calibrate(
     )
     link = found[0].link
     if link is None:  # two processes of the host stand in
-        link = run(2, link_of, tuple(sizes), round_s)[0]
+        link = run(2, link_alone, tuple(sizes), round_s)[0]
     machine = replace(joined(found, link, kind, load), ranks_per_core=pace.ranks_per_core)
+    if found[0].link is None:
+        machine = replace(machine, intra=link, inter=link)  # it has its own speed
     report(f"measured in {time.monotonic() - began:.0f} s")
     return machine
 
@@ -126,7 +144,15 @@ def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float 
         is_cpu=kind == "cpu",
         notes=" ".join(_notes(ranks, load, sheet is not None)),
     )
-    return with_pieces(machine, slowest([each.models for each in found]))
+    machine = with_pieces(machine, slowest([each.models for each in found]))
+    return at_usual_speed(machine, found[0].readings)
+
+
+def at_usual_speed(machine: Machine, readings: Sequence[float]) -> Machine:
+    """Return ``machine``, which is as fast as in the first reading of the reference, at the speed of the median one."""
+    if not readings:
+        return machine
+    return replace(machine, reference_s=readings[0]).slowed(statistics.median(readings) / readings[0])
 
 
 def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
@@ -144,11 +170,13 @@ def _measure(
     """Return what this rank finds while the others look too. Collective."""
     if rank.kind == "cpu":
         device.keep_freed_memory()  # as trainings do
-    link = link_of(rank, sizes, round_s) if rank.size > 1 else None
-    models = timed(rank, dtypes, pace)
-    rates = rates_of(rank, dtypes, pace)
+    reference = Reference(rank, pace.now)
+    link = link_of(rank, reference, sizes, round_s) if rank.size > 1 else None
+    models = timed(rank, dtypes, pace, reference)
+    rates = rates_of(rank, dtypes, pace, reference)
     host_update = rates.update if rank.kind == "cpu" else update_rate_of_host(pace)
-    return MeasuredMachine(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models))
+    readings = tuple(reference.readings) if rank.kind == "cpu" else ()
+    return MeasuredMachine(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models), readings)
 
 
 def _memory(rank: Rank) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import CUT, EfficiencyFactors, Machine, Sample, fitted, slowdown
 from megatron.planner.microbenchmarks import TimingBudget
+from megatron.planner.reference import Reference, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
@@ -161,8 +163,10 @@ class EventMarks:
         layers[-1].register_forward_hook(leave)
 
 
-def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget) -> list[LayerTimings]:
+def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Reference) -> list[LayerTimings]:
     """Return what every family's model takes at each size. Collective: ranks begin each together.
+
+    All of it at the speed of ``reference``.
 
     Args:
         dtypes: formats, first the one that runs take by default; models in the others have one turn each.
@@ -174,12 +178,16 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget) -> list[LayerTi
     for dtype in dtypes:
         rank.report(f"layers of every family in {dtype}")
         own = pace if dtype == dtypes[0] else replace(pace, turns=1)  # half a minute is not enough for three of all
-        found += [_timed(rank, family, dtype, shape, own) for shape in shapes for family in FAMILIES]
+        found += [_timed(rank, family, dtype, shape, own, reference) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
     if rank.backend and pace.ranks_per_core == 1 and can_cut:
         rank.report(f"layers of every family in {dtypes[0]}, cut over the ranks")
         everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
-        found += [_timed(rank, family, dtypes[0], shape, pace, everyone) for shape in can_cut for family in FAMILIES]
+        found += [
+            _timed(rank, family, dtypes[0], shape, pace, reference, everyone)
+            for shape in can_cut
+            for family in FAMILIES
+        ]
     return found
 
 
@@ -190,19 +198,26 @@ def _touch_memory() -> None:
 
 
 def _timed(
-    rank: Rank, family: str, dtype: str, shape: Shape, pace: TimingBudget, group: Group = SINGLE
+    rank: Rank,
+    family: str,
+    dtype: str,
+    shape: Shape,
+    pace: TimingBudget,
+    reference: Reference,
+    group: Group = SINGLE,
 ) -> LayerTimings:
     config = config_of(family, dtype, shape)
     module = build(config, rank.place, group)
     optimizer = optimizer_of(module, dtype)
     inputs = micro_batch(config, rank.place)
-    marks = EventMarks(rank.kind, pace.now)
+    marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # cut: others are waited for
     rows = rows_of(family)
     for kind, where in rows.items():
         marks.watch(attrgetter(where)(module), kind)
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for turn in range(pace.turns + 1):
         rank.meet()
+        waited = waits()
         marks.set("began")
         loss = loss_of(module(**inputs))
         marks.set("turned")
@@ -211,16 +226,19 @@ def _timed(
         marks.set("ended")
         own = {kind: _spent(marks, kind) for kind in rows}
         whole = marks.between("began", "turned"), marks.between("turned", "ended")
+        lost_s = reference.lost_s(waited, sum(whole)) if group.size > 1 else 0.0
         own[HEAD] = (whole[0] - sum(one for one, _ in own.values()), whole[1] - sum(one for _, one in own.values()))
-        if turn:
-            for kind, seconds in own.items():
-                turns[kind].append(seconds)
         if turn in (0, pace.turns):  # the first makes the optimizer's states
             marks.set("ended")
             optimizer.step()
             marks.set("updated")
+        scale = reference.scale()
+        at_work = scale * max(0.0, 1 - lost_s / sum(whole))
+        if turn:
+            for kind, (forward, backward) in own.items():
+                turns[kind].append((forward * at_work, backward * at_work))
     middle = {kind: _median(each) for kind, each in turns.items()}
-    return LayerTimings(family, dtype, shape, middle, marks.between("ended", "updated"), group.size)
+    return LayerTimings(family, dtype, shape, middle, marks.between("ended", "updated") * scale, group.size)
 
 
 def _spent(marks: EventMarks, kind: str) -> tuple[float, float]:

@@ -176,6 +176,15 @@ class Link:
         wire = Wire(latency_s=latency_s, bandwidth=bandwidth)
         return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
 
+    def slowed(self, factor: float) -> Link:
+        """Return the link whose messages take so many times as long."""
+        return Link(
+            **{
+                name: Wire(latency_s=factor * own.latency_s, bandwidth=own.bandwidth / factor)
+                for name, own in vars(self).items()
+            }
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -197,6 +206,7 @@ class Machine:
         inter: between nodes; the bandwidth is a device's share, as if all devices of the node sent at once.
         tempos: of units that were timed; others go by the closed forms.
         ranks_per_core: above 1 ranks take turns, and all rates are those of a rank beside all others.
+        reference_s: seconds of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
     """
 
     name: str
@@ -215,6 +225,7 @@ class Machine:
     is_cpu: bool = False
     tempos: Table = field(default_factory=dict)
     ranks_per_core: float = 1.0
+    reference_s: float = 0.0
     notes: str = field(default="", compare=False)
 
     @property
@@ -256,6 +267,22 @@ class Machine:
     def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
         """Return how often products and passes of a kind of unit count."""
         return self.tempos.get(dtype, {}).get(kind, otherwise)
+
+    def slowed(self, factor: float) -> Machine:
+        """Return the machine on which everything takes so many times as long; what units take beside it stays."""
+        tables = {
+            dtype: tuple((side, rate / factor) for side, rate in table) for dtype, table in self.product_flops.items()
+        }
+        return replace(
+            self,
+            peak_flops={dtype: peak / factor for dtype, peak in self.peak_flops.items()},
+            product_flops=tables,
+            overhead_s=factor * self.overhead_s,
+            intra=self.intra.slowed(factor),
+            inter=self.inter.slowed(factor),
+            reference_s=factor * self.reference_s,
+            **{name: getattr(self, name) / factor for name in _RATES},
+        )
 
     def to_json(self) -> str:
         """Return the machine as text; ``from_json`` reads it."""
@@ -310,7 +337,7 @@ def _wrong(machine: Machine) -> Iterator[str]:
     for name in _RATES:
         if not _is_number(getattr(machine, name), above=0):
             yield f"{name} must be a number above 0, got {getattr(machine, name)!r}"
-    for name in ("overhead_s", "reserved_bytes"):
+    for name in ("overhead_s", "reserved_bytes", "reference_s"):
         if not _is_number(getattr(machine, name)):
             yield f"{name} must be a number of at least 0, got {getattr(machine, name)!r}"
     for name, kinds in (("name", str), ("notes", str), ("is_cpu", bool)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from megatron import device
 from megatron.planner.machine import Link, Wire
+from megatron.planner.reference import Reference, own_core_s, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -52,6 +54,7 @@ class TimingBudget:
         turns: of each model whose layers are timed in the first format; models wider than ``widest`` are left out.
         by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
         ranks_per_core: where it is above 1 ranks take turns, and their processor time counts so many times.
+        by_wall: count the wall clock as it is, for devices that go on while this thread waits for a core.
     """
 
     window_s: float = 0.08
@@ -62,12 +65,19 @@ class TimingBudget:
     widest: int = 4096
     by_cpu_time: bool = False
     ranks_per_core: float = 1.0
+    by_wall: bool = False
+
+    def shared_by(self, ranks: int, threads: int) -> TimingBudget:
+        """Return the budget of so many ranks at once on the cores of this machine."""
+        return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return the seconds that count, from any beginning."""
+        """Return the seconds that count, from any beginning: those in which this thread did not wait for a core."""
+        if self.by_wall:
+            return time.perf_counter()
         if self.by_cpu_time or self.ranks_per_core > 1:
             return self.ranks_per_core * time.process_time()
-        return time.perf_counter()
+        return own_core_s()
 
 
 @dataclass(frozen=True)
@@ -81,8 +91,8 @@ class Rates:
     copy: float
 
 
-def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget) -> Rates:
-    """Return the rates of this rank while the others measure the same. Collective.
+def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference: Reference) -> Rates:
+    """Return the rates of this rank while the others measure the same, at the speed of ``reference``. Collective.
 
     Args:
         dtypes: of the products; the first is that of the stream.
@@ -90,40 +100,36 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget) -> Rates:
     products = {}
     for dtype in dtypes:
         rank.report(f"matrix products in {dtype}")
-        products[dtype] = _products(rank, dtype, pace)
+        products[dtype] = _products(rank, dtype, pace, reference)
     rank.report("memory and optimizer")
-    stream = STREAM_PASSES * _bytes(dtypes[0], pace) * _turns_per_s(rank, _stream(rank, dtypes[0], pace), pace)
-    update = UPDATE_BYTES * pace.numbers * _turns_per_s(rank, _update(rank.place, pace), pace)
-    overhead_s = 1 / (2 * CHAIN * _turns_per_s(rank, _chain(rank.place), pace))
-    copy = 2 * 4 * pace.numbers * _turns_per_s(rank, _copy(rank, pace), pace)
+
+    def rate(turn: Callable[[], object]) -> float:
+        return _turns_per_s(rank, turn, pace, reference)
+
+    stream = STREAM_PASSES * _bytes(dtypes[0], pace) * rate(_stream(rank, dtypes[0], pace))
+    update = UPDATE_BYTES * pace.numbers * rate(_update(rank.place, pace))
+    overhead_s = 1 / (2 * CHAIN * rate(_chain(rank.place)))
+    copy = 2 * 4 * pace.numbers * rate(_copy(rank, pace))
     return Rates(products, stream, update, overhead_s, copy)
 
 
 def update_rate_of_host(pace: TimingBudget) -> float:
     """Return the bytes/s of an update of what is kept in the host's memory, by this process alone."""
     alone = Rank(0, 1, "cpu", "", torch.get_num_threads())
-    return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, _update(torch.device("cpu"), pace), pace)
+    turn = _update(torch.device("cpu"), pace)
+    return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, turn, pace, Reference(alone, pace.now))
 
 
-def _products(rank: Rank, dtype: str, pace: TimingBudget) -> tuple[tuple[float, float], ...]:
+def _products(rank: Rank, dtype: str, pace: TimingBudget, reference: Reference) -> tuple[tuple[float, float], ...]:
     table = []
     for side in SIDES:
         if side > pace.largest_side:
             break
-        turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace)
+        turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace, reference)
         table.append((float(side), 6.0 * side**3 * turns))
-        if side >= LEAST_SIDE and _slowest(rank, 1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
+        if side >= LEAST_SIDE and rank.most(1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
             break
     return tuple(table)
-
-
-def _slowest(rank: Rank, seconds: float) -> float:
-    """Return the most that any rank took: all must decide alike. Collective."""
-    if not rank.backend:
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
-    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-    return value.item()
 
 
 def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]:
@@ -191,19 +197,24 @@ def _bytes(dtype: str, pace: TimingBudget) -> int:
     return pace.numbers * device.DTYPES[dtype].itemsize
 
 
-def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget) -> float:
-    """Return how many turns a second has, the median over the windows; all ranks begin together. Collective."""
+def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget, reference: Reference) -> float:
+    """Return how many turns a second of ``reference`` has, the median over the windows. Collective.
+
+    All ranks begin each window together.
+    """
     turn()
     device.synchronize(rank.kind)
     rank.meet()
     batch = max(1, int(pace.window_s / 4 / _seconds(rank, turn, 1, pace)))
     rates = []
+    reference.read()
     for _ in range(pace.windows):
+        rank.meet()
         done, spent = 0, 0.0
         while spent < pace.window_s:
             spent += _seconds(rank, turn, batch, pace)
             done += batch
-        rates.append(done / spent)
+        rates.append(done / (spent * reference.scale()))
     return statistics.median(rates)
 
 
@@ -231,14 +242,25 @@ Sample = tuple[float, float]
 """(bytes that a rank sends, seconds)."""
 
 
-def link_of(rank: Rank, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
-    """Return the link between all ranks, the same numbers on each. Collective over two ranks and more."""
+def link_alone(rank: Rank, sizes: Sequence[int], round_s: float) -> Link:
+    """Return the link between all ranks where nothing else is timed, at the median speed. Collective."""
+    reference = Reference(rank, TimingBudget().now)
+    found = link_of(rank, reference, sizes, round_s)
+    return found.slowed(reference.usual_s / reference.unit_s)
+
+
+def link_of(rank: Rank, reference: Reference, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
+    """Return the link between all ranks at the speed of ``reference``, the same numbers on each.
+
+    Collective over two ranks and more.
+    """
     wires = {}
     for name, kind in KINDS.items():
         rank.report(f"messages: {name}")
         turns = [(size, kind.make(rank, size)) for size in sizes]
         samples = [
-            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s) / kind.legs) for size, turn in turns
+            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / kind.legs)
+            for size, turn in turns
         ]
         wires[name] = fitted(samples, kind.latencies(rank.size))
     return Link(**wires)
@@ -301,7 +323,7 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
     return turn
 
 
-def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float) -> float:
+def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
     """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective."""
     work = _work(rank)
 
@@ -309,10 +331,13 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float) -> 
         work()
         turn()
 
-    one = _agreed(rank, _spent(rank, both, 2) / 2)
+    one = rank.most(_spent(rank, both, 2, reference) / 2)
     times = max(1, min(1000, int(round_s / one)))
-    seconds = [(_spent(rank, both, times) - _spent(rank, work, times)) / times for _ in range(ROUNDS)]
-    return max(_agreed(rank, statistics.median(seconds)), SHORTEST_S)
+    reference.read()
+    seconds = [
+        (_spent(rank, both, times, reference) - _spent(rank, work, times, reference)) / times for _ in range(ROUNDS)
+    ]
+    return max(rank.most(statistics.median(seconds)) * reference.scale(), SHORTEST_S)
 
 
 def _work(rank: Rank) -> Callable[[], object]:
@@ -327,20 +352,15 @@ def _work(rank: Rank) -> Callable[[], object]:
     return lambda: torch.mm(left, right)
 
 
-def _spent(rank: Rank, turn: Callable[[], object], times: int) -> float:
+def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
+    """Return the wall's seconds without those that other programs took. Collective."""
     rank.meet()
-    start = time.perf_counter()
+    waited, start = waits(), time.perf_counter()
     for _ in range(times):
         turn()
     device.synchronize(rank.kind)
-    return max(time.perf_counter() - start, 1e-9)
-
-
-def _agreed(rank: Rank, seconds: float) -> float:
-    """Return the most of all ranks, so that all repeat alike."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
+    seconds = time.perf_counter() - start
+    return max(seconds - reference.lost_s(waited, seconds), 1e-9)
 
 
 class Kind(NamedTuple):

@@ -59,6 +59,21 @@ class Rank:
         if self.backend:
             dist.barrier()
 
+    def most(self, value: float) -> float:
+        """Return the largest value of all ranks. Collective."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def sum(self, value: float) -> float:
+        """Return the sum over all ranks. Collective."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def _reduced(self, value: float, how: Any) -> float:
+        if not self.backend:
+            return value
+        found = torch.tensor([value], dtype=torch.float64, device=self.place)
+        dist.all_reduce(found, op=how)
+        return found.item()
+
 
 def run_ranks(
     size: int,

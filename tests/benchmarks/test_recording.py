@@ -25,7 +25,9 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_ranks(ranks: int, *words: Any, **named: Any) -> list[Measured]:
         stages = config_of(words[1], is_smoke=words[2]).parallel.num_stages
-        return [Measured(rank * stages // ranks, [2.0] * 3, [1.0] * 3, 60_000_000, 40_000_000) for rank in range(ranks)]
+        steps = {"steps_s": [2.0] * 3, "cpu_s": [1.0] * 3, "busy_s": [0.0] * 3, "waited_s": [0.0] * 3}
+        bytes_ = {"held_bytes": 60_000_000, "added_bytes": 40_000_000}
+        return [Measured(rank * stages // ranks, **steps, **bytes_) for rank in range(ranks)]
 
     monkeypatch.setattr(plan, "calibrate", calibrate)
     monkeypatch.setattr(plan, "run_ranks", run_ranks)

@@ -8,14 +8,16 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.planner import calibrate as planner_calibrate
-from megatron.planner import layer_benchmarks, microbenchmarks
+from megatron.planner import layer_benchmarks, microbenchmarks, reference
 from megatron.planner.calibrate import MeasuredMachine, calibrate, joined
 from megatron.planner.layer_benchmarks import Shape
 from megatron.planner.machine import CUT, Link, Machine, numbers
@@ -25,6 +27,14 @@ from megatron.planner.spawn_ranks import Rank, run_ranks
 SHORT = TimingBudget(window_s=1e-3, windows=1, largest_side=128, numbers=2**12, turns=1)
 TINY = (Shape(16, 8, 8, 2), Shape(32, 16, 8, 2))
 LINK = Link.of(bandwidth=1e9, latency_s=1e-5)
+
+
+def at_scale(scale: float, lost: float = 0.0) -> Any:
+    """Return a reference by which all that is timed lasts ``scale`` times as long, and ``lost`` seconds are lost."""
+    return SimpleNamespace(read=lambda: 1.0, scale=lambda: scale, lost_s=lambda before, seconds: lost)
+
+
+STEADY = at_scale(1.0)
 
 
 def rates(factor: float = 1.0, **others: float) -> Rates:
@@ -47,6 +57,15 @@ def test_a_machine_is_as_fast_as_its_slowest_rank() -> None:
     assert (machine.memory_bytes, machine.reserved_bytes, machine.devices_per_node) == (90, 12, 2)
     assert machine.peak_flops == {"fp32": 20.0, "bf16": 30.0} and machine.is_cpu
     assert "load of 0.2" in machine.notes and "over gloo" not in machine.notes
+
+
+def test_a_calibration_has_the_speed_of_its_median_reading() -> None:
+    """All was scaled to the first reading, in a second twice as fast as the others."""
+    plain = joined([found(rates())], LINK, "cpu")
+    machine = joined([found(rates(), readings=(1.0, 2.0, 2.0, 7.0))], LINK, "cpu")
+    assert machine == replace(plain, reference_s=1.0).slowed(2.0)
+    assert (machine.reference_s, machine.overhead_s, machine.memory_bandwidth) == (2.0, 14.0, 2.5)
+    assert plain.reference_s == 0.0
 
 
 def test_a_known_gpu_has_the_peak_of_its_data_sheet() -> None:
@@ -89,20 +108,21 @@ def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: 
     """Turns of 100 s (the first), then 1, 4 and 2 s for each window: the median rate is one in 2 s."""
     now, turns = [0.0], iter([100.0, 1.0, 1.0, 4.0, 2.0])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(reference, "waited_s", lambda: 0.0)
 
     def turn() -> None:
         now[0] += next(turns)
 
     alone = Rank(0, 1, "cpu", "", 1)
-    assert microbenchmarks._turns_per_s(alone, turn, TimingBudget(window_s=0.5, windows=3)) == 0.5
+    assert microbenchmarks._turns_per_s(alone, turn, TimingBudget(window_s=0.5, windows=3), STEADY) == 0.5
     assert next(turns, None) is None
 
 
 def test_work_is_counted_by_the_turns_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmarks, "_turns_per_s", lambda *_: 10.0)
-    monkeypatch.setattr(microbenchmarks, "_slowest", lambda rank, seconds: 1.0)
+    monkeypatch.setattr(Rank, "most", lambda rank, seconds: 1.0)
     pace = TimingBudget(numbers=2**12)
-    measured = microbenchmarks.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace)
+    measured = microbenchmarks.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace, STEADY)
     assert measured.products["fp32"][1] == (128.0, 6 * 128**3 * 10.0)  # three products of 2 side^3
     assert measured.products["bf16"][-1][0] == microbenchmarks.LEAST_SIDE  # the turn above was too long to go on
     assert measured.stream == 16 * 4 * 2**12 * 10.0
@@ -130,10 +150,12 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(layer_benchmarks, "SHAPES", {True: TINY})
     monkeypatch.setattr(layer_benchmarks, "TOUCHED", 0)
+    monkeypatch.setattr(reference, "TOKENS", 4)
     machine = calibrate(2, "cpu", report=messages.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
     assert min(machine.memory_bandwidth, machine.update_bandwidth, machine.overhead_s, machine.host_bandwidth) > 0
+    assert 0 < machine.reference_s < 10
     whole = [kind for kind in machine.tempos["fp32"] if not kind.endswith(CUT)]
     assert set(machine.tempos) == {"bf16", "fp32"} and len(whole) == 11  # a T5 has two kinds of layers
     assert set(machine.tempos["fp32"]) == set(whole) | {kind + CUT for kind in whole}
@@ -204,8 +226,9 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
-    assert TimingBudget().now() == 7.0 and TimingBudget(by_cpu_time=True).now() == 5.0
-    assert TimingBudget(ranks_per_core=2.0).now() == 10.0
+    monkeypatch.setattr(reference, "waited_s", lambda: 3.0)
+    assert TimingBudget().now() == 4.0 and TimingBudget(by_cpu_time=True).now() == 5.0
+    assert TimingBudget(ranks_per_core=2.0).now() == 10.0 and TimingBudget(by_wall=True).now() == 7.0
 
 
 @pytest.mark.parametrize(
@@ -221,9 +244,17 @@ def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
 
     monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(microbenchmarks, "_work", lambda rank: lasting(work_s))
-    monkeypatch.setattr(microbenchmarks, "_agreed", lambda rank, seconds: seconds)
-    rank = SimpleNamespace(kind="cpu", meet=lambda: None)
-    assert microbenchmarks._message_seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
+    rank: Any = Rank(0, 1, "cpu", "", 1)
+    assert microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, STEADY) == pytest.approx(wanted, rel=1e-6)
+    slow = microbenchmarks._message_seconds(rank, lasting(message_s), 0.05, at_scale(0.5))
+    assert slow == pytest.approx(max(wanted / 2, microbenchmarks.SHORTEST_S), rel=1e-6)
+
+
+def test_what_other_programs_took_is_no_time_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0])
+    monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = microbenchmarks._spent(Rank(0, 1, "cpu", "", 1), lambda: None, 1, at_scale(1.0, lost=0.3))
+    assert found == pytest.approx(0.7)
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:

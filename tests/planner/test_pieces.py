@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +31,13 @@ from megatron.planner.machine import (
     slowdown,
 )
 from megatron.planner.microbenchmarks import Rates
+from megatron.planner.spawn_ranks import run_ranks
 from megatron.planner.time_model import Messages
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
 SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
 SLOW = EfficiencyFactors(EfficiencyFactor(1.5, 6.0, 2.0), EfficiencyFactor(1.25, 7.0, 3.0))
+STEADY: Any = SimpleNamespace(scale=lambda: 1.0)
 SLOW_HEAD = EfficiencyFactors(EfficiencyFactor(3.0, 4.0), EfficiencyFactor(0.5, 0.25))
 
 
@@ -220,10 +225,10 @@ def test_models_in_the_first_format_have_all_turns_and_those_in_others_one(monke
     asked: set[tuple[str, int]] = set()
     monkeypatch.setattr(layer_benchmarks, "_touch_memory", lambda: None)
     monkeypatch.setattr(
-        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.add((dtype, pace.turns))
+        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace, reference: asked.add((dtype, pace.turns))
     )
     layer_benchmarks.timed(
-        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), layer_benchmarks.TimingBudget(turns=3)
+        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), layer_benchmarks.TimingBudget(turns=3), STEADY
     )
     assert asked == {("fp32", 3), ("bf16", 1)}
 
@@ -232,10 +237,42 @@ def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(layer_benchmarks, "_touch_memory", lambda: None)
     monkeypatch.setattr(
-        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden))
+        layer_benchmarks,
+        "_timed",
+        lambda rank, family, dtype, shape, pace, reference: asked.append((family, shape.hidden)),
     )
     layer_benchmarks.timed(
-        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.TimingBudget(widest=320)
+        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.TimingBudget(widest=320), STEADY
     )
     assert {family for family, _ in asked} == set(FAMILIES)
     assert {width for _, width in asked} == {128, 320}
+
+
+def test_layers_and_updates_are_timed_at_the_speed_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in a second that is a thousand times as slow as the first, by the reference beside it."""
+    rank, pace = layer_benchmarks.Rank(0, 1, "cpu", "", 1), layer_benchmarks.TimingBudget(turns=3)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(layer_benchmarks.TimingBudget, "now", lambda self: 1000.0 * next(ticks))
+    slow: Any = SimpleNamespace(read=lambda: 1000.0, scale=lambda: 1 / 1000)
+    found = layer_benchmarks._timed(rank, "gpt2", "fp32", Shape(16, 8, 8, 2), pace, slow)
+    assert found.seconds["layer"] == (1.0, 1.0) and found.update_s == 1.0
+    assert found.seconds["head"] == (2.0, 2.0)
+
+
+def _cut_over_two(rank: layer_benchmarks.Rank) -> tuple[float, float]:
+    """Return the seconds of a cut model's layer by the wall, and where other programs took three quarters of all."""
+    everyone = layer_benchmarks.Group((0, 1), rank.number, torch.distributed.group.WORLD)
+    ticks = iter(range(10**6))
+    setattr(time, "perf_counter", lambda: float(next(ticks)))  # noqa: B010 - of this process alone
+    found = []
+    for share in (0.0, 0.75):
+        beside: Any = SimpleNamespace(scale=lambda: 1.0, lost_s=lambda before, seconds, share=share: share * seconds)
+        one = layer_benchmarks._timed(
+            rank, "gpt2", "fp32", Shape(16, 8, 8, 2), layer_benchmarks.TimingBudget(turns=1), beside, everyone
+        )
+        found.append(sum(one.seconds["layer"]))
+    return found[0], found[1]
+
+
+def test_what_other_programs_took_is_no_time_of_a_cut_layer() -> None:
+    assert run_ranks(2, _cut_over_two) == [(2.0, 0.5)] * 2

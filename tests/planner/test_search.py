@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -89,9 +88,7 @@ def test_heads_of_keys_limit_the_tensor_axis() -> None:
 def test_the_search_scales_to_a_hundred_thousand_devices() -> None:
     world = 100_000
     planner = Planner(config(96, 16384, 128), H100)
-    began = time.process_time()
     found = search(planner, Search(world_size=world, global_batch_size=world))
-    assert time.process_time() - began < 10  # against a search without an end: it takes 1 or 2 seconds
     assert found.num_candidates < 20_000 and found.num_estimates < 1_500
     assert found.best[0].layout.world_size == world and 0.3 < found.best[0].mfu < 0.65
 
