@@ -116,8 +116,8 @@ UPLOADS = (
     Mutant(
         "shapes go over the device's group",
         "megatron/mpu/initialize.py",
-        'is_on_host=_device.type == "cpu"',
-        "is_on_host=True",
+        'is_on_host = _device.type == "cpu"',
+        "is_on_host = True",
         ("tests/mpu/test_initialize.py::test_the_tensor_group_has_a_group_over_the_host_of_its_own_unless_it_is_one",),
     ),
     Mutant(
