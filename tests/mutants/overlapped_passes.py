@@ -46,6 +46,7 @@ OF_OVERLAPPED_PASSES = (
         "            self.exchange.taken.wait()\n",
         "",
         (BITS,),
+        refuses=True,
     ),
     Mutant(
         "the stage goes on while the forward of a pair runs",
@@ -53,6 +54,7 @@ OF_OVERLAPPED_PASSES = (
         "            self._thread.join()  # an error",
         "            pass  # an error",
         (BITS,),
+        refuses=True,
     ),
     Mutant(
         "layers of the backward are split for the forward of its pair, too",
@@ -60,6 +62,7 @@ OF_OVERLAPPED_PASSES = (
         "        is_other = self._beside is not None and not isinstance(action, Forward)",
         "        is_other = False",
         (f"{ENGINE}::test_pairs_of_every_schedule_give_what_passes_in_turn_give_to_the_bit[2]",),
+        refuses=True,
     ),
     Mutant(
         "the wait of a backward counts as idle while the forward runs",

@@ -20,6 +20,7 @@ from tds.engine import build
 from tds.engine.overlapped import ForwardThread, OverlappingStage
 from tds.engine.stage import SchedulePlan
 from tds.gradients import runs_beside_backward
+from tds.p2p.communicator import P2PCommunicator
 from tds.pipe import LayerSpec
 from tds.schedule import BackwardWeight, Forward, Placement, schedule_named
 from tds.timers import Recorder, Work
@@ -39,7 +40,7 @@ def toy_of(schedule: str, micro_batches: int = 6, **more: Any) -> Toy:
 
 
 class _Seen:
-    """Counts the pairs of a rank."""
+    """Counts the pairs of a rank, and the threads that receive at once."""
 
     def __init__(self) -> None:
         self.pairs = 0
@@ -50,13 +51,27 @@ class _Seen:
             own(stage, *args)
 
         OverlappingStage._do_pair = counted  # type: ignore[method-assign]
+        self.receiving = self.receivers = 0
+        take = P2PCommunicator._take
+
+        def slowly(*args: Any) -> torch.Tensor:
+            self.receiving += 1
+            self.receivers = max(self.receivers, self.receiving)
+            time.sleep(0.001)
+            found = take(*args)
+            self.receiving -= 1
+            return found
+
+        P2PCommunicator._take = slowly  # type: ignore[method-assign]
 
 
 def _both(rank: int, toys: list[Toy], num_stages: int) -> tuple[list[Any], list[Any], int]:
     """Return what the toys give with pairs and without, and the pairs."""
     seen = _Seen()
     off = [replace(toy, pipeline={"schedule": toy.pipeline["schedule"]}) for toy in toys]
-    return run_toys(rank, toys, num_stages), run_toys(rank, off, num_stages), seen.pairs
+    found = run_toys(rank, toys, num_stages), run_toys(rank, off, num_stages), seen.pairs
+    assert seen.receivers == 1, "the backward of a pair receives once its forward has"
+    return found
 
 
 def check_same(ranks: list[Any], toys: list[Toy]) -> None:
