@@ -57,7 +57,7 @@ class TimingBudget:
         by_wall: count the wall clock as it is, for devices that go on while this thread waits for a core.
     """
 
-    window_s: float = 0.08
+    window_s: float = 0.06
     windows: int = 3
     largest_side: int = SIDES[-1]
     numbers: int = 2**21
