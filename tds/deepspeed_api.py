@@ -251,7 +251,7 @@ def _index(topology: Any) -> None:
     """Let ``topology`` find the ranks at a place of an axis without a look at all, and a rank's place with one look."""
     ranks_at: dict[tuple[str, int], list[int]] = {}
     for place, rank in topology.mapping.items():
-        for axis, index in place._asdict().items():
+        for axis, index in zip(topology.axes, place, strict=True):
             ranks_at.setdefault((axis, index), []).append(rank)
     topology.get_coord = cache(topology.get_coord)  # asked again and again for the own rank
     topology.get_axis_list = lambda axis, idx: list(ranks_at.get((axis, idx), ()))

@@ -40,6 +40,7 @@ class Stand(Checkpointer):
         self.fails = self.is_asked = False
         self.progress, self.phases = TrainState(), Sections()
         trainer: Any = SimpleNamespace(
+            stop_text="",
             config=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
             world=World("cpu", torch.device("cpu"), single_grid(), 0),
             progress=self.progress,
