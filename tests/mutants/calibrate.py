@@ -92,8 +92,8 @@ CALIBRATION = (
     Mutant(
         "the work ahead of a message counts as its time",
         "megatron/planner/microbenchmarks.py",
-        "(_spent(rank, both, times) - _spent(rank, work, times)) / times",
-        "_spent(rank, both, times) / times",
+        "(_spent(rank, both, times, reference) - _spent(rank, work, times, reference)) / times",
+        "_spent(rank, both, times, reference) / times",
         (f"{CALIBRATE}::test_what_ranks_do_ahead_of_a_message_is_not_in_its_time[0.001-0.004-0.004]",),
     ),
     Mutant(
