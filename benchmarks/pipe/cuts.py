@@ -30,7 +30,8 @@ from benchmarks.pipe.model import Batch, Bounds, Case, Contender, Model, build, 
 from benchmarks.step_profile import measure
 from benchmarks.turns import Team
 from tds import timers
-from tds.schedule import Costs, Forward, Placement, received, schedule_named, sent, simulate
+from tds.schedule import LOOP, Costs, Forward, Placement, V, received, schedule_named, sent, simulate
+from tds.schedule.simulate import placement_for
 
 WEIGHT_OF_A_LAYER = {
     "Block": 1.0,
@@ -80,11 +81,12 @@ def predicted_s(
     return num_micro_batches * slowest + (sum(stages) - slowest) / chunks + 1e-3 * max(pieces)
 
 
-def stage_seconds(bounds: Bounds, costs: Sequence[float], num_stages: int) -> list[float]:
-    """Return the seconds of each stage, its pieces in a ring; none if ``costs`` are not those of the layers cut."""
+def stage_seconds(bounds: Bounds, costs: Sequence[float], num_stages: int, placement: str = LOOP) -> list[float]:
+    """Return the seconds of each stage; none if ``costs`` are not those of the layers cut."""
     if not bounds or bounds[-1] != len(costs):
         return []
-    return _stages_of([sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)], num_stages)
+    pieces = [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    return _stages_of(pieces, num_stages, is_v=placement == V)
 
 
 def best_cuts(
@@ -106,19 +108,20 @@ def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     return "+".join(f"{sum(counts[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
 
 
-def best_ring(
+def best_chunks(
     costs: Sequence[float], num_stages: int, num_micro_batches: int, num_chunks: int, schedule: str
 ) -> Bounds:
-    """Return the cut into ``num_chunks`` chunks a stage of the fastest step by simulation.
+    """Return the cut into ``num_chunks`` chunks a stage, as ``schedule`` has them lie, of the fastest simulated step.
 
     A forward is taken for a third of a layer's time, as each half of its backward.
     """
-    order = schedule_named(schedule, num_chunks)
+    placement = placement_for(schedule)
+    order = schedule_named(schedule, num_chunks, placement)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
 
     def step_s(bounds: Bounds) -> float:
         thirds = tuple(sum(costs[start:stop]) / 3 for start, stop in itertools.pairwise(bounds))
-        return simulate(actions, Costs(thirds, thirds, thirds), num_chunks).step_s
+        return simulate(actions, Costs(thirds, thirds, thirds), num_chunks, placement).step_s
 
     return min(all_cuts(len(costs), num_stages * num_chunks), key=step_s)
 
@@ -154,7 +157,7 @@ ALONE = Contender(name="one process", kind="alone", keeps_freed=True)
 SIDE_BY_SIDE = Contender(name="side by side", kind="side by side", keeps_freed=True)
 """What our engine is measured by must keep freed memory as it does."""
 ONE_CHUNK = ("1f1b", "zb-h1", "gpipe", "auto")
-MANY_CHUNKS = ("interleaved", "zb-h1")
+MANY_CHUNKS = ("interleaved", "zb-h1", "zb-v", "dualpipev")
 CHUNKS = 2
 
 
@@ -209,8 +212,9 @@ def _pipelines(
     gpipe = best[:1] if case.has_gpipe else []
     yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "gpipe": gpipe}, best[0])
     for schedule in MANY_CHUNKS:
-        ring = best_ring(costs, p, m, CHUNKS, schedule)
-        yield _ours(layers, ring, format_cut(ring, specs), schedule, CHUNKS)
+        if case.tensor == 1 or placement_for(schedule) == LOOP:
+            bounds = best_chunks(costs, p, m, CHUNKS, schedule)
+            yield _ours(layers, bounds, format_cut(bounds, specs), schedule, CHUNKS)
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
 
@@ -224,8 +228,8 @@ def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator
     shared = distinct([*best, cut_by_cost(case)], specs)
     yield from _all_of_ours("t5", specs, {"1f1b": shared, "zb-h1": shared}, best[0])
     for schedule in MANY_CHUNKS:
-        rings = distinct([best_ring(costs, p, m, CHUNKS, schedule), cut_by_cost(case, CHUNKS)], specs)
-        for bounds in rings:
+        by_cost = [cut_by_cost(case, CHUNKS)] if placement_for(schedule) == LOOP else []
+        for bounds in distinct([best_chunks(costs, p, m, CHUNKS, schedule), *by_cost], specs):
             yield _ours("t5", bounds, format_cut(bounds, specs), schedule, CHUNKS)
     yield _ours("t5", "profile", "profile", "auto")
 
@@ -349,39 +353,39 @@ class Prediction:
         return self.measured_s / self.simulated_s
 
 
-def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
+def compare(stages: Sequence[Recorded], num_chunks: int, placement: str = LOOP) -> Prediction:
     """Return one step of all stages beside its simulation."""
-    costs = costs_of([each.work for each in stages], num_chunks)
+    costs = costs_of([each.work for each in stages], num_chunks, placement)
     actions = [[work.action for work in each.work] for each in stages]
-    timeline = simulate(actions, costs, num_chunks)
+    timeline = simulate(actions, costs, num_chunks, placement)
     tail_s = min(each.tail_s for each in stages)  # the others' holds their wait for the slowest
     return Prediction(max(each.step_s for each in stages), timeline.step_s + tail_s, costs)
 
 
-def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
+def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int, placement: str = LOOP) -> Any:
     """Return the costs of a recorded step: means over the micro-batches."""
     seconds = [timers.durations_of(works) for works in stages]
     means = [{key: statistics.fmean(each) for key, each in stage.items()} for stage in seconds]
-    return replace(timers.costs_of(means, num_chunks), transfer=transfer_s(stages, num_chunks))
+    lie = Placement(len(stages), num_chunks, placement)
+    return replace(timers.costs_of(means, num_chunks, placement), transfer=transfer_s(stages, lie))
 
 
-def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
+def transfer_s(stages: Sequence[Sequence[Any]], placement: Placement) -> float:
     """Return the median time of a message that was waited for, from the end of the action that sent it."""
-    p = len(stages)
     sent_ns = {}
     for stage, works in enumerate(stages):
         for work in works:
-            message = sent(work.action, stage, Placement(p, num_chunks))
+            message = sent(work.action, stage, placement)
             if message is not None:
-                piece = work.action.chunk * p + stage + (1 if isinstance(work.action, Forward) else -1)
+                piece = placement.piece(stage, work.action.chunk) + (1 if isinstance(work.action, Forward) else -1)
                 sent_ns[message.kind, message.micro_batch, piece] = work.ended_ns
     found = []
     for stage, works in enumerate(stages):
         for work in works:
-            message = received(work.action, stage, Placement(p, num_chunks))
-            if message is None or not work.waits:
+            message = received(work.action, stage, placement)
+            if message is None or message.peer == stage or not work.waits:
                 continue
-            left = sent_ns[message.kind, message.micro_batch, work.action.chunk * p + stage]
+            left = sent_ns[message.kind, message.micro_batch, placement.piece(stage, work.action.chunk)]
             began, ended = work.waits[-1]
             if began < left:
                 found.append(max(0, ended - left) * 1e-9)

@@ -48,6 +48,7 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tds.device import keep_freed
+from tds.schedule.simulate import placement_for
 
 SEED, STD = 1234, 0.02
 Batch = tuple[Any, Any]
@@ -105,6 +106,11 @@ class Contender:
     schedule: str = "1f1b"
     chunks: int = 1
     keeps_freed: bool = False
+
+    @property
+    def placement(self) -> str:
+        """How the pieces of ours lie."""
+        return placement_for(self.schedule)
 
     @property
     def num_trials(self) -> int:
@@ -483,6 +489,7 @@ def _ours(contender: Contender, model: Model, seat: Seat) -> Built:
     pipeline: dict[str, Any] = {"schedule": contender.schedule}
     if contender.chunks > 1:
         options["chunks"] = pipeline["chunks"] = contender.chunks
+        options["placement"] = contender.placement
     if contender.partition == "profile":
         options["profile_batch"] = model.batches(seat.case, 0)[0]
     return _engine(model.staged(options), tds.initialize, pipeline, model, seat)
