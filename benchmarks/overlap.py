@@ -1,7 +1,7 @@
 """Forwards beside backwards of other micro-batches: steps by simulation, and steps of a small GPT-2 with experts.
 
     python benchmarks/overlap.py                          # a table, simulated
-    python benchmarks/overlap.py --picture pairs.png      # and dualpipev with pairs, below itself without
+    python benchmarks/overlap.py --picture pairs.png      # dualpipev with pairs, below itself without, simulated
     python benchmarks/overlap.py --run --delay-ms 10      # trains; 2 stages x 2 expert ranks over gloo, or --tensor 2
     python benchmarks/overlap.py --run --trace FOLDER     # and leaves the trace of the steps with pairs
 
@@ -250,9 +250,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.run:
         run(args)
         return 0
-    print("\n".join(table()))
     if args.picture is not None:
         draw(args.picture)
+    else:
+        print("\n".join(table()))
     return 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import overlap
+from benchmarks.overlap import table, timelines
 from tds.schedule import (
     Action,
     Backward,
@@ -133,7 +133,7 @@ def test_a_pair_takes_what_two_evenly_mixed_actions_take(share: float, takes: fl
 def test_pairs_gain_with_communication_and_cost_nothing_without() -> None:
     for name in NAMES:
         for share, least in ((0.0, 0.97), (0.6, 1.07)):
-            plain, paired = overlap.timelines(name, 4, 12, share)
+            plain, paired = timelines(name, 4, 12, share)
             assert plain.step_s / paired.step_s >= least, (name, share)
 
 
@@ -150,9 +150,9 @@ def rows_of(page: str) -> list[str]:
 def test_the_pages_have_the_simulated_steps() -> None:
     english, chinese = rows_of("docs/pipelines.md"), rows_of("docs/zh/pipelines.md")
     assert english == chinese and len(english) == 12
-    assert english[:4] == overlap.table([(4, 16)])[2:]
+    assert english[:4] == table([(4, 16)])[2:]
 
 
 @pytest.mark.slow
 def test_the_pages_have_the_simulated_steps_of_many_stages() -> None:
-    assert rows_of("docs/pipelines.md") == overlap.table()[2:]
+    assert rows_of("docs/pipelines.md") == table()[2:]
