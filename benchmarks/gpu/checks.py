@@ -232,6 +232,8 @@ LAYOUTS = {
     "gpt2 fp64 pp 2, gpipe": f"{PIPE} --pipeline-schedule gpipe",
     "gpt2 fp64 pp 2, zb-h1": f"{PIPE} --pipeline-schedule zb-h1",
     "gpt2 fp64 pp 2, interleaved": f"{PIPE} --pipeline-chunks 2",
+    "gpt2 fp64 pp 2, zb-v": f"{PIPE} --pipeline-schedule zb-v",
+    "gpt2 fp64 pp 2, dualpipev": f"{PIPE} --pipeline-schedule dualpipev",
     "gpt2 fp64 pp 2, zb-h1 with chunks": f"{PIPE} --pipeline-chunks 2 --pipeline-schedule zb-h1",
     "gpt2 fp32 tp 2 x pp 2": f"{TENSOR} {PIPE}",
     "gpt2 fp32 dp 2, ZeRO 3": f"{DATA} --zero-stage 3",

@@ -156,7 +156,6 @@ class ParallelConfig:
         "waits for its experts or tensor ranks; 1f1b, interleaved, zb-v, dualpipev or a schedule of a file, on CPUs; "
         "the numbers are the same",
         aliases=("--overlap-moe-expert-parallel-comm",),
-        short="forwards beside backwards of other micro-batches",
     )
     gradient_accumulation_fusion: bool = option(
         False,

@@ -121,6 +121,7 @@ def test_the_stages_of_a_run_are_cut_as_it_says(
     assert stages.how == {
         "partition": costs_of(config).stage_bounds(2) if method == "balanced" else method,
         "chunks": 1,
+        "placement": "loop",
         "probe": (3, *lengths) if is_timed else None,
         "has_flags": True,
     }

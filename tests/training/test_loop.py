@@ -123,7 +123,7 @@ class Screen(Console):
         self.calls, self.lines = calls, list[str]()
 
     def on_train_start(self) -> None:
-        self._began = 0.0
+        self._began, self._says_what_is_fused = 0.0, False
         self.trainer.print_line = self.line
 
     def line(self, text: str) -> None:

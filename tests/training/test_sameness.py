@@ -155,7 +155,7 @@ def test_a_start_compares_devices_before_nccl_sees_them(
     monkeypatch.setattr(initialize, "compare_devices", lambda *_: order.append("devices"))
     monkeypatch.setattr(initialize, "_touch_every_group", lambda *_: order.append("nccl"))
     monkeypatch.setattr(initialize, "_init_process_group", lambda *_: None)
-    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_: single_grid())
+    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_, **__: single_grid())
     monkeypatch.setattr(device, "seed", lambda _: None)
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -32,7 +32,7 @@ def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp
     def timeouts(rank: int) -> list[timedelta]:
         found: list[timedelta] = []
         initialize._init_process_group = lambda *given: found.append(given[2])  # type: ignore[assignment]
-        initialize.initialize_model_parallel = lambda t, p, place, timeout, *_: found.append(timeout) or 1 / 0  # type: ignore
+        initialize.initialize_model_parallel = lambda t, p, place, timeout, *_, **__: found.append(timeout) or 1 / 0  # type: ignore
         with pytest.raises(ZeroDivisionError):
             initialize.start(parse_as(pretrain_gpt2, argv, 1))
         return found
@@ -144,7 +144,7 @@ def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
     monkeypatch.setattr(initialize.device, "seed", lambda _: None)
     monkeypatch.setattr(initialize.log, "info", said.append)
     monkeypatch.setattr(initialize, "_init_process_group", lambda *given: asked.append(given[0]))
-    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_: build_grid(Topology(1, 1, 1), 0))
+    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_, **__: build_grid(Topology(1, 1, 1), 0))
     monkeypatch.setattr(initialize, "check_ranks_identical", lambda *_: None)
     config = Config(parallel=ParallelConfig(device="cuda", distributed_backend=backend))
     here = initialize.start(config)
