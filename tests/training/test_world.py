@@ -77,7 +77,7 @@ def test_whatever_nccl_cannot_do_here_before_the_ranks_have_worked_together_is_a
         "ncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer": dist.DistBackendError,
     }
     grid = build_grid(Topology(1, 1, 1), 0)
-    grid = replace(grid, world=replace(grid.world, ranks=(0, 1)))
+    grid = replace(grid, world=replace(grid.world, ranks=(0, 1), handle=object()))
     for text, kind in errors.items():
 
         def refuse(*_: object, text: str = text, **__: object) -> None:
