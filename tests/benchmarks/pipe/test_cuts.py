@@ -11,8 +11,8 @@ from deepspeed.runtime.utils import partition_balanced
 from benchmarks.contenders import GPTSizes, T5Sizes
 from benchmarks.pipe.cuts import (
     all_cuts,
+    best_chunks,
     best_cuts,
-    best_ring,
     cuts_of_deepspeed,
     format_cut,
     line_up,
@@ -20,7 +20,8 @@ from benchmarks.pipe.cuts import (
     stage_seconds,
 )
 from benchmarks.pipe.model import MOST_KEPT, Case, cut_by_cost, plain_specs
-from tds.schedule import Costs, schedule_named, simulate
+from tds.schedule import Costs, V, schedule_named, simulate
+from tds.schedule.simulate import SCHEDULES, placement_for
 
 SIZES = GPTSizes(num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, bar=0.9)
@@ -60,19 +61,20 @@ def test_pieces_lie_in_a_ring_or_in_a_v() -> None:
     assert round(folded) in (502, 503)  # 1 + 4 against 2 + 3
 
 
-def test_the_best_ring_is_the_fastest_by_simulation() -> None:
+def test_the_best_chunks_are_the_fastest_by_simulation() -> None:
     costs = [1.0] * 7 + [4.0]
-    for schedule in ("interleaved", "zb-h1"):
-        best = best_ring(costs, 2, 6, 2, schedule)
-        order = schedule_named(schedule, 2)
+    for schedule in ("interleaved", "zb-h1", "zb-v"):
+        best, lie = best_chunks(costs, 2, 6, 2, schedule), placement_for(schedule)
+        order = schedule_named(schedule, 2, lie)
         actions = [order(2, 6, stage) for stage in range(2)]
         pieces = {each: tuple(sum(costs[a:b]) / 3 for a, b in itertools.pairwise(each)) for each in all_cuts(8, 4)}
-        steps = {each: simulate(actions, Costs(*[piece] * 3), 2).step_s for each, piece in pieces.items()}
+        steps = {each: simulate(actions, Costs(*[piece] * 3), 2, lie).step_s for each, piece in pieces.items()}
         assert steps[best] == min(steps.values()) < steps[best_cuts(all_cuts(8, 4), costs, 2, 6, 1)[0]] * 1.001
 
 
 def test_seconds_of_a_stage_are_those_of_its_pieces() -> None:
     assert stage_seconds((0, 1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0], 2) == [4.0, 6.0]
+    assert stage_seconds((0, 1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0], 2, V) == [5.0, 5.0]
     assert stage_seconds((0, 1, 3), [1.0, 2.0, 3.0, 4.0], 2) == [], "these are costs of other layers"
     assert stage_seconds((), [1.0], 2) == []
 
@@ -90,8 +92,8 @@ def test_a_t5_runs_each_schedule_at_the_default_cut_too() -> None:
     for schedule in ("1f1b", "zb-h1"):
         cuts = [c.partition for c in contenders if c.schedule == schedule and c.kind == "ours" and c.chunks == 1]
         assert by_cost in cuts and len(cuts) == 2
-    assert {c.schedule for c in contenders if c.chunks == 2} == {"interleaved", "zb-h1"}
-    assert {c.schedule for c in contenders if c.kind == "ours"} == {"1f1b", "zb-h1", "gpipe", "interleaved", "auto"}
+    assert {c.schedule for c in contenders if c.chunks == 2} == {"interleaved", "zb-h1", "zb-v", "dualpipev"}
+    assert {c.schedule for c in contenders if c.kind == "ours"} == set(SCHEDULES)
     assert len({c.name for c in contenders}) == len(contenders)
 
 
@@ -102,7 +104,7 @@ def test_one_f_one_b_of_all_engines_runs_at_the_same_cuts() -> None:
     }
     stock = [c for c in contenders if c.name.startswith("stock ") and c.layers == "half"]
     assert cuts["torch"] == cuts["ours 1f1b"] >= {"5.5+2.5", stock[0].name.split()[-1]}
-    assert {c.schedule for c in contenders if c.kind == "ours"} == {"1f1b", "zb-h1", "gpipe", "interleaved", "auto"}
+    assert {c.schedule for c in contenders if c.kind == "ours"} == set(SCHEDULES)
     assert len({c.name for c in contenders}) == len(contenders)
 
 

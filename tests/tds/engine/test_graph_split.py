@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import weakref
 from collections import deque
@@ -255,8 +256,12 @@ def _same(got: list[Any], wanted: list[Any]) -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stages", "chunks", "schedule"), [(2, 2, 1, "zb-h1"), (2, 2, 2, "zb-h1"), (4, 2, 1, "zb-h1")]
+    ("ranks", "stages", "chunks", "schedule"),
+    [(2, 2, 1, "zb-h1"), pytest.param(2, 2, 2, "zb-h1", marks=slow), pytest.param(4, 2, 1, "zb-h1", marks=slow)],
 )
 def test_products_without_linear_are_put_off_under_a_schedule_that_splits(
     ranks: int, stages: int, chunks: int, schedule: str
@@ -268,11 +273,19 @@ def test_products_without_linear_are_put_off_under_a_schedule_that_splits(
     assert f"{schedule}, stage 1: the gradients of all its weights are put off" in [t for each in got for t in each[3]]
 
 
-@pytest.mark.parametrize("kind", ["delayed", "choosing"])
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb-h1"), (4, "zb-h1"), (4, "1f1b")])
+QUICK = [
+    (2, "zb-h1", False, "delayed"), (2, "zb-h1", True, "delayed"), (4, "1f1b", False, "delayed"),
+    (2, "zb-h1", True, "choosing"),
+]  # fmt: skip
+EVERY = itertools.product((2, 4), ("zb-h1", "1f1b"), (False, True), ("delayed", "choosing"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "recomputes", "kind"),
+    [*QUICK, *(pytest.param(*case, marks=slow) for case in EVERY if case not in QUICK)],
+)
 def test_modules_with_backward_dw_have_the_gradients_of_torchs(
-    kind: str, recomputes: bool, ranks: int, schedule: str
+    ranks: int, schedule: str, recomputes: bool, kind: str
 ) -> None:
     """Two steps of two stages, with four ranks of two replicas: what is late would miss the sum over them."""
     wanted = run_ranks(ranks, _trained, "plain", "1f1b", 2, 1)
