@@ -268,8 +268,9 @@ class ParallelConfig:
 
     @property
     def overlaps_passes(self) -> bool:
-        """Whether forwards run beside backwards."""
-        return self.overlap_forward_backward and self.has_pipeline
+        """Whether forwards run beside backwards; with recompute, whose layers run in both, they take turns."""
+        recomputes = self.checkpoint_activations or self.recompute_granularity is not None
+        return self.overlap_forward_backward and self.has_pipeline and not recomputes
 
     @property
     def schedule(self) -> str:
@@ -381,13 +382,8 @@ class ParallelConfig:
                 f"{flag} needs one of the schedules {', '.join(EARLIER)}, got --pipeline-schedule {self.schedule}. "
                 "Use one of these, or leave the flag out"
             )
-        beside = {
-            "--checkpoint-activations": self.checkpoint_activations,
-            "--recompute-granularity": self.recompute_granularity is not None and not self.checkpoint_activations,
-            "--compile": self.compile,
-        }
-        if said := [name for name, is_said in beside.items() if is_said]:
-            yield f"{flag} runs layers in two threads, which {', '.join(said)} cannot. Leave one of them out"
+        if self.compile:
+            yield f"{flag} runs layers in two threads, which --compile cannot. Leave one of them out"
 
     def _file_problem(self) -> str | None:
         """Return what is wrong with a file of a schedule, looking at the layout alone."""

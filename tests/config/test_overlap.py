@@ -37,6 +37,15 @@ def test_without_a_pipeline_a_note_says_that_nothing_changes(flag: str) -> None:
     assert any("--overlap-forward-backward" in note for note in notes_of(config, 2))
 
 
+@pytest.mark.parametrize("extra", ["--checkpoint-activations", "--recompute-granularity selective"])
+def test_with_recompute_passes_take_turns_and_a_note_says_so(extra: str) -> None:
+    """Scripts of Megatron-LM have both; the numbers are the same."""
+    config = read(f"--pipe-parallel-size 2 {FLAGS[1]} {extra}")
+    assert not config.parallel.overlaps_passes
+    assert "overlap_forward_backward" not in engine_dict(config, 2)["pipeline"]
+    assert any("without recompute: nothing changes" in note for note in notes_of(config, 2))
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -45,8 +54,6 @@ def test_without_a_pipeline_a_note_says_that_nothing_changes(flag: str) -> None:
             "needs one of the schedules 1f1b, interleaved, zb-v, dualpipev, .*zb-h1. Use",
         ),
         ("--pipeline-schedule auto", "needs one of the schedules .* got --pipeline-schedule auto"),
-        ("--checkpoint-activations", "two threads, which --checkpoint-activations cannot. Leave one of them out"),
-        ("--recompute-granularity selective", "which --recompute-granularity cannot"),
         ("--compile", "two threads, which --compile cannot"),
         ("--debug-dump x", "look at one pass at a time, got --overlap-forward-backward"),
         ("--debug-nan", "look at one pass at a time, got --overlap-forward-backward"),
