@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron import files, log, object_store
 from megatron.checkpoint import remote
 from megatron.checkpoint.folders import commit_checkpoint, free_name
+from megatron.checkpoint.loading import first_that_verifies
 from megatron.checkpoint.manifest import MANIFEST_NAME
 from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.checkpoint.remote import RemoteCheckpoint
@@ -26,19 +27,12 @@ def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False)
     Raises:
         CheckpointError: there is none; on all ranks alike.
     """
-    reasons = []
-    for one in gather_verdict(world, lambda: None, lambda _: remote.require(source)):
-        try:
-            path = _fetch(one, root, world)
-        except CheckpointError as error:
-            if strict:
-                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
-            reasons.append(str(error))
-            continue
-        if reasons and world.rank == 0:
-            log.warning(f"going back to {one.path} (step {one.step}), since: " + " | ".join(reasons))
-        return path
-    raise CheckpointError(f"no checkpoint in {source} verifies: " + " | ".join(reasons))
+    candidates = gather_verdict(world, lambda: None, lambda _: remote.require(source))
+
+    def fetched(one: RemoteCheckpoint) -> tuple[Path, str]:
+        return _fetch(one, root, world), f"{one.path} (step {one.step})"
+
+    return first_that_verifies(candidates, fetched, world, source, strict=strict)
 
 
 def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:

@@ -5,11 +5,11 @@ layout, other vocabularies).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -233,15 +233,43 @@ def open_latest(
     return found
 
 
-@marked(is_of_this_rank=False)
 def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
     """Return the first of ``candidates``, the same on all ranks, that verifies; else as ``open_latest``. Collective."""
     if candidates == [root]:
         return open_checkpoint(root, world)
+
+    def opened(path: Path) -> tuple[Checkpoint, str]:
+        found = open_checkpoint(path, world)
+        return found, f"{path.name} (step {found.step})"
+
+    return first_that_verifies(candidates, opened, world, root, strict=strict)
+
+
+Candidate = TypeVar("Candidate")
+Opened = TypeVar("Opened")
+
+
+@marked(is_of_this_rank=False)
+def first_that_verifies(
+    candidates: Sequence[Candidate],
+    opened: Callable[[Candidate], tuple[Opened, str]],
+    world: Group,
+    root: Path | str,
+    *,
+    strict: bool = False,
+) -> Opened:
+    """Return what ``opened`` makes of the first of ``candidates`` for which it raises no CheckpointError. Collective.
+
+    Args:
+        opened: also returns what the candidate is called in the warning that names those that were passed over.
+
+    Raises:
+        CheckpointError: of none, or ``strict`` and not of the first; on all ranks alike.
+    """
     reasons = []
-    for path in candidates:
+    for one in candidates:
         try:
-            found = open_checkpoint(path, world)
+            found, name = opened(one)
         except NewerFormatError:
             raise
         except CheckpointError as error:
@@ -250,7 +278,7 @@ def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool
             reasons.append(str(error))
             continue
         if reasons and world.rank == 0:
-            log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
+            log.warning(f"going back to {name}, since: " + " | ".join(reasons))
         return found
     raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
 
