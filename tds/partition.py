@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
-from tds.schedule.actions import LOOP, Placement
+from tds.schedule.actions import LOOP, Backward, Order, Placement
+from tds.schedule.schedules import schedule_named
+from tds.schedule.simulate import AUTO, candidates
+from tds.schedule.validate import run
 
 Bounds = list[int]
 
@@ -59,15 +62,18 @@ def _sums(weights: Sequence[float]) -> Callable[[int, int], float]:
 
 TOLERANCE = 0.01
 """Times within this share of the best count as equal: a measurement is no better."""
-TRIED_ONE_BY_ONE = 20_000
+MOST_SIMULATED = 4_000_000
+"""Actions that are simulated in search of a cut into chunks, about a microsecond each."""
 
 
 def partition_by_times(
     times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1, placement: str = LOOP
 ) -> Bounds:
-    """Return bounds by which the slowest stage takes as little time as can be; among equals, with even parameters.
+    """Return bounds by which a step takes as little time as can be; among equals, with even parameters.
 
-    Exact for one chunk, and for several where the ways to cut are few; else the best that moving bounds finds.
+    With one chunk a step is as fast as its slowest stage. With several, stages wait for each other in many ways, so
+    each cut is simulated: all of them where they are few, else those to which moving bounds leads, from even pieces and
+    from even stages.
 
     Raises:
         ValueError: fewer layers than pieces.
@@ -80,11 +86,16 @@ def partition_by_times(
         )
     if num_chunks == 1:
         return _cut_in_runs(times, parameters, num_pieces)
-    score = _scorer(times, parameters, num_stages, placement)
-    if math.comb(len(times) - 1, num_pieces - 1) <= TRIED_ONE_BY_ONE:
-        return _best(_every_cut(len(times), num_pieces), score)
-    start = _cut_in_runs(times, parameters, num_pieces)
-    return _improved(start, score)
+    step = _SimulatedStep(num_stages, num_chunks, placement)
+    price = _price_of_chunks(times, parameters, step)
+    most = MOST_SIMULATED // step.num_actions
+    if math.comb(len(times) - 1, num_pieces - 1) <= most:
+        return _best(_every_cut(len(times), num_pieces), price)
+    starts = (
+        _cut_in_runs(times, parameters, num_pieces),
+        partition_balanced_chunks(times, num_stages, num_chunks, placement),
+    )
+    return _improved(min(starts, key=price), price, most)
 
 
 def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: int) -> Bounds:
@@ -98,14 +109,61 @@ def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: 
     return _cheapest_cut(len(times), num_pieces, price, max, "last")[1]
 
 
-def _scorer(
-    times: Sequence[float], parameters: Sequence[int], num_stages: int, placement: str
-) -> Callable[[Bounds], tuple[float, float]]:
-    def largest(weights: Sequence[float], bounds: Bounds) -> float:
-        pieces = [sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        return max(stage_sums(pieces, num_stages, placement))
+class _SimulatedStep:
+    """What a step takes, of 4 p micro-batches and under all schedules for chunks that lie so, from times of pieces.
 
-    return lambda bounds: (largest(times, bounds), largest(parameters, bounds))
+    As ``tds.schedule.simulate`` has it, with forward and both halves of a backward alike and messages for nothing; the
+    order of events, which is always the same, is found once.
+    """
+
+    def __init__(self, num_stages: int, num_chunks: int, placement: str) -> None:
+        self.lie = Placement(num_stages, num_chunks, placement)
+        names = candidates(AUTO, num_chunks, placement)
+        self._every = [_events(schedule_named(name, num_chunks, placement), self.lie) for name in names]
+        self.num_actions = sum(map(len, self._every))
+
+    def __call__(self, pieces: Sequence[float]) -> float:
+        return sum(self._seconds(events, pieces) for events in self._every)
+
+    def _seconds(self, events: Sequence[_Timed], pieces: Sequence[float]) -> float:
+        free, arrived = [0.0] * self.lie.num_stages, [0.0] * (len(events) + 1)
+        for number, (stage, piece, thirds, source) in enumerate(events, start=1):
+            begin = arrived[source] if arrived[source] > free[stage] else free[stage]
+            free[stage] = arrived[number] = begin + thirds * pieces[piece] / 3
+        return max(free)
+
+
+_Timed = tuple[int, int, int, int]
+"""An action: its stage, its piece, how many thirds of the piece's time it takes, and the number, counted from 1, of the
+action whose message it waits for; 0: none."""
+
+
+def _events(order: Order, lie: Placement) -> list[_Timed]:
+    stages = [order(lie.num_stages, 4 * lie.num_stages, stage) for stage in range(lie.num_stages)]
+    found: list[_Timed] = []
+    senders: dict[Any, int] = {}
+    for event in run(stages, lie.num_chunks, placement=lie.kind):
+        source = senders.pop((event.source, event.takes)) if event.source is not None else 0
+        piece = lie.piece(event.stage, event.action.chunk)
+        found.append((event.stage, piece, 2 if isinstance(event.action, Backward) else 1, source))
+        if event.target is not None:
+            senders[event.target, event.sends] = len(found)
+    return found
+
+
+_Price = Callable[[Bounds], tuple[float, float]]
+
+
+def _price_of_chunks(times: Sequence[float], parameters: Sequence[int], step: _SimulatedStep) -> _Price:
+    """Return what gives the time of a step of a cut, and the parameters of its largest stage."""
+    time_of, parameters_of = _sums(times), _sums(parameters)
+
+    def price(bounds: Bounds) -> tuple[float, float]:
+        runs = list(itertools.pairwise(bounds))
+        held = stage_sums([parameters_of(*run) for run in runs], step.lie.num_stages, step.lie.kind)
+        return step([time_of(*run) for run in runs]), max(held)
+
+    return price
 
 
 def _every_cut(num_layers: int, num_pieces: int) -> Iterator[Bounds]:
@@ -113,30 +171,37 @@ def _every_cut(num_layers: int, num_pieces: int) -> Iterator[Bounds]:
         yield [0, *inner, num_layers]
 
 
-def _best(cuts: Iterator[Bounds], score: Callable[[Bounds], tuple[float, float]]) -> Bounds:
-    scored = [(*score(bounds), bounds) for bounds in cuts]
+def _best(cuts: Iterable[Bounds], price: _Price) -> Bounds:
+    scored = [(*price(bounds), bounds) for bounds in cuts]
     limit = min(time for time, _, _ in scored) * (1 + TOLERANCE)
     return min((weight, time, bounds) for time, weight, bounds in scored if time <= limit)[2]
 
 
-def _improved(bounds: Bounds, score: Callable[[Bounds], tuple[float, float]]) -> Bounds:
-    """Move one or two bounds by one layer as long as that helps."""
-    now = score(bounds)
-    while True:
-        better = min(((score(each), each) for each in _neighbours(bounds)), default=(now, bounds))
-        if better[0] >= now:
-            return bounds
-        now, bounds = better
+def _improved(bounds: Bounds, price: _Price, most: int) -> Bounds:
+    """Take each move that helps, until none does or ``most`` were tried."""
+    now, tried, is_better = price(bounds), 0, True
+    while is_better:
+        is_better = False
+        for each in _moved(bounds):
+            if tried == most:
+                return bounds
+            tried += 1
+            if (found := price(each)) < now:
+                now, bounds, is_better = found, each, True
+                break
+    return bounds
 
 
-def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
+def _moved(bounds: Bounds) -> Iterator[Bounds]:
+    """Yield the cuts with one or two inner bounds a layer off, or one two layers off, and no piece empty."""
     inner = range(1, len(bounds) - 1)
-    moves = [(i, step) for i in inner for step in (-1, 1)]
-    pairs = [pair for pair in itertools.combinations(moves, 2) if pair[0][0] != pair[1][0]]
-    for moved in [(move,) for move in moves] + pairs:
+    single = [(place, by) for by in (1, -1, 2, -2) for place in inner]
+    steps = [(place, by) for place, by in single if abs(by) == 1]
+    pairs = (pair for pair in itertools.combinations(steps, 2) if pair[0][0] != pair[1][0])
+    for moves in itertools.chain(((move,) for move in single), pairs):
         each = list(bounds)
-        for index, step in moved:
-            each[index] += step
+        for place, by in moves:
+            each[place] += by
         if all(start < stop for start, stop in itertools.pairwise(each)):
             yield each
 
