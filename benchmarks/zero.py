@@ -213,7 +213,7 @@ def expected(contender: Contender, case: Case) -> tuple[int, int]:
     They are those of ``megatron.models.common.cost``. On CPUs what is offloaded lies in the same memory, so it counts.
     """
     from megatron.models import registry
-    from megatron.training.dry_run import zero_of
+    from megatron.training.estimates import zero_of
 
     config = config_of(contender, case)
     settings: dict[str, Any] = {"micro_batch_size": case.batch_size, "dtype": case.dtype}

@@ -51,7 +51,7 @@ from megatron.planner.layout import layout_of
 from megatron.planner.machine import SHEETS, device
 from megatron.planner.machine import Machine as Planned
 from megatron.planner.microbenchmarks import TimingBudget
-from megatron.training.dry_run import stage_memory
+from megatron.training.estimates import stage_memory
 
 OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
 GIB = 2**30

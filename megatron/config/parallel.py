@@ -12,7 +12,6 @@ from megatron.config.option import option
 from megatron.config.pipeline_layout import parse_layout
 from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
-    AUTO,
     EARLIER,
     IN_A_V,
     IN_FILE,
@@ -21,6 +20,7 @@ from tds.schedule.simulate import (
     SCHEDULES,
     by_default,
     candidates,
+    is_auto,
     placement_for,
     splits,
 )
@@ -435,9 +435,9 @@ class ParallelConfig:
             return
         schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
-        if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or schedule != AUTO):
+        if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or not is_auto(schedule)):
             needs = V if schedule in IN_A_V else LOOP
-            if schedule != AUTO:
+            if not is_auto(schedule):
                 yield (
                     f"the schedule {schedule} needs its chunks in a {needs}, {got}, --pipeline-placement "
                     f"{self.placement}. Leave one of the two out"
@@ -452,9 +452,9 @@ class ParallelConfig:
             if chunks != 2:
                 yield f"a V has two chunks on each stage, {got}. Use --pipeline-chunks 2, or leave it out"
             return
-        if chunks == 1 and schedule not in (*ONE_CHUNK, AUTO):
+        if chunks == 1 and schedule not in ONE_CHUNK and not is_auto(schedule):
             yield f"the schedule {schedule} needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
-        if chunks > 1 and schedule not in (*MANY_CHUNKS, AUTO):
+        if chunks > 1 and schedule not in MANY_CHUNKS and not is_auto(schedule):
             yield (
                 f"several chunks on each stage need the schedule {' or '.join(MANY_CHUNKS)}, {got}. "
                 "Leave one of the two out"

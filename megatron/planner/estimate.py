@@ -19,11 +19,8 @@ from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
 from tds.partition import chunks_on
-from tds.schedule.simulate import SPLITTING, bubble, share_split
+from tds.schedule.simulate import SPLIT_PRICE, SPLITTING, bubble, share_split
 
-SPLIT_PRICE = 0.10
-"""What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
-after: of a stage with the head); on other devices we have not measured it."""
 NOTHING = Traffic()
 TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = "tensor", "context", "expert", "pipeline", "data"
 

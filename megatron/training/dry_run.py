@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from megatron import accelerators, log
+from megatron import log
 from megatron.config import Config
 from megatron.config.data import EACH
 from megatron.config.experts import expert_layers
@@ -17,14 +15,15 @@ from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError
 from megatron.log import human_bytes, human_count
 from megatron.models import registry
-from megatron.models.common.memory import BYTES, Memory, Zero, waiting_of
 from megatron.models.t5.config import t5_units
 from megatron.mpu.topology import Topology
+from megatron.training import auto_placement
 from megatron.training.console import TrainingConsole
+from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
 from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
 from tds.partition import chunks_on
-from tds.schedule import Costs, V, simulate
-from tds.schedule.simulate import AUTO, bubble, by_default, candidates, file_of, in_flight, order_named, placement_for
+from tds.schedule import V
+from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, is_auto
 
 # Rows of the start table that tell which data are read, and how texts become samples.
 
@@ -78,9 +77,6 @@ def _spans_text(config: Config) -> str:
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 """Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
 
-DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
-"""In /dev: of NVIDIA's driver, of AMD's, and of both under Windows."""
-
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
@@ -101,17 +97,26 @@ def dry_run(config: Config, world_size: int) -> None:
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
     topology = Topology.of_world(world_size, *sizes, experts)
-    bounds = registry.bounds_of(config, topology.pipe)
     dtype = config.precision.dtype or "the device's default"
+    if auto_placement.is_free(config):
+        config = auto_placement.with_placement(config, topology, dtype, _memory_here(config, world_size))
+    bounds = registry.bounds_of(config, topology.pipe)
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
         log.info(note)
     screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
 
 
-def is_known(config: Config, counted: Sequence[int]) -> bool:
-    """Return whether a model of ``counted[0]`` parameters is the one that ``config`` describes, whose costs we know."""
-    return config.model.vocab_size is not None and counted[0] == registry.costs_of(config).num_parameters
+def _memory_here(config: Config, world_size: int) -> int | None:
+    """Return the memory that a rank of such a run can have here; None where devices are planned for that are not."""
+    kind = "cpu"
+    if not is_on_cpu(config):
+        from megatron import device  # it imports torch, which a dry run on CPUs does without
+
+        kind = device.choose(config.parallel.device)
+        if not device.is_available(kind):
+            return None
+    return auto_placement.usable_bytes(kind, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def plan_rows(
@@ -247,28 +252,6 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         )
 
 
-def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[Memory]:
-    """Return an estimate of what one rank of each stage holds."""
-    batch = config.batch
-    return registry.costs_of(config, is_on_cpu=_is_on_cpu(config)).memory_per_stage(
-        bounds,
-        micro_batch_size=batch.batch_size,
-        num_micro_batches=batch.gas,
-        tensor=topology.tensor,
-        dtype=dtype if dtype in BYTES else "fp32",
-        optimizer=config.optimizer.optimizer,
-        num_bf16_states=len(config.optimizer.bf16_states),
-        zero=zero_of(config, topology.data_context),
-        checkpoint_activations=config.parallel.checkpoint_activations,
-        is_selective=config.parallel.recompute_granularity == "selective",
-        sequence=topology.tensor if config.parallel.sequence_parallel else 1,
-        waiting=waiting_of(config),
-        is_compiled=config.parallel.compile,
-        **_schedule(config, bounds, topology.pipe),
-        has_pairs=config.parallel.overlaps_passes,
-    )
-
-
 def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield how many experts there are and where they lie."""
     model, ranks = config.model, config.parallel.expert_model_parallel_size
@@ -297,12 +280,6 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
     yield "context", f"2 pieces of {length // (2 * c)} tokens on each of {c} ranks; in attention {sent}"
 
 
-def zero_of(config: Config, replicas: int) -> Zero:
-    """Return how so many replicas share what they hold."""
-    settings, prefetches = config.optimizer, config.parallel.stage3_prefetch_bucket_size > 0
-    return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters, prefetches)
-
-
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     """Yield what replicas share, and what lies on the CPU."""
     settings = config.optimizer
@@ -326,30 +303,17 @@ def _host_text(num_bytes: int) -> str:
     return f", {human_bytes(num_bytes)} of its own on the CPU" if num_bytes else ""
 
 
-def _is_on_cpu(config: Config) -> bool:
-    """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
-    if config.parallel.device != "auto" or not _may_have_device():
-        return config.parallel.device in ("auto", "cpu")
-    from megatron import device  # it imports torch, which a dry run on CPUs does without
-
-    return device.choose("auto") == "cpu"
-
-
-def _may_have_device() -> bool:
-    """Return False where torch need not be asked: without a plug-in, and without a file of any driver of GPUs."""
-    files = (path for pattern in DRIVER_FILES for path in Path("/dev").glob(pattern))
-    return set(accelerators.names()) != {"cpu", "cuda"} or next(files, None) is not None
-
-
 def _pipeline_rows(
     config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the schedule and the share of a step in which stages will idle."""
-    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
+    schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()
     m, method = config.batch.gas, config.parallel.partition_method
     in_a_v = " in a V" if placement == V else ""
     each = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
-    yield "pipeline", f"schedule {file_of(schedule) or schedule}{each}"
+    among = f" of {', '.join(candidates(schedule, chunks, placement))}" if is_auto(schedule) else ""
+    named = AUTO if among else file_of(schedule) or schedule
+    yield "pipeline", f"schedule {named}{among}{each}"
     if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
@@ -362,18 +326,9 @@ def _pipeline_rows(
             if is_known
             else (f"{at_best:.1f} % with equal stages")
         )
-        bubbles.append(f"{name}: {what}" if schedule == AUTO else what)
+        bubbles.append(f"{name}: {what}" if is_auto(schedule) else what)
     note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
     yield "pipeline bubble", "; ".join(bubbles) + note
-
-
-def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
-    """Return the schedule's name, and the chunks as they were built: a script may have its own."""
-    chunks, placement = (len(bounds) - 1) // stages, config.parallel.placement
-    parallel = config.parallel
-    is_said = parallel.pipeline_schedule or parallel.pipeline_schedule_file
-    named = parallel.schedule if is_said else by_default(chunks, placement)
-    return {"schedule": named, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
 
 
 def layers_text(bounds: Sequence[int], stages: int, stage: int, placement: str) -> str:
@@ -410,56 +365,8 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    schedule, chunks, *lie = _schedule(config, bounds, stages).values()
+    schedule, chunks, *lie = schedule_of(config, bounds, stages).values()
     has_pairs = config.parallel.overlaps_passes
     kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie, has_pairs=has_pairs)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"
-
-
-# What share of a step stages will idle: the run's own schedule, simulated with the estimated costs of its pieces.
-
-
-def simulated_bubble(
-    num_stages: int,
-    num_micro_batches: int,
-    schedule: str,
-    num_chunks: int,
-    piece_costs: Sequence[float] | None,
-    *,
-    recomputes: bool = False,
-) -> float:
-    """Return the share of idle time of a step in which a backward takes twice a forward and messages cost nothing.
-
-    Args:
-        piece_costs: of each piece, in any unit; None: all the same.
-        recomputes: each backward runs the forward again first.
-    """
-    forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
-    to_input = tuple(2 * cost if recomputes else cost for cost in forward)
-    lie = num_chunks, placement_for(schedule)
-    order = order_named(schedule, *lie)
-    actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *lie).bubble
-
-
-def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
-    """Return the function from micro-batches of a step to the share of idle time; of several schedules the best.
-
-    Args:
-        bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
-        counted: as ``megatron.training.report.count_parameters`` returns it.
-    """
-    stages = config.parallel.num_stages
-    schedule, chunks, placement, _ = _schedule(config, bounds, stages).values()
-    names = candidates(schedule, chunks, placement)
-    costs = registry.costs_of(config).piece_costs(bounds) if is_known(config, counted) else None
-    recomputes = config.parallel.checkpoint_activations
-
-    @functools.cache
-    def predicted(num_micro_batches: int) -> float:
-        return min(
-            simulated_bubble(stages, num_micro_batches, name, chunks, costs, recomputes=recomputes) for name in names
-        )
-
-    return predicted

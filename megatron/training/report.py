@@ -20,7 +20,8 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.training import device_setup
-from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
+from megatron.training.dry_run import layers_text, place_text, plan_rows
+from megatron.training.estimates import is_known, simulated_bubble, stage_memory
 from megatron.training.initialize import World
 from tds.fused_linear import share_of
 from tds.gradients import is_counted_in_norm, is_reduced_apart

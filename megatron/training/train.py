@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron import device, log
 from megatron.arguments import resolve_dtype
@@ -14,8 +16,9 @@ from megatron.arguments.unused_flags import format_problems
 from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.parallel import TRACE_IN_RUN
+from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
-from megatron.training import failure, global_vars, initialize, report, run_folder, run_lock
+from megatron.training import auto_placement, failure, global_vars, initialize, report, run_folder, run_lock
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.compile_meter import CompileMeter
 from megatron.training.callbacks.console import Console
@@ -85,6 +88,7 @@ def run(
     """Train with a configuration and a world that exist already. Collective."""
     with closing(Sections(here, config)) as phases:
         tokenizer, config = with_tokenizer(config)
+        config = placed(config, here)
         streams = make_streams(config, here)
         global_vars.set_current(config, tokenizer, streams)
         with phases.over(OPENING_DATA):
@@ -173,6 +177,15 @@ def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Call
     yield Metrics()
     if config.seeing.wandb_project:
         yield Wandb()
+
+
+def placed(config: Config, here: World) -> Config:
+    """Return ``config`` with what ``--pipeline-schedule auto`` makes of the placement of chunks. Collective."""
+    if not auto_placement.is_free(config):
+        return config
+    own = auto_placement.usable_bytes(here.kind, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    limit = all_reduce(torch.tensor([own], dtype=torch.float64, device=here.device), here.grid.world, dist.ReduceOp.MIN)
+    return auto_placement.with_placement(config, here.grid.topology, config.precision.dtype or "", int(limit.item()))
 
 
 def with_trace(config: Config, place: Place) -> Config:

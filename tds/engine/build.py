@@ -147,11 +147,6 @@ def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
     return False if asked == "auto" and recomputes else BACKWARD_SPLITS[asked]
 
 
-def is_auto(schedule: Any) -> bool:
-    """True if the engine is to choose the schedule by itself."""
-    return isinstance(schedule, str) and schedule.lower() == "auto"
-
-
 def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
     """Return how long a stage waits for another.
 
@@ -194,7 +189,7 @@ def overlaps_passes(engine: EngineParts) -> bool:
     if not _switch(section, "overlap_forward_backward", False) or engine.num_stages == 1:
         return False
     asked = '"pipeline": {"overlap_forward_backward": true}'
-    if is_auto(section.get("schedule")):
+    if auto_schedule.asked_for(section.get("schedule")) is not None:
         raise ValueError(
             f'{asked} needs a schedule by name, got "auto", which measures actions that run in turn. Use '
             f"{', '.join(EARLIER)}, or leave it out"
@@ -392,8 +387,9 @@ def make_plan(engine: EngineParts) -> SchedulePlan:
     """Return the schedule that the JSON asks for; that which "auto" starts with."""
     chosen = chosen_schedule(engine.pipeline_section, engine.module)
     placement = placement_of(engine.module, engine.num_stages)
-    first = auto_schedule.trials(placement)[0]
-    chosen, size = first if is_auto(chosen) else chosen, group_size(engine.pipeline_section, placement)
+    if (auto := auto_schedule.asked_for(chosen)) is not None:
+        chosen = auto_schedule.trials(auto_schedule.choices(auto, placement), placement)[0]
+    size = group_size(engine.pipeline_section, placement)
     has_pairs = overlaps_passes(engine)
     return SchedulePlan(chosen, placement=placement, stage=engine.stage_id, group_size=size, has_pairs=has_pairs)
 

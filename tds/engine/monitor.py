@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tds import trace
 from tds.deepspeed_api import layer_specs, log_dist, places_of
 from tds.deepspeed_api import logger as _deepspeed_logger
-from tds.engine.auto_schedule import Auto
+from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
 from tds.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
@@ -434,12 +434,12 @@ class EngineMonitor:
         }  # fmt: skip
         return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
 
-    def _make_auto(self) -> Auto | None:
-        name: Any = self._engine.pipeline_section.get("schedule")
-        if not isinstance(name, str) or name.lower() != "auto":
+    def _make_auto(self) -> auto_schedule.Auto | None:
+        engine, placement = self._engine, self._stage.placement
+        asked = auto_schedule.asked_for(engine.pipeline_section.get("schedule"))
+        if asked is None:
             return None
-        engine = self._engine
-        return Auto(
-            self._plan.set, placement=self._stage.placement, stage=engine.stage_id, group=engine.module.world_group,
-            device=self._device,
+        return auto_schedule.Auto(
+            self._plan.set, auto_schedule.choices(asked, placement), placement=placement, stage=engine.stage_id,
+            group=engine.module.world_group, device=self._device,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from megatron.config import parse
 from megatron.log import human_bytes
 from megatron.models import registry
 from megatron.mpu.topology import Topology
-from megatron.training.dry_run import stage_memory
+from megatron.training.estimates import stage_memory
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIZE = r"[\d.]+ [KMG]iB"

@@ -8,6 +8,8 @@ ORDERS = "tests/tds/schedule/test_v_schedules.py"
 EXCHANGE = "tests/tds/p2p/test_exchange.py"
 RUNS = "tests/tds/test_parity.py::test_a_v_equals_one_process[2-2]"
 FILES = "tests/tds/schedule/test_schedule_file.py"
+BALANCE = "tests/tds/test_balance.py"
+AUTO = "tests/training/test_auto_placement.py"
 LAYOUT = "tests/config/test_pipeline_layout.py"
 
 IN_PLACEMENTS = (
@@ -113,5 +115,68 @@ IN_PLACEMENTS = (
         "if stage == lie.last_stage else 0",
         "if stage == stages - 1 else 0",
         ("tests/planner/test_v_plans.py::test_the_first_stage_of_a_v_holds_both_ends",),
+    ),
+    Mutant(
+        "auto takes schedules that do not fit",
+        "megatron/training/auto_placement.py",
+        "    fitting = [each for each in every if limit is None or each.most_bytes <= limit]\n",
+        "    fitting = list(every)\n",
+        (f"{AUTO}::test_what_does_not_fit_is_left_out[1f1b-auto:1f1b]",),
+    ),
+    Mutant(
+        "auto looks at the first stage's memory alone",
+        "megatron/training/auto_placement.py",
+        "most = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))",
+        "most = stage_memory(placed, topology, bounds, dtype)[0].total",
+        (f"{AUTO}::test_what_does_not_fit_is_left_out[zb-v-auto:zb-v]",),
+    ),
+    Mutant(
+        "auto moves layers that a flag has placed",
+        "megatron/training/auto_placement.py",
+        "    is_said = any(name in config.given for name in SAYING) or",
+        "    is_said =",
+        (f"{AUTO}::test_layers_lie_as_a_flag_says[--pipeline-chunks 1]",),
+    ),
+    Mutant(
+        "auto counts a whole backward as dear as its halves",
+        "megatron/training/auto_placement.py",
+        "backward=tuple((again + 2) * cost for cost in pieces)",
+        "backward=tuple((again + 2 * price) * cost for cost in pieces)",
+        (f"{AUTO}::test_times_are_those_of_the_simulation_where_nothing_is_split",),
+    ),
+    Mutant(
+        "the engine chooses among all schedules though some do not fit",
+        "megatron/training/auto_placement.py",
+        "    return _with(config, AUTO if names == all_of_them else auto_among(names),",
+        "    return _with(config, AUTO,",
+        (f"{AUTO}::test_what_does_not_fit_is_left_out[1f1b-auto:1f1b]",),
+    ),
+    Mutant(
+        "auto of some schedules chooses among all",
+        "tds/engine/auto_schedule.py",
+        "    names = names or candidates(AUTO, *lie)\n",
+        "    names = candidates(AUTO, *lie)\n",
+        ("tests/tds/engine/test_auto.py::test_a_schedule_that_is_not_among_them_is_not_chosen_though_it_is_faster",),
+    ),
+    Mutant(
+        "a cut into chunks is sought for whole backwards that take as long as a half",
+        "tds/partition.py",
+        "2 if isinstance(event.action, Backward) else 1, source",
+        "1, source",
+        (f"{BALANCE}::test_half_layers_are_cut_for_the_schedules_of_their_placement[loop-best0]",),
+    ),
+    Mutant(
+        "bounds of chunks are moved by one at a time",
+        "tds/partition.py",
+        "    for moves in itertools.chain(((move,) for move in single), pairs):\n",
+        "    for moves in ((move,) for move in single):\n",
+        (f"{BALANCE}::test_a_big_model_in_chunks_is_cut_well_though_not_every_cut_is_tried",),
+    ),
+    Mutant(
+        "a cut into chunks is taken as it begins",
+        "tds/partition.py",
+        "            if (found := price(each)) < now:\n",
+        "            if (found := price(each)) < (0.0, 0):\n",
+        (f"{BALANCE}::test_a_big_model_in_chunks_is_cut_well_though_not_every_cut_is_tried",),
     ),
 )

@@ -271,7 +271,7 @@ PLANNER = (
     ),
     Mutant(
         "splitting a backward costs nothing on a CPU",
-        "megatron/planner/estimate.py",
+        "tds/schedule/simulate.py",
         "SPLIT_PRICE = 0.10",
         "SPLIT_PRICE = 0.0",
         (f"{ESTIMATE}::test_split_backwards_have_their_price_on_a_cpu",),

@@ -114,7 +114,7 @@ ZERO_1 = (
     ),
     Mutant(
         "the plan counts the states whole",
-        "megatron/training/dry_run.py",
+        "megatron/training/estimates.py",
         "        zero=zero_of(config, topology.data_context),\n",
         "        zero=zero_of(config, 1),\n",
         ("tests/training/test_plan.py::test_a_plan_with_zero_1_counts_the_states_that_replicas_share",),

@@ -18,7 +18,8 @@ from megatron.mpu.topology import Topology
 from megatron.optim import adam, build_optimizer
 from megatron.optim.optimizer import state_of, take_state
 from megatron.planner.layout import layout_of
-from megatron.training.dry_run import plan_rows, stage_memory
+from megatron.training.dry_run import plan_rows
+from megatron.training.estimates import stage_memory
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, check_fp64, difference, traces
 from tests.optim.test_adafactor_layouts import load_and_go_on, save_and_go_on

@@ -17,7 +17,8 @@ from megatron.models.common.memory import Zero
 from megatron.mpu.topology import Topology
 from megatron.training import global_vars
 from megatron.training.callbacks.speed_monitor import Rates
-from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows, simulated_bubble
+from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows
+from megatron.training.estimates import simulated_bubble
 from megatron.training.global_vars import with_tokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"

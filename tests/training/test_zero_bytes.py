@@ -13,7 +13,7 @@ from megatron.config import parse
 from megatron.models import registry
 from megatron.models.common.memory import Zero
 from megatron.training import global_vars, initialize
-from megatron.training.dry_run import zero_of
+from megatron.training.estimates import zero_of
 from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from tests.helpers.harness import run_ranks

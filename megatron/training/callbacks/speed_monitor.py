@@ -17,7 +17,7 @@ from megatron.models import registry
 from megatron.models.common.memory import peak_flops
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
-from megatron.training.dry_run import bubble_of_run, is_known
+from megatron.training.estimates import bubble_of_run, is_known
 from megatron.training.initialize import World
 from megatron.training.report import bounds_of
 from megatron.training.trainer import Callback

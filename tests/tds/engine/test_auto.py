@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tds.engine.auto_schedule import NUM_TRIALS, Auto, best, trials
+from tds.engine.auto_schedule import Auto, best, choices, trials
 from tds.schedule import Costs, Placement, schedule_named, simulate
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, train
+
+ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
+NUM_TRIALS = len(trials(ONE_CHUNK, Placement(2)))
 
 
 def test_zero_bubble_is_chosen_where_it_is_faster() -> None:
@@ -95,7 +98,7 @@ def _change(rank: int, when: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("when", [1, NUM_TRIALS])
 def test_a_schedule_that_the_program_sets_stays(when: int) -> None:
     for names, lines in run_ranks(2, _change, when):
-        assert names[:when] == list(trials(Placement(2))[: when - 1]) + names[when - 1 : when]
+        assert names[:when] == list(trials(ONE_CHUNK, Placement(2))[: when - 1]) + names[when - 1 : when]
         assert set(names[when:]) == {"gpipe"} and len(lines) <= (when > 1)
 
 
@@ -108,7 +111,7 @@ def test_another_number_of_micro_batches_chooses_again() -> None:
 
 def test_the_number_of_micro_batches_decides() -> None:
     set_to: list[str] = []
-    auto = Auto(set_to.append, placement=Placement(2), stage=0, group=None, device=torch.device("cpu"))
+    auto = Auto(set_to.append, ONE_CHUNK, placement=Placement(2), stage=0, group=None, device=torch.device("cpu"))
     auto._log = lambda _: None  # type: ignore[method-assign]
     even, whole = Costs.even(2), Costs((1.0,) * 2, (1.98,) * 2, (0.0,) * 2)
     auto._measured, auto._step = [whole, even], NUM_TRIALS - 1
@@ -123,7 +126,8 @@ def test_the_number_of_micro_batches_decides() -> None:
 
 
 def test_with_chunks_the_choice_is_between_whole_and_split_backwards() -> None:
-    assert [trials(Placement(2, c))[0] for c in (1, 2)] == ["1f1b", "interleaved"]
+    lies = Placement(2), Placement(2, 2)
+    assert [trials(choices("auto", each), each)[0] for each in lies] == ["1f1b", "interleaved"]
     chosen = run_ranks(2, _run, "auto", {"chunks": 2})
     (names, got, lines), (others, _, _) = chosen
     assert names == others and names[:3] == ["interleaved", "interleaved", "zb-h1"]
@@ -160,5 +164,29 @@ def simulate_all(name: str, costs: Costs) -> float:
 def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(Auto, "_log", lambda self, reason: messages.append(reason))
-    auto = Auto(messages.append, placement=Placement(1), stage=0, group=None, device=torch.device("cpu"))
+    auto = Auto(messages.append, ONE_CHUNK, placement=Placement(1), stage=0, group=None, device=torch.device("cpu"))
     assert auto.is_chosen and messages == ["1f1b", "1f1b: with one stage there is nothing to choose"]
+
+
+def test_auto_of_some_schedules_tries_and_takes_no_other() -> None:
+    chosen = run_ranks(2, _run, "auto:1f1b,gpipe", {})
+    names = chosen[0][0]
+    assert names[:3] == ["1f1b", "1f1b", "gpipe"] and names[-1] in ("1f1b", "gpipe")
+    assert "zb-h1" not in chosen[0][2][0]
+    (names, got, lines), *_ = run_ranks(2, _run, "AUTO:gpipe", {})
+    assert set(names) == {"gpipe"} and lines == [
+        '"schedule": "auto" runs gpipe: of one schedule there is nothing to choose'
+    ]
+    assert all(torch.equal(loss, wanted) for (loss, _), (wanted, _) in zip(got, chosen[0][1], strict=True))
+
+
+def test_a_schedule_that_is_not_among_them_is_not_chosen_though_it_is_faster() -> None:
+    whole = Costs((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
+    assert best(whole, Costs.even(4), Placement(4), 8)[0] == "zb-h1"
+    assert best(whole, Costs.even(4), Placement(4), 8, ("1f1b", "gpipe"))[0] == "1f1b"
+
+
+@pytest.mark.parametrize("schedule", ["auto:zb-v", "auto:1f1b,fastest", "auto:auto"])
+def test_auto_of_schedules_that_layers_lie_wrong_for_is_refused(schedule: str) -> None:
+    with pytest.raises(ValueError, match=rf'among 1f1b, gpipe, zb-h1 for chunks .* got .*"{schedule}"'):
+        choices(schedule, Placement(2))
