@@ -84,7 +84,8 @@ class ParallelConfig:
     )
     pipeline_schedule: str | None = option(
         None,
-        "order of work in the pipeline; auto: the one that is fastest in the first steps",
+        "order of work in the pipeline; auto: the fastest one in the first steps, with the chunks and placement "
+        "that are fastest by simulation among those that fit the memory, where no flag says how layers lie",
         choices=SCHEDULES,
         constants={"--enable-zbh1-pipeline": "zb-h1"},
         shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
