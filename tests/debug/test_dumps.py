@@ -241,7 +241,19 @@ def test_layouts_of_four_ranks_agree_with_one_process(one: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", "--pipeline-chunks 2 --num-layers 2"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+def test_a_v_agrees_with_one_process(tmp_path: Path, schedule: str) -> None:
+    dumps.run(tmp_path / "one", gas=2, extra="--fp64 --num-layers 4")
+    extra = f"--fp64 --num-layers 4 --pipeline-schedule {schedule}"
+    dumps.run(tmp_path / "two", (1, 2, 1), gas=4, extra=extra)
+    assert_agree(tmp_path / "one", tmp_path / "two")
+    found = read(tmp_path / "two")
+    of_stage_0 = {(r.name, r.chunk) for r in found.records if r.rank == 0 and r.what == "output"}
+    assert {("embedding.word", 0), ("layers.0", 0), ("layers.3", 1), ("final_norm", 1)} <= of_stage_0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "--pipeline-chunks 2 --num-layers 2", "--pipeline-schedule zb-v --num-layers 2"])
 def test_t5_agrees_through_stages_and_chunks(tmp_path: Path, extra: str) -> None:
     dumps.run(tmp_path / "one", gas=2, script=pretrain_t5)
     dumps.run(tmp_path / "two", (1, 2, 1), gas=4, extra=f"--fp64 {extra}", script=pretrain_t5)
