@@ -200,7 +200,7 @@ def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int, by_cpu_time: 
         steps: that are timed, after one ahead of them; 0: none, memory alone.
     """
     pace = TimingBudget(by_cpu_time=by_cpu_time).shared_by(rank.size, rank.threads)
-    reference = Reference(rank, pace.now) if steps else None
+    reference = Reference(rank, pace.now, LOOKS) if steps else None
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # engines are talkative
         return train(case, is_smoke, steps, rank.meet, reference)
 
@@ -264,6 +264,8 @@ def _wait_for_threads(turns: int = 40, turn_s: float = 0.01) -> None:
 
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
+LOOKS = 7
+"""At the reference, of which the median counts, ahead of a step and behind it."""
 
 UNTIMED = Machine(
     name="a CPU of which no rate is known",
