@@ -24,7 +24,7 @@ from tds.schedule.simulate import AUTO, ONE_CHUNK, SPLIT_PRICE, candidates
 
 PLACEMENTS = ((1, LOOP), (2, LOOP), (2, V))
 """Chunks on each stage, and how they lie; of equally fast ones the first is taken."""
-LAYING_OUT = (
+LYING = (
     "pipeline_chunks", "layers_per_chunk", "pipeline_placement", "pipeline_layout", "pipeline_schedule_file",
     "micro_batch_group_size", "pipeline_split_rank",
 )  # fmt: skip
@@ -73,7 +73,7 @@ def usable_bytes(kind: str, ranks_here: int) -> int:
 def is_free(config: Config) -> bool:
     """Return whether the schedule is "auto" and nothing says how layers lie."""
     parallel = config.parallel
-    is_said = any(name in config.given for name in LAYING_OUT) or parallel.partition_method not in ("balanced", "profile")
+    is_said = any(name in config.given for name in LYING) or parallel.partition_method not in ("balanced", "profile")
     is_known = config.model.vocab_size is not None
     return parallel.has_pipeline and parallel.pipeline_schedule == AUTO and is_known and not is_said
 

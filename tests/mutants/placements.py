@@ -133,7 +133,7 @@ IN_PLACEMENTS = (
     Mutant(
         "auto moves layers that a flag has placed",
         "megatron/training/auto_placement.py",
-        "    is_said = any(name in config.given for name in LAYING_OUT) or",
+        "    is_said = any(name in config.given for name in LYING) or",
         "    is_said =",
         (f"{AUTO}::test_layers_lie_as_a_flag_says[--pipeline-chunks 1]",),
     ),
