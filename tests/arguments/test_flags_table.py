@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import re
 import sys
 from pathlib import Path
@@ -306,6 +308,12 @@ def test_what_to_use_instead_is_there():
     assert {flag for row in CONVERTED_ROWS for flag in row.fields} <= {option.name for option in OURS.values()}
 
 
+@functools.cache
+def without_flags(family: str) -> argparse.Namespace:
+    """Return what every option is where nothing is given."""
+    return parse([], world_size=1, env={}, family=family).namespace()
+
+
 @pytest.mark.parametrize(("family", "flag"), ACTING)
 def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch):
     for name in ("wandb", "lm_eval"):  # they need not be installed
@@ -320,8 +328,7 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch)
         world_size = 1
     words += NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
     config = parse(words, world_size=world_size, env={}, family=family)
-    before = getattr(parse([], world_size=1, env={}, family=family).namespace(), option.name)
-    after = getattr(config.namespace(), option.name)
+    before, after = (getattr(each, option.name) for each in (without_flags(family), config.namespace()))
     is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it
     assert after != before or is_so or option.name == "data_impl"
     assert option.name in config.given
