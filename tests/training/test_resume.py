@@ -80,7 +80,7 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "tensor", "pipe", "world_size", "more"),
     [
-        (pretrain_gpt2, 1, 1, 1, ""),
+        pytest.param(pretrain_gpt2, 1, 1, 1, "", marks=pytest.mark.slow),
         (pretrain_gpt2, 2, 2, 4, ""),
         pytest.param(pretrain_gpt2, 1, 1, 2, "", marks=pytest.mark.slow),
         pytest.param(pretrain_gpt2, 1, 2, 4, "--context-parallel-size 2", marks=pytest.mark.slow),
