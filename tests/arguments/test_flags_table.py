@@ -369,9 +369,12 @@ def test_other_values_of_a_neutral_flag_are_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_refused_flag_ends_the_start_with_its_reason(family):
-    for flag, reason in refusals(family).items():
-        for words in ([flag], [flag, "3"], [f"{flag}=3"]):
+def test_every_refused_flag_ends_the_start_with_its_reason(family, pytestconfig):
+    """However it is written; in the short run each in one way by turns, but for GPT-2's."""
+    is_whole = family == "gpt2" or pytestconfig.getoption("--all")
+    for number, (flag, reason) in enumerate(refusals(family).items()):
+        ways = ([flag], [flag, "3"], [f"{flag}=3"])
+        for words in ways if is_whole else ways[number % 3 :][:1]:
             with pytest.raises(ConfigError) as caught:
                 parse(words, world_size=1, env={}, family=family)
             assert str(caught.value) == f"{flag} is refused: {reason}"
