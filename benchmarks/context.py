@@ -151,7 +151,7 @@ def planned(args: argparse.Namespace, size: int, way: str) -> tuple[int, float]:
     ).bytes
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, start_method: str = "spawn") -> int:
     """Print a row for each number of ranks and way; the exit code is 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -168,7 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     rates: dict[str, list[float]] = {name: [] for name in names}
     counts: dict[str, tuple[float, ...]] = {}
     with ExitStack() as stack:
-        teams = {name: Team(name, Rank, (args, size, way), size=size, has_group=size > 1, threads=1)
+        how: dict[str, Any] = {"start_method": start_method, "threads": 1}
+        teams = {name: Team(name, Rank, (args, size, way), size=size, has_group=size > 1, **how)
                  for name, (size, way) in names.items()}  # fmt: skip
         for team in teams.values():
             stack.callback(team.close)

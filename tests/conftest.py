@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -89,6 +90,20 @@ LONGEST = (
     "tds/test_parity.py", "gpu/test_dry_form.py", "launch/test_exit_codes.py", "tds/engine/test_optimizers.py",
 )  # fmt: skip
 """Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files of tests/cuda to one worker: the processes with the device start once, in seconds."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/cuda" if nodeid.startswith("tests/cuda/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

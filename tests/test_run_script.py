@@ -56,7 +56,11 @@ EFFECTS = {
     "gpt2": COMMON | {"SEQLEN": ("65", "--seq-length 65"), "cp_size": ("1", "--context-parallel-size 1")},
     "t5": COMMON | {"ENC_SEQLEN": ("65", "--enc-seq-length 65"), "DEC_SEQLEN": ("33", "--dec-seq-length 33")},
 }
-CASES = [(model, name) for model in MODELS for name in EFFECTS[model]]
+CASES = [
+    pytest.param(model, name, marks=pytest.mark.slow if model == "t5" and name in COMMON else ())
+    for model in MODELS
+    for name in EFFECTS[model]
+]
 OF_BOTH = {name for effects in EFFECTS.values() for name in effects}
 
 every_model = pytest.mark.parametrize("model", MODELS)

@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8"))
-SHORT = ("start_up.py", "step_time.py")
+SHORT = ("documents.py", "start_up.py")
 
 
 @pytest.mark.parametrize(

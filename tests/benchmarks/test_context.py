@@ -14,7 +14,7 @@ def test_each_way_has_a_row_and_counts_what_is_planned(tmp_path: Path, capsys: p
     words = (
         "--seq-length 64 --sizes 1 2 --num-layers 1 --hidden-size 32 --heads 4 --groups 2 --rounds 1 --mean 9".split()
     )
-    assert context.main([*words, "--json", str(tmp_path / "found.json")]) == 0
+    assert context.main([*words, "--json", str(tmp_path / "found.json")], start_method="fork") == 0
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert list(rows) == ["cp 1", "cp 2 all_gather", "cp 2 a2a"] and rows["cp 1"]["times"] == 1.0
     for row in rows.values():

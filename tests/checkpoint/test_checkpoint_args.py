@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,13 @@ def write(place: Path, config: Config, **changed: Any) -> Path:
     folder.write_json(place / folder.CONFIG, {key: value for key, value in theirs.items() if value != "gone"})
     folder.write_tensors(place, weights_to_huggingface(weights, config), 6_000)
     return place
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what writes the Hugging Face folder of a model once, for tests that leave it as it is."""
+    place = tmp_path_factory.mktemp("written")
+    return functools.cache(lambda name: write(place / name, model(name)))
 
 
 def read(source: Path | None, line: str = "", family: str = "gpt2", name: str = "x", **others: Any) -> Config:
@@ -160,9 +170,9 @@ def test_of_several_checkpoints_the_last_saved_one_counts_and_a_broken_one_does_
     ],
 )
 def test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places(
-    line: str, said: str, tmp_path: Path
+    line: str, said: str, tmp_path: Path, written: Callable[[str], Path]
 ) -> None:
-    source = write(tmp_path / "hf", model("gpt2"))
+    source = written("gpt2")
     message = error_of(source, f"--finetune {line}", kind=CheckpointError)
     assert message.startswith(f"sizes must be those of the checkpoint, 1 differ from {source / 'config.json'}:")
     assert said in message and "Leave them out" in message
@@ -253,10 +263,12 @@ LIES = {
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in LIES.items() for key in keys])
 @pytest.mark.parametrize("factor", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_size_that_contradicts_the_tensors_is_named_with_its_file_and_key(
-    name: str, key: str, factor: int, tmp_path: Path
+    name: str, key: str, factor: int, tmp_path: Path, written: Callable[[str], Path]
 ) -> None:
-    true = config_to_huggingface(model(name), "float32")[key]
-    source = write(tmp_path / "hf", model(name), **{key: true * 2 if factor == 2 else true - 1})
+    source = shutil.copytree(written(name), tmp_path / "hf")
+    theirs = json.loads((source / folder.CONFIG).read_text())
+    true = theirs[key]
+    folder.write_json(source / folder.CONFIG, theirs | {key: true * 2 if factor == 2 else true - 1})
     message = error_of(source, "--finetune", name, kind=CheckpointError)
     assert message.startswith(f"{source / 'config.json'}"), message
     assert f"{key} {true}" in message or "does not describe" in message, message

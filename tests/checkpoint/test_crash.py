@@ -15,38 +15,53 @@ def _die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _save_and_die(rank, root, culprit, k):
+def _save_and_die(rank, root, size, culprit, k):
     with FailAt(k if rank == culprit else 10**6, _die) as operations:
-        save(root, 20, records_for(rank, 2, 20), {"step": 20, "seed": 20}, world_of(rank, 2), keep_last=1)
+        save(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, world_of(rank, size), keep_last=1)
     return operations.names
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, culprit, monkeypatch):
-    monkeypatch.setattr("megatron.log.warning", lambda message: None)
-    steps_found = []
-    for k in range(200):
+def moments_of(names, config):
+    """Return before which of the operations ``names`` a rank is killed: all of them with --all.
+
+    Otherwise the first and the last of each kind, and the one behind the rename.
+    """
+    if config.getoption("--all"):
+        return range(len(names))
+    ends = [place for name in {*names} for place in (names.index(name), len(names) - 1 - names[::-1].index(name))]
+    return sorted({*ends, *(place + 1 for place, name in enumerate(names[:-1]) if name == "rename")})
+
+
+def _kill_at_each(tmp_path, config, size, function, culprit):
+    """Kill rank ``culprit`` of saves of step 20 beside step 10; return its operations, and the folders."""
+    save_alone(tmp_path / "whole", 10)
+    codes, results, reports = fork_ranks(size, function, tmp_path / "whole", size, culprit, 10**6, deadline_s=30)
+    assert not any(codes) and open_latest(tmp_path / "whole", SINGLE).step == 20, reports
+    done, roots = results[culprit], []
+    for k in moments_of(done, config):
         root = tmp_path / str(k)
         save_alone(root, 10)
-        codes, results, reports = fork_ranks(2, _save_and_die, root, culprit, k, deadline_s=30)
+        codes, _, reports = fork_ranks(size, function, root, size, culprit, k, deadline_s=30)
+        assert codes[culprit] == -signal.SIGKILL, reports
         found = open_latest(root, SINGLE)
         assert_holds(found, seed=found.step)
-        assert found.step == found.state["seed"] and found.step in (10, 20)
-        steps_found.append(found.step)
-        if not any(codes):
-            break
-        assert codes[culprit] == -signal.SIGKILL, reports
+        is_new = culprit == 0 and k > done.index("rename")
+        assert found.step == found.state["seed"] == (20 if is_new else 10)
+        roots.append(root)
+    return done, roots
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint(
+    tmp_path, culprit, monkeypatch, pytestconfig
+):
+    monkeypatch.setattr("megatron.log.warning", lambda message: None)
+    done, roots = _kill_at_each(tmp_path, pytestconfig, 2, _save_and_die, culprit)
+    for root in roots:
         save_alone(root, 30, keep_last=1)
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000030"]
-    assert steps_found == sorted(steps_found) and steps_found[-1] == 20
-    done = results[culprit]
-    if culprit == 0:
-        assert steps_found.index(20) == done.index("rename") + 1
-        assert {"make_folder", "create", "write", "fsync", "sync_folder", "rename", "remove", "remove_folder"} <= {
-            *done
-        }
-    else:
-        assert steps_found[:-1] == [10] * len(done) and {*done} == {"create", "write", "fsync"}
+    of_all, of_0 = {"create", "write", "fsync"}, {"make_folder", "sync_folder", "rename", "remove", "remove_folder"}
+    assert of_all | of_0 <= {*done} if culprit == 0 else {*done} == of_all
 
 
 def _save_behind_and_die(rank, root, size, culprit, k):
@@ -59,23 +74,11 @@ def _save_behind_and_die(rank, root, size, culprit, k):
 
 @pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1)])
 def test_a_kill_at_any_moment_of_a_save_in_the_background_leaves_the_old_or_the_new(
-    tmp_path, size, culprit, monkeypatch
+    tmp_path, size, culprit, monkeypatch, pytestconfig
 ):
     monkeypatch.setattr("megatron.log.warning", lambda message: None)
-    steps_found = []
-    for k in range(200):
-        root = tmp_path / str(k)
-        save_alone(root, 10)
-        codes, results, reports = fork_ranks(size, _save_behind_and_die, root, size, culprit, k, deadline_s=30)
-        found = open_latest(root, SINGLE)
-        assert_holds(found, seed=found.step)
-        steps_found.append(found.step)
-        if not any(codes):
-            break
-        assert codes[culprit] == -signal.SIGKILL, reports
-    done = results[culprit]
-    assert len(steps_found) == len(done) + 1 and steps_found == sorted(steps_found) and steps_found[-1] == 20
-    assert steps_found.index(20) == (done.index("rename") + 1 if culprit == 0 else len(done))
+    done, _ = _kill_at_each(tmp_path, pytestconfig, size, _save_behind_and_die, culprit)
+    assert "fsync" in done and ("rename" in done) == (culprit == 0)
 
 
 def test_leftovers_of_a_killed_save_are_not_checkpoints_and_the_next_save_removes_them(tmp_path):

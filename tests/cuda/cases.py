@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron.models.registry import FAMILIES
 from megatron.mpu.topology import Topology
@@ -52,16 +52,30 @@ def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
-def all_pairs() -> list[Row]:
-    """Return few rows that have every pair that some row has, always the same ones."""
-    rows = every_row()
-    missing = {pair for row in rows for pair in pairs_of(row)}
+def of_no_family(row: Row) -> set[tuple[int, str, int, str]]:
+    """Return the pairs of ``pairs_of`` but for those with the family."""
+    return {pair for pair in pairs_of(row) if pair[0] > 0}
+
+
+def few(rows: list[Row], pairs: Callable[[Row], set[tuple[int, str, int, str]]]) -> list[Row]:
+    """Return few of ``rows`` that have every pair that some row has, always the same ones."""
+    missing = {pair for row in rows for pair in pairs(row)}
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs_of(row) & missing))
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
         chosen.append(best)
-        missing -= pairs_of(best)
+        missing -= pairs(best)
     return chosen
+
+
+def all_pairs() -> list[Row]:
+    """Return few rows that have every pair that some row has."""
+    return few(every_row(), pairs_of)
+
+
+def short_run() -> list[Row]:
+    """Return those of ``all_pairs`` that have every pair of two axes but the family's; each family comes up."""
+    return few(all_pairs(), of_no_family)
 
 
 def case_of(row: Row, number: int) -> Case:

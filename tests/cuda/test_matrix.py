@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.cases import all_pairs, case_of, every_row, named, pairs_of
+from tests.cuda.cases import all_pairs, case_of, every_row, named, of_no_family, pairs_of, short_run
 from tests.cuda.worker import Case, Worker
 
 FIRST = {
@@ -38,7 +38,13 @@ def check(case: Case, outcomes: list[Any]) -> None:
         assert bool(step.masks) == (case.family in MASKED), "with a mask attention is not the fast kernel"
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in named(all_pairs())])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if tuple(name.split("-")) in short_run() else pytest.mark.slow)
+        for name, case in named(all_pairs())
+    ],
+)
 def test_all_pairs_run_as_a_gpu_needs_it(worker: Worker, case: Case) -> None:
     check(case, worker.run(case))
 
@@ -52,4 +58,6 @@ def test_every_layout_runs_as_a_gpu_needs_it(worker: Worker, case: Case) -> None
 def test_all_pairs_are_there() -> None:
     wanted = {pair for row in every_row() for pair in pairs_of(row)}
     assert {pair for row in all_pairs() for pair in pairs_of(row)} == wanted
+    assert {pair for row in short_run() for pair in of_no_family(row)} == {pair for pair in wanted if pair[0] > 0}
+    assert {row[0] for row in short_run()} == {row[0] for row in all_pairs()}
     assert {rank % 2 for n, row in enumerate(all_pairs()) for rank in case_of(row, n).ranks} == {0, 1}

@@ -160,7 +160,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes") / "tree"
     folder.mkdir()
     for name in ("megatron", "tds", "docs", "examples", "tests", "tools", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*", "*.png"))
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.json")]:
         shutil.copy(path, folder / path.name)
     for recipe in RECIPES.values():
@@ -187,7 +187,7 @@ def follow(path: Path, edit: Edit) -> None:
 def run(folder: Path, *words: str) -> str:
     """Return what Python prints in the copy."""
     packages = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

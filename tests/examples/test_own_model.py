@@ -68,10 +68,12 @@ def serial() -> Trace:
     "num_ranks, layout",
     [
         (4, "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4"),
-        (2, "--pipe-parallel-size 2 --gas 4"),
         (2, "--pipe-parallel-size 2 --gas 4 --pipeline-chunks 2"),
-        (2, "--pipe-parallel-size 2 --gas 4 --pipeline-schedule zb-h1"),
-        (2, "--model-parallel-size 2 --gas 4"),
+        *(
+            pytest.param(2, f"{each} --gas 4", marks=pytest.mark.slow)
+            for each in ("--pipe-parallel-size 2", "--pipe-parallel-size 2 --pipeline-schedule zb-h1")
+        ),
+        pytest.param(2, "--model-parallel-size 2 --gas 4", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_has_the_losses_and_gradients_of_one_process(num_ranks: int, layout: str) -> None:

@@ -172,7 +172,10 @@ def test_a_section_is_also_found_by_the_name_of_its_family_as_scripts_of_before_
 def _tables(path: Path) -> Iterator[int]:
     """Yield the lines of what tells families apart: tables of several, comparisons with one."""
     others = set(FAMILIES) - {path.stem, path.parent.name}  # a family's own file may say its name
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if not any(f'"{name}"' in text for name in others):
+        return
+    for node in ast.walk(ast.parse(text)):
         listed: list[ast.expr | None] = []
         if isinstance(node, ast.Dict):
             listed = list(node.keys)

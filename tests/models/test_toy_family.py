@@ -62,7 +62,9 @@ def whole_model() -> tuple[Any, Config]:
     return model, config
 
 
-@pytest.mark.parametrize("extra", ["", " --sequence-parallel --checkpoint-activations"])
+@pytest.mark.parametrize(
+    "extra", [pytest.param("", marks=pytest.mark.slow), " --sequence-parallel --checkpoint-activations"]
+)
 def test_two_by_two_ranks_train_as_one_process(extra: str) -> None:
     layout = "--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 2 --gas 4"
     (alone,) = run_ranks(1, trace_rank, "--batch-size 2 --gas 4", 1)

@@ -7,8 +7,8 @@ from tests.mutants.mutant import Mutant
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO = "tests/optim/zero/test_zero.py"
 SAVED = "tests/optim/zero/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]"  # noqa: E501
-COLUMNS = f"{ZERO}::test_twenty_steps_leave_the_bits_of_stage_0_in_every_precision[2-4]"
-STEPS = f"{ZERO}::test_twenty_steps_leave_the_bits_of_stage_0_in_every_precision[1-3]"
+COLUMNS = f"{ZERO}::test_many_steps_leave_the_bits_of_stage_0_in_every_precision[2-4]"
+STEPS = f"{ZERO}::test_many_steps_leave_the_bits_of_stage_0_in_every_precision[1-3]"
 
 ZERO_1 = (
     Mutant(

@@ -106,7 +106,9 @@ def test_both_directions_within_documents_equal_a_mask(lengths: list[list[int]])
 
 
 @TORCHS
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=() if f in ("plain", "all") else pytest.mark.slow) for f in FORMS]
+)
 @torch.no_grad()
 def test_torchs_own_makes_the_same_values(form: str) -> None:
     ids, (query, key, value, _) = ids_of(LONG), inputs_of(len(LONG), LENGTH)

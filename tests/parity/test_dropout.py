@@ -14,7 +14,7 @@ DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
 
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "schedule"),
-    [(2, 1, 2, ""), (2, 2, 1, "--checkpoint-activations")],
+    [(2, 1, 2, ""), pytest.param(2, 2, 1, "--checkpoint-activations", marks=pytest.mark.slow)],
 )
 def test_gpt2_drops_what_one_process_drops(tensor: int, pipe: int, data: int, schedule: str) -> None:
     check_fp64(difference(tensor, pipe, data, 2, DROPPED, schedule, steps=3))

@@ -74,6 +74,7 @@ def test_one_stage_with_accumulation_in_fp32_has_the_same_bits() -> None:
     check(1, 1, 2, "--fp32 --clip-grad 0.5")
 
 
+@pytest.mark.slow  # stages that put weights off, below, are the quick ones
 def test_stages_of_two_chunks_have_the_same_bits() -> None:
     check(1, 2, 2, "--fp32 --pipeline-chunks 2 --zero-stage 1")
 

@@ -25,7 +25,7 @@ ALL = f"--fp64 --clip-grad 0.5 {GROWS} {APART} {DROPPED}"
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "schedule"),
     [
-        (1, 2, 1, "--pipeline-chunks 2"),
+        pytest.param(1, 2, 1, "--pipeline-chunks 2", marks=pytest.mark.slow),
         (1, 1, 2, ""),
         pytest.param(1, 2, 2, "", marks=pytest.mark.slow),
         pytest.param(1, 2, 1, "--pipeline-schedule zb-h1 --checkpoint-activations", marks=pytest.mark.slow),

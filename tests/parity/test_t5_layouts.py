@@ -102,10 +102,8 @@ def test_dropout_draws_the_masks_of_one_process_and_again_in_recompute() -> None
         check_fp64(replace(dropped, dropout=0.0), ranks)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "data"),
-    [(1, 2, 1), *[pytest.param(*grid, marks=pytest.mark.slow) for grid in LAYOUTS if grid != (1, 2, 1)]],
-)
+@pytest.mark.slow  # the short run compares losses in bf16: tests/parity/test_t5_precision.py
+@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
 def test_every_gradient_in_bf16_stays_close_to_fp32(tensor: int, pipe: int, data: int) -> None:
     """The relative difference of the gradient that differs most; observed 0.15, 0.19 and 0.07."""
     cases = [replace(case, dtype=torch.bfloat16) for case in VARIANTS]

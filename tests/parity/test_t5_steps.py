@@ -13,7 +13,7 @@ from tests.helpers.t5_runs import RUNS, VARIANTS
     [
         (2, 2, 1, "v1.1", "--pipeline-split-rank 1"),
         (1, 2, 2, "ul2", "--pipeline-schedule zb-h1"),
-        (1, 4, 1, "t5", "--partition-method uniform"),
+        pytest.param(1, 4, 1, "t5", "--partition-method uniform", marks=pytest.mark.slow),
         (1, 2, 1, "learned", "--pipeline-chunks 2"),
     ],
 )
@@ -22,6 +22,7 @@ def test_steps_equal_one_process(tensor: int, pipe: int, data: int, variant: str
     check_fp64(RUNS.difference(tensor, pipe, data, f"--fp64 {VARIANTS[variant]}", 3, schedule))
 
 
+@pytest.mark.slow  # GPT-2's are in the short run: tests/parity/test_schedules.py
 def test_the_schedule_that_is_chosen_on_the_way_equals_one_process() -> None:
     """The first four steps measure, with two schedules; another follows with the chosen one."""
     check_fp64(RUNS.difference(1, 2, 1, "--fp64", 5, "--pipeline-schedule auto"))

@@ -85,8 +85,8 @@ def test_heads_of_keys_limit_the_tensor_axis() -> None:
     assert {(one.tensor, one.zero_stage) for one in whole} == {(1, 0)}
 
 
-def test_the_search_scales_to_a_hundred_thousand_devices() -> None:
-    world = 100_000
+@pytest.mark.parametrize("world", [4096, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_the_search_scales_to_a_hundred_thousand_devices(world: int) -> None:
     planner = Planner(config(96, 16384, 128), H100)
     found = search(planner, Search(world_size=world, global_batch_size=world))
     assert found.num_candidates < 20_000 and found.num_estimates < 1_500

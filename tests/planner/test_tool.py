@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +60,16 @@ OVER = {
 }
 
 
+@functools.cache
+def layouts(words: str) -> list[dict[str, Any]]:
+    """Return the layouts that the tool finds: several tests ask for the same."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert plan.main([*words.split(), "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(out.getvalue())["layouts"]
+    return found
+
+
 def run(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = plan.main(words.split())
     return code, capsys.readouterr().out
@@ -80,14 +94,12 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
     return [*words, *pasted[start + 2 :]], ranks, recipe
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "t5, split" else ()) for name in CASES]
+)
+def test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout(name: str) -> None:
     family = CASES[name].split()[1]
-    code, out = run(CASES[name] + " --json --top 3", capsys)
-    assert code == 0
-    for one in json.loads(out)["layouts"]:
+    for one in layouts(CASES[name])[:3]:
         words, ranks, recipe = script_words(one["lines"], family)
         env = {"MEGATRON_DEFAULTS": shlex.join(recipe)}
         config = parse([*words, "--dry-run"], world_size=ranks, env=env, family=family)
@@ -115,17 +127,17 @@ def test_what_makes_a_layout_fit_is_taken_by_the_parser(name: str, capsys: pytes
     assert len({json.dumps(way["layout"]) for way in ways}) == len(ways)
 
 
-def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought(capsys: pytest.CaptureFixture[str]) -> None:
-    def layouts(words: str) -> list[dict[str, object]]:
-        return [one["layout"] for one in json.loads(run(words + " --json", capsys)[1])["layouts"]]
+def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought() -> None:
+    def found(words: str) -> list[dict[str, Any]]:
+        return [one["layout"] for one in layouts(words)]
 
-    assert {one["num_micro_batches"] for one in layouts(CASES["gpt2, micro-batches"])} == {4}
-    cut = layouts(CASES["gpt2, tokens cut"])
+    assert {one["num_micro_batches"] for one in found(CASES["gpt2, micro-batches"])} == {4}
+    cut = found(CASES["gpt2, tokens cut"])
     assert all(one["sequence_parallel"] for one in cut) and {one["tensor"] for one in cut} == {2, 4, 8}
-    assert {one["chunks"] for one in layouts(CASES["gpt2, chunks"])} == {2}
-    assert len({one["schedule"] for one in layouts(CASES["gpt2, any order"])}) > 1
+    assert {one["chunks"] for one in found(CASES["gpt2, chunks"])} == {2}
+    assert len({one["schedule"] for one in found(CASES["gpt2, any order"])}) > 1
     whole = CASES["gpt2"].replace(" --global-batch-size 64", "")
-    made = layouts(whole + " --gas 4 --batch-size 2 --model-parallel-size 2 --pipe-parallel-size 2")
+    made = found(whole + " --gas 4 --batch-size 2 --model-parallel-size 2 --pipe-parallel-size 2")
     assert [(one["data"], one["num_micro_batches"], one["micro_batch_size"]) for one in made] == [(4, 4, 2)]
 
 
@@ -157,7 +169,7 @@ def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture
     (heading,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
         assert name in heading
-    (lines,) = json.loads(run(CASES["gpt2"] + " --json --top 1", capsys)[1])["layouts"]
+    lines = layouts(CASES["gpt2"])[0]
     assert not re.search(r"--lr|TRAIN_ITERS|DATA_PATH|TOKENIZER", " ".join(lines["lines"]))
 
 

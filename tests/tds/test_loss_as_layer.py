@@ -170,7 +170,7 @@ def check(num_stages: int, forms: list[str], schedules: list[str]) -> None:
     ), "the mean over tokens is not that over micro-batches"
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_as_the_last_layer_trains_to_the_bits_of_a_loss_function(num_stages: int) -> None:
     check(num_stages, ["scalar", "weighted", "dict"], ["1f1b"] if num_stages == 1 else ["1f1b", "zb-h1"])
 

@@ -35,7 +35,9 @@ def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
     _compare(toys, num_stages, num_stages, None)
 
 
-@pytest.mark.parametrize(("num_stages", "chunks"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_stages", "chunks"), [*(pytest.param(*few, marks=pytest.mark.slow) for few in ((2, 2), (3, 2))), (2, 3)]
+)
 def test_chunks_equal_one_process_to_the_bit(num_stages: int, chunks: int) -> None:
     """Below, at and above whole rounds of micro-batches."""
     toys = [
@@ -58,7 +60,7 @@ def test_chunks_with_replicas_tied_weights_and_recompute_equal_one_process() -> 
     _compare(toys, 4, 2, 1e-12)
 
 
-@pytest.mark.parametrize(("num_stages", "replicas"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("num_stages", "replicas"), [pytest.param(2, 2, marks=pytest.mark.slow), (3, 1)])
 def test_a_v_equals_one_process(num_stages: int, replicas: int) -> None:
     """To the bit where the first stage has no weight in both chunks, for one that is tied to the last digits."""
     toys = [
@@ -106,7 +108,7 @@ def _own(rank: int, toys: list[Toy], order: Any) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fp64_tied_weights_equal_one_process(num_stages: int) -> None:
     toys = [
         Toy("tied", micro_batches=m, loss=loss, pipeline={"schedule": schedule, "use_reentrant": False})

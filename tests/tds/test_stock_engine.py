@@ -49,7 +49,9 @@ def _toy(kind: str, **more: Any) -> Toy:
     return Toy(kind, dtype=torch.float32, clip=0.0, **more)
 
 
-@pytest.mark.parametrize(("ranks", "num_stages", "micro_batches"), [(2, 2, 1), (3, 3, 7), (4, 2, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "num_stages", "micro_batches"), [(2, 2, 1), pytest.param(3, 3, 7, marks=pytest.mark.slow), (4, 2, 4)]
+)
 def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, micro_batches: int) -> None:
     """Row E21: clipping off, untied and tied, one and two replicas."""
     _check(ranks, [_toy(kind, micro_batches=micro_batches) for kind in ("chain", "tied")], num_stages)

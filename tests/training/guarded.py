@@ -75,6 +75,7 @@ def spoil(
 def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Seen:
     seen = Seen()
     _watch(seen)
+    runs.leave_out_what_takes_long()
     if plant is not None:
         plant(rank)
     config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, num_ranks), "fp32")

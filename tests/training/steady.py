@@ -1,9 +1,10 @@
 """Steps of the steady state under a watch of the device, in a process of their own where DeepSpeed must learn of it.
 
-    python -m tests.training.steady cuda gpt2 --bf16
+    python -m tests.training.steady cuda gpt2 "--bf16" "--bf16 --offload-optimizer"
 
-prints what was seen as JSON: on "cuda" CUDA's own watch raises where the host waits for it outside of the one read, on
-"sim" the copies between the host and the simulated device are counted, none of which a counter on a CPU can see.
+prints what was seen with each line of flags as JSON: on "cuda" CUDA's own watch raises where the host waits for it
+outside of the one read, on "sim" the copies between the host and the simulated device are counted, none of which a
+counter on a CPU can see.
 """
 
 from __future__ import annotations
@@ -117,19 +118,20 @@ def copies_of_sim(found: list[str]) -> None:
 
 
 def main() -> None:
-    kind, family, *words = sys.argv[1:]
-    extra = " ".join([*words, "--device", kind])
-    if kind == "cuda":
-        engine, batches = engine_of(family, extra=extra)
-        seen: Any = {"modes": watched_by_cuda(engine, batches), "notices": is_noticed()}
-    else:
-        found: list[str] = []
+    kind, family, *lines = sys.argv[1:]
+    found: list[str] = []
+    if kind == "sim":
         copies_of_sim(found)
-        engine, batches = engine_of(family, extra=extra)
+    seen: list[Any] = []
+    for line in lines:
+        engine, batches = engine_of(family, extra=f"{line} --device {kind}")
+        if kind == "cuda":
+            seen.append({"modes": watched_by_cuda(engine, batches), "notices": is_noticed()})
+            continue
         take(engine, batches, range(WARM))
         found.clear()
         take(engine, batches, range(WARM, WARM + STEPS))
-        seen = {name: number / STEPS for name, number in Counter(found).items()}
+        seen.append({name: number / STEPS for name, number in Counter(found).items()})
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     os._exit(0)  # no group of one rank to be left

@@ -18,8 +18,6 @@ from tests.training.test_resume import draw_numbers, kill_after, losses
 SHORT = "--train-iters 6 --hidden-dropout 0.1 --eval-iters 0 --device cpu"
 FORMAT = "--checkpoint-format deepspeed"
 
-pytestmark = pytest.mark.usefixtures("cheap_runs")
-
 
 def flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every plain value and tensor in ``value`` by its place."""

@@ -142,7 +142,7 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
 @pytest.mark.parametrize(
     ("layout", "ranks", "factor"),
     [
-        ("", 2, math.nan),
+        pytest.param("", 2, math.nan, marks=pytest.mark.slow),
         pytest.param(GRID, 4, 1e3, marks=pytest.mark.slow),
         ("", 2, 1e3),
         (GRID, 4, math.nan),

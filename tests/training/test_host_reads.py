@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -23,6 +24,9 @@ ONCE = {"tolist in tds/loss.py:read": 1}
 """Of every step, on every rank."""
 SHAPES = {"tolist in megatron/mpu/data.py:_broadcast_shapes": 2}
 """Of each of two micro-batches; of a table on the host likewise (tests/mpu/test_data.py)."""
+
+SEEN = {"gpt2": ("--bf16 --clip-grad 1", "--bf16 --offload-optimizer"), "t5": ("--bf16 --clip-grad 1",)}
+"""Flags whose steps are seen in one process, which takes longer to start than to train."""
 
 CPU_TILES = "megatron/ops/document_attention.py"
 """Asks where documents begin, on a CPU alone; the way of CUDA is in ``tests/cuda``."""
@@ -63,12 +67,13 @@ def test_a_stage_of_a_pipeline_waits_once_in_a_step_and_reads_no_header_again() 
     assert run_ranks(2, reads, "gpt2", 1, 2, 1, "--fp32 --clip-grad 1") == [ONCE, ONCE]
 
 
-def in_own_process(kind: str, *words: str) -> Any:
-    """Return what ``tests.training.steady`` has seen."""
+@functools.cache
+def in_own_process(kind: str, family: str, *lines: str) -> list[Any]:
+    """Return what ``tests.training.steady`` has seen with each line of flags."""
     paths = os.pathsep.join([str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     theirs = {"sim": "cpu"}.get(kind, kind)  # of the simulated one DeepSpeed is told when it is chosen
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.steady", kind, *words],
+        [sys.executable, "-m", "tests.training.steady", kind, family, *lines],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": theirs},
         cwd=ROOT,
         capture_output=True,
@@ -76,20 +81,21 @@ def in_own_process(kind: str, *words: str) -> Any:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    seen: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
 
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str) -> None:
     """On a device that is not the host: any other copy to it, of a table or a number, would be one that CUDA awaits."""
     fields = {"gpt2": 1, "t5": 4}[family]
-    found = in_own_process("sim", family, "--bf16", "--clip-grad", "1")
+    found = in_own_process("sim", family, *SEEN[family])[0]
     data = {"to the device in megatron/device.py": 2 * fields}
     assert found == data | {"to the host in tds/loss.py": 1}
 
 
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
-    found = in_own_process("sim", "gpt2", "--bf16", "--offload-optimizer")
+    found = {**in_own_process("sim", "gpt2", *SEEN["gpt2"])[1]}
     weights = found.pop("to the host in megatron/optim/zero/partition.py")
     assert weights > 10
     assert found == {
@@ -122,5 +128,5 @@ def test_the_watch_of_cuda_is_off_for_the_one_read_of_each_step() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_cuda_sees_no_wait_in_a_step_but_the_one_read(family: str, precision: str) -> None:
     """Reading and copying of the data are within."""
-    seen = in_own_process("cuda", family, precision, "--clip-grad", "1", "--checkpoint-activations")
+    (seen,) = in_own_process("cuda", family, f"{precision} --clip-grad 1 --checkpoint-activations")
     assert seen == {"modes": [2] * STEPS, "notices": True}

@@ -20,8 +20,6 @@ from megatron import files
 from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import train_ranks
 
-pytestmark = pytest.mark.usefixtures("cheap_runs")
-
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:

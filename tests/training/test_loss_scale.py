@@ -21,6 +21,7 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import flags, serial, trace_rank
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
+ENDS = [pytest.param(*layout, marks=() if layout in LAYOUTS[::3] else pytest.mark.slow) for layout in LAYOUTS]
 FP16 = "--fp16 --device auto"  # DS_ACCELERATOR makes it the CPU, after the check of flags that refuses fp16 there
 SCALING = f"{FP16} --initial-scale-power 20 --loss-scale-window 3 --hysteresis 2"
 STEPS, FEW = 10, 6  # the scale is halved and grows again within 10; where it does neither, fewer do
@@ -63,7 +64,7 @@ def scaled(
     return run_ranks(size, scaled_rank, flags(tensor, pipe, micro=2, gas=2, extra=extra), size, steps, hit)
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+@pytest.mark.parametrize(("tensor", "pipe", "data"), ENDS)
 def test_every_layout_skips_the_steps_of_one_process_with_the_same_scales(tensor: int, pipe: int, data: int) -> None:
     ((alone, expected),) = scaled(1, 1, 1)
     assert expected[0] == (2.0**20, True), "the first steps must overflow"
@@ -91,10 +92,7 @@ def test_t5_skips_the_steps_of_one_process_with_the_same_scales() -> None:
         assert trace.losses == pytest.approx(alone.losses, abs=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "data"),
-    [pytest.param(*layout, marks=() if layout in LAYOUTS[::3] else pytest.mark.slow) for layout in LAYOUTS],
-)
+@pytest.mark.parametrize(("tensor", "pipe", "data"), ENDS)
 def test_fp16_that_skips_nothing_trains_as_fp32_does(tensor: int, pipe: int, data: int) -> None:
     wide = serial(2, 2, "--fp32", steps=FEW)
     for trace, seen in scaled(tensor, pipe, data, f"{FP16} --initial-scale-power 8", steps=FEW):
@@ -103,7 +101,14 @@ def test_fp16_that_skips_nothing_trains_as_fp32_does(tensor: int, pipe: int, dat
         assert trace.grad_norms == pytest.approx(wide.grad_norms, rel=2e-2)
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data", "rank"), [(1, 2, 1, 1), (2, 2, 1, 3), (2, 1, 1, 1)])
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "data", "rank"),
+    [
+        pytest.param(1, 2, 1, 1, marks=pytest.mark.slow),
+        (2, 2, 1, 3),
+        pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_an_overflow_on_one_rank_is_seen_by_all(tensor: int, pipe: int, data: int, rank: int) -> None:
     """On the last stage alone, and on one tensor rank alone."""
     extra = f"{FP16} --initial-scale-power 8 --hysteresis 1"

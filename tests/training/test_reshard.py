@@ -46,10 +46,12 @@ def test_some_layouts_load_what_others_saved(tmp_path: Path) -> None:
     check_pairs(pretrain_gpt2, (SAVED[7], SAVED[3]), (LOADED[0], LOADED[9]), tmp_path)
 
 
+@pytest.mark.slow  # as those of LLaMA below
 def test_a_pipeline_of_mpt_is_loaded_by_replicas(tmp_path: Path) -> None:
     check_pairs(pretrain_mpt, (SAVED[7],), (LOADED[3],), tmp_path)
 
 
+@pytest.mark.slow  # the quick one is that of context ranks, which are LLaMA's
 def test_tensor_ranks_of_llama_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     check_pairs(pretrain_llama, (SAVED[4],), (LOADED[7],), tmp_path)
 

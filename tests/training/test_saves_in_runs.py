@@ -29,8 +29,6 @@ from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"
 
-pytestmark = pytest.mark.usefixtures("cheap_runs")
-
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name, Shard(checkpoint.shape(name))) for name in checkpoint.names()}

@@ -18,8 +18,6 @@ from tests.training.test_resume import assert_same_checkpoint, losses
 GROWS = "--seq-length-schedule 0:8;256:16;640:32"  # a step is 4 samples of 32 tokens: 8, 8, 16, 16, 16, 32 ...
 SHORT = f"--train-iters 7 {GROWS} --hidden-dropout 0.1 --reset-attention-mask --reset-position-ids --eval-interval 2"
 
-pytestmark = pytest.mark.usefixtures("cheap_runs")
-
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_stops_in_mid_schedule_goes_on_with_its_bits(ranks: int, corpus: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megatron.generate.options import parse_args
 from megatron.generate.text import ChatPrompts
 from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
-from megatron.training.callbacks import hf_exporter, metrics_writer, speed_monitor
+from megatron.training.callbacks import hf_exporter
 from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
 from tests.helpers.runs import start_script
@@ -33,15 +32,6 @@ SIZES = (
     "--lr 3e-3 --log-interval 1 --eval-iters 1 --eval-interval 4 --split 8,1,1 --device cpu --progress plain "
     "--train-iters 6 --hidden-dropout 0.1 --max-position-embeddings 160 --activation gelu-tanh"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_runs() -> Iterator[None]:
-    """Leave out what costs most of a small run: the picture, and measuring the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_writer, "draw_losses", lambda *_: None)
-        patch.setattr(speed_monitor, "MATMUL_SECONDS", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")

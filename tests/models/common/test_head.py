@@ -47,7 +47,7 @@ def test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_deci
     assert type(head_output(x, table, model_args_from(model), ParallelContext())) is LazyLogits
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "untied"), KINDS)
 def test_chunks_give_the_loss_and_every_gradient_of_whole_logits(family: str, untied: bool, size: int) -> None:
     for results in seen(size):

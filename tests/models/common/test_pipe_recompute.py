@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -29,10 +31,15 @@ def count_forwards(rank: int, pipe: int, extra: str) -> int:
     return calls
 
 
+@functools.cache
+def plain_forwards(pipe: int) -> list[int]:
+    return run_ranks(pipe, count_forwards, pipe, "")
+
+
 @pytest.mark.parametrize("pipe", [1, 2])
 @pytest.mark.parametrize("every", [1, 2])
 def test_each_layer_runs_twice_a_micro_batch(pipe: int, every: int) -> None:
-    plain = run_ranks(pipe, count_forwards, pipe, "")
+    plain = plain_forwards(pipe)
     again = run_ranks(pipe, count_forwards, pipe, f"--checkpoint-activations --checkpoint-num-layers {every}")
     assert sum(plain) == STEPS * GAS * 4
     assert again == [2 * calls for calls in plain]

@@ -108,7 +108,13 @@ def seen(size: int) -> list[dict[str, Result]]:
     return run_ranks(size, run, size) if size > 1 else [run(0, 1)]
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in (2, 4) for name in OF_SIZE[size]])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        *((2, name) for name in OF_SIZE[2]),
+        *(pytest.param(4, name, marks=pytest.mark.slow) for name in OF_SIZE[4]),
+    ],
+)
 def test_tensor_ranks_together_equal_one_process(name: str, size: int) -> None:
     one_process = seen(1)[0][name]
     ranks = [results[name] for results in seen(size)]
@@ -130,7 +136,7 @@ def test_every_case_is_another_model(name: str) -> None:
     assert (found - other).abs().max() > 1e-4 * found.abs().max()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_padded_rows_of_embedding_and_head_get_no_gradient_at_all(size: int) -> None:
     padded = 0
     for results in seen(size):

@@ -1,4 +1,4 @@
-"""Hugging Face's T5 and mT5 with the same weights: logits, loss, every gradient, and weights after 20 steps.
+"""Hugging Face's T5 and mT5 with the same weights: logits, loss, every gradient, and weights after 8 steps.
 
 The references are made from random configurations; nothing is downloaded. Their norm takes its variance in fp32 even in
 an fp64 model; for fp64 it is replaced by the same formula in the type of its input. The loss is taken from the logits.
@@ -23,7 +23,7 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
 from tests.helpers.whole import fill, whole_world
 
-VOCAB, S_E, S_D, BATCH, HEADS, STEPS, LR = 101, 19, 9, 3, 4, 20, 0.02
+VOCAB, S_E, S_D, BATCH, HEADS, STEPS, LR = 101, 19, 9, 3, 4, 8, 0.02
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)
 ALLOWED = {"fp64": (1e-12, 1e-12, 1e-11, 1e-10), "fp32": (2e-6, 1e-6, 3e-6, None)}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}

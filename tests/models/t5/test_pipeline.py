@@ -66,7 +66,7 @@ def _message(*sizes: int) -> int:
     return end
 
 
-@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize("has_segments", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hidden_states_memory_and_ids_cross_and_no_masks(has_segments: bool) -> None:
     """The bytes of each boundary, for a cut before each layer of the list."""
     s_e, s_d = LONG.lengths

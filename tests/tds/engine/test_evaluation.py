@@ -78,7 +78,7 @@ def _train_only(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list
         PipelineEngine.eval_batch = engine_eval  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [(3, 1), (2, 4)])
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [pytest.param(3, 1, marks=pytest.mark.slow), (2, 4)])
 def test_evaluation_between_steps_changes_nothing_in_training(num_stages: int, micro_batches: int) -> None:
     """Row P09: other counts and shapes, accumulation off, fewer micro-batches than stages; to the bit."""
     toy = Toy("chain", micro_batches=micro_batches)

@@ -158,7 +158,7 @@ def _gradients_by_place(rank: int, toys: list[Toy], tensor_ranks: int) -> tuple[
     return results, [line for line in lines if "recompute" in line], held[:2]
 
 
-@pytest.mark.parametrize("tensor_ranks", [1, 2])
+@pytest.mark.parametrize("tensor_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_are_those_without_recompute_wherever_inputs_wait(tensor_ranks: int) -> None:
     """DeepSpeed's function loses the gradients of layers that return views, and empties what layers pass on."""
     every = {"activation_checkpoint_interval": 1}

@@ -130,7 +130,9 @@ def _load_elsewhere(rank: int, place: str, num_stages: int, toy: Toy, options: d
 
 
 @pytest.mark.parametrize(
-    ("toy", "saver"), [(TOY, "stock"), (TOY, "ours"), pytest.param(HALF, "stock", marks=pytest.mark.slow)],
+    ("toy", "saver"),
+    [pytest.param(TOY, "stock", marks=pytest.mark.slow), (TOY, "ours"),
+     pytest.param(HALF, "stock", marks=pytest.mark.slow)],
     ids=["fp32 tied of stock", "fp32 tied of ours", "bf16 zero-1"],
 )  # fmt: skip
 def test_weights_load_on_another_number_of_stages_and_optimizer_states_do_not(

@@ -274,6 +274,7 @@ def record_collectives(rank: int, lines: dict[str, list[str]]) -> dict[str, list
 
     for name in SENT:
         setattr(dist, name, recording(name, getattr(dist, name)))
+    runs.leave_out_what_takes_long()
     plain = train.step_callbacks
     for name, argv in lines.items():
         change, own = VARIATIONS[name]
