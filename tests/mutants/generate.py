@@ -205,7 +205,7 @@ GENERATE = (
         "megatron/generate/text.py",
         "self.data.gather_objects(found)",
         "self.data.gather_objects(dict(zip(sorted(found), found.values(), strict=True)))",
-        (f"{LAYOUT}[gpt2-layout4]",),
+        (f"{LAYOUT}[gpt2-layout3]",),
     ),
     Mutant(
         "blanks before a span are read",

@@ -177,14 +177,6 @@ def _fail(dog: Any) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for for long: in one process who is there answers at once."""
-    monkeypatch.setattr("tds.watchdog.alarm.GATHER_S", 0.4)
-    monkeypatch.setattr("tds.watchdog.watchdog.PATIENCE_S", 1.2)
-
-
-@pytest.mark.usefixtures("soon")
 def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_its_own_verdict() -> None:
     store = dist.HashStore()
     own = _watching(0, store)
@@ -202,7 +194,6 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     assert all(thread.is_alive() for dog in (own, other) for thread in (dog._timer, dog._listener))
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -> None:
     own = _watching(0, dist.HashStore(), limit_s=0.0)
     for alarm in (1, 2):
@@ -216,7 +207,6 @@ def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -
         assert own._verdict is None and not own._heard.is_set()
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_store_that_hangs_is_said_by_a_rank_whose_wait_cannot_time_out(capfd: pytest.CaptureFixture[str]) -> None:
     own, released = _watching(0, dist.HashStore(), limit_s=0.0), threading.Event()
     own._alarms.is_raised = own._alarms.answer = lambda *seen: released.wait(2 * SLACK_S)
