@@ -79,7 +79,7 @@ def test_two_replicas_of_three_micro_batches_equal_one_process(tmp_path: Path) -
         (4, 6, 9, "--pipe-parallel-size 2"),
         (4, 6, 3, "--pipe-parallel-size 2 --zero-stage 1"),
         (4, 6, 9, "--pipe-parallel-size 2 --pipeline-schedule zb-h1"),
-        (4, 6, 9, "--pipe-parallel-size 2 --pipeline-schedule auto --train-iters 8"),
+        (4, 6, 9, "--pipe-parallel-size 2 --pipeline-schedule auto"),
         (4, 6, 9, "--model-parallel-size 2"),
         (4, 6, 9, "--context-parallel-size 2"),
     ],
