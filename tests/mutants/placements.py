@@ -128,7 +128,7 @@ IN_PLACEMENTS = (
         "megatron/training/auto_placement.py",
         "most = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))",
         "most = stage_memory(placed, topology, bounds, dtype)[0].total",
-        (f"{AUTO}::test_what_does_not_fit_is_left_out[zb-v-auto:zb-v]",),
+        (f"{AUTO}::test_the_fullest_stage_must_fit_wherever_it_is",),
     ),
     Mutant(
         "auto moves layers that a flag has placed",
@@ -142,7 +142,7 @@ IN_PLACEMENTS = (
         "megatron/training/auto_placement.py",
         "backward=tuple((again + 2) * cost for cost in pieces)",
         "backward=tuple((again + 2 * price) * cost for cost in pieces)",
-        (f"{AUTO}::test_times_are_those_of_the_simulation_where_nothing_is_split",),
+        (f"{AUTO}::test_the_fastest_by_simulation_says_how_layers_lie",),
     ),
     Mutant(
         "the engine chooses among all schedules though some do not fit",
@@ -170,7 +170,7 @@ IN_PLACEMENTS = (
         "tds/partition.py",
         "    for moves in itertools.chain(((move,) for move in single), pairs):\n",
         "    for moves in ((move,) for move in single):\n",
-        (f"{BALANCE}::test_a_big_model_in_chunks_is_cut_well_though_not_every_cut_is_tried",),
+        (f"{BALANCE}::test_two_bounds_move_together_where_neither_helps_alone",),
     ),
     Mutant(
         "a cut into chunks is taken as it begins",

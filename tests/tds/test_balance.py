@@ -90,6 +90,12 @@ def test_a_big_model_in_chunks_is_cut_well_though_not_every_cut_is_tried() -> No
     assert step_s(times, bounds, 4, 3, LOOP) < 0.95 * step_s(times, even, 4, 3, LOOP)
 
 
+def test_two_bounds_move_together_where_neither_helps_alone() -> None:
+    times = [0.2, *(1.0 + 0.3 * (7 * i % 5 < 2) for i in range(30)), 9.0]
+    bounds = partition_by_times(times, [1] * 32, 3, 3)
+    assert step_s(times, bounds, 3, 3, LOOP) < 402  # 398, and 410 by moving one at a time
+
+
 def test_too_few_layers_are_told() -> None:
     with pytest.raises(ValueError, match="3 layers for 2 stages x 2 chunks"):
         partition_by_times([1, 1, 1], [1, 1, 1], 2, 2)

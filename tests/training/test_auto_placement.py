@@ -89,6 +89,17 @@ def test_what_does_not_fit_is_left_out(most: str, wanted: str) -> None:
     assert set(listed) == large and large
 
 
+def test_the_fullest_stage_must_fit_wherever_it_is() -> None:
+    words = "--vocab-size 20000"  # logits on the last stage of a loop
+    line = f"{SIZES} --pipe-parallel-size 2 --pipeline-schedule 1f1b {words}"
+    config = parse(line.split(), world_size=2, env={}, family="gpt2")
+    topology = Topology.of_world(2, 1, 2)
+    first, last = (each.total for each in stage_memory(config, topology, registry.bounds_of(config, 2), "fp32"))
+    assert first < last
+    free = parse(f"{line} --pipeline-schedule auto".split(), world_size=2, env={}, family="gpt2")
+    assert re.search(r"memory: .*1f1b [\d.]+ ", with_placement(free, topology, "fp32", (first + last) // 2).notes[-1])
+
+
 def test_where_nothing_fits_the_smallest_runs() -> None:
     found = placed(limit=1000)
     assert found.parallel.schedule == "auto:1f1b" and "none fits" in found.notes[-1]
