@@ -142,7 +142,7 @@ IN_PLACEMENTS = (
         "megatron/training/auto_placement.py",
         "backward=tuple((again + 2) * cost for cost in pieces)",
         "backward=tuple((again + 2 * price) * cost for cost in pieces)",
-        (f"{AUTO}::test_the_fastest_by_simulation_says_how_layers_lie",),
+        (f"{AUTO}::test_on_a_cpu_halves_of_a_backward_cost_more_than_a_whole_one",),
     ),
     Mutant(
         "the engine chooses among all schedules though some do not fit",

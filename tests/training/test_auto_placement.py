@@ -16,7 +16,7 @@ from megatron.mpu.topology import Topology
 from megatron.training.auto_placement import is_free, with_placement
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.estimates import simulated_bubble, stage_memory
-from tds.schedule import LOOP, V
+from tds.schedule import LOOP, Costs, V, schedule_named, simulate
 from tests.helpers.runs import flags, start_script
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
@@ -70,6 +70,19 @@ def test_times_are_those_of_the_simulation_where_nothing_is_split() -> None:
         pieces = costs.piece_costs(costs.stage_bounds(2, chunks))
         idle[name] = simulated_bubble(2, 8, name, chunks, pieces)
     assert one / chunked == pytest.approx((1 - idle["interleaved"]) / (1 - idle["1f1b"]), abs=2e-3)
+
+
+def test_on_a_cpu_halves_of_a_backward_cost_more_than_a_whole_one() -> None:
+    costs = registry.costs_of(config_of(""))
+    pieces = costs.piece_costs(costs.stage_bounds(2, 2, V))
+    halves, whole = tuple(1.1 * piece for piece in pieces), tuple(2 * piece for piece in pieces)
+    times = {}
+    for name in ("zb-v", "dualpipev"):
+        order = schedule_named(name, 2, V)
+        stages = [order(2, 8, stage) for stage in range(2)]
+        times[name] = simulate(stages, Costs(tuple(pieces), halves, halves, backward=whole), 2, V).step_s
+    split, mostly_whole = (float(re.findall(rf"{name} (\d\.\d+)", placed().notes[-1])[0]) for name in times)
+    assert split / mostly_whole == pytest.approx(times["zb-v"] / times["dualpipev"], abs=2e-3)
 
 
 @pytest.mark.parametrize(
