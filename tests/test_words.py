@@ -318,7 +318,7 @@ UNIQUE = {
 """Former names that stood for one thing: nothing at all is called so."""
 WORDS = {"firm", "say", "saying", "settle", "soft", "tell", "telling", "tempo", "tidy", "told", "unasked", "wants"}
 """Not in any name, a variable's neither: log, report, format; explicit, default."""
-TOLD = re.compile(r"\b(?!test_)(?:\w+_)?told(?:_\w+)?\b", re.IGNORECASE)
+REPORTED = re.compile(r"\b(?!test_)(?:\w+_)?told(?:_\w+)?\b", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def test_tests_and_tools_name_what_is_reported_by_another_word_than_told() -> No
         if ROOT / "tests" / "benchmarks" in path.parents:
             continue
         text = path.read_text(encoding="utf-8")
-        names = made_names(ast.parse(text)) if TOLD.search(text) else set()
+        names = made_names(ast.parse(text)) if REPORTED.search(text) else set()
         found += [(str(path), n) for n in names if not n.startswith("test_") and "told" in n.lower().split("_")]
     assert found == []
 

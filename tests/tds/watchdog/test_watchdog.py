@@ -179,12 +179,11 @@ def _fail(dog: Any) -> str:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for for long: in one process who is there answers at once."""
+    """Nobody is waited for for long: here nobody else is there."""
     monkeypatch.setattr("tds.watchdog.alarm.GATHER_S", 0.4)
     monkeypatch.setattr("tds.watchdog.watchdog.PATIENCE_S", 1.2)
 
 
-@pytest.mark.usefixtures("soon")
 def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_its_own_verdict() -> None:
     store = dist.HashStore()
     own = _watching(0, store)
