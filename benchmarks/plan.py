@@ -11,7 +11,7 @@ one rank.
 
 The machine's speed changes while the benchmark runs. So a reference is timed ahead of each step and behind it, and the
 step counts at the speed that the machine had while it was calibrated (``megatron.planner.reference``). Of the steps
-those count in which other programs had the least of the cores, the better half.
+those count beside which the reference was fastest, the better half.
 
 Time and memory are measured in steps of their own, for counting slows a step down. Memory is counted, not read off
 the process: the tensors that lie there ahead of a step, and the most that the step adds in torch's allocator
@@ -200,7 +200,7 @@ def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int, by_cpu_time: 
         steps: that are timed, after one ahead of them; 0: none, memory alone.
     """
     pace = TimingBudget(by_cpu_time=by_cpu_time).shared_by(rank.size, rank.threads)
-    reference = Reference(rank, pace.now) if steps else None
+    reference = Reference(rank, pace.now, LOOKS) if steps else None
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # engines are talkative
         return train(case, is_smoke, steps, rank.meet, reference)
 
@@ -264,6 +264,8 @@ def _wait_for_threads(turns: int = 40, turn_s: float = 0.01) -> None:
 
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
+LOOKS = 7
+"""At the reference, of which the median counts, ahead of a step and behind it."""
 
 UNTIMED = Machine(
     name="a CPU of which no rate is known",
@@ -390,14 +392,15 @@ def row_of(
     """Return estimate and measurement of one case.
 
     Each step is taken without what it lost to other programs, and at the speed of the calibration, by the reference
-    beside it. Of the better half, in which other programs had the least of the cores, the median counts.
+    beside it. Of the better half, in which the machine was fastest by that reference, the median counts: ranks that
+    wait for one another lose more to a slow moment than a reference does.
 
     Args:
         calibrated_s: the reference of the machine that ``estimate`` is of; 0: nothing is scaled.
     """
     steps = steps_of(ranks, len(os.sched_getaffinity(0)), by_cpu_time=by_cpu_time)
-    quiet = sorted(steps, key=lambda step: step.others)[: (len(steps) + 1) // 2]
-    if not any(step.others for step in steps):
+    quiet = sorted(steps, key=lambda step: (step.reference_s, step.others))[: (len(steps) + 1) // 2]
+    if not any(step.others or step.reference_s for step in steps):
         quiet = steps
     known = [(step.seconds - step.lost_s) * step.speed(calibrated_s) for step in quiet]
     worst = max(ranks, key=lambda each: abs(estimate.memory[each.stage].total / each.peak_bytes - 1))

@@ -48,6 +48,7 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
 from tds.device import keep_freed
+from tds.schedule import LOOP
 from tds.schedule.simulate import placement_for
 
 SEED, STD = 1234, 0.02
@@ -296,6 +297,7 @@ class T5Stages(Model):
             Topology(tensor=1, pipe=self.num_stages, data=1),
             partition=partition,
             chunks=options.get("chunks", 1),
+            placement=options.get("placement", LOOP),
             has_segments=False,
             probe=self.lengths if partition == "profile" else None,
         )

@@ -15,6 +15,7 @@ from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
+from tds.schedule.simulate import is_auto
 
 # Strict JSON with places: duplicate keys, comments and trailing commas are refused with file, line and column.
 
@@ -466,6 +467,8 @@ def _pipeline_section(config: Config) -> dict[str, Any]:
     if not config.parallel.overlaps_passes:
         said["overlap_forward_backward"] = None
     said["micro_batch_group_size"] = config.parallel.group_size
+    if is_auto(config.parallel.pipeline_schedule):
+        said["schedule"] = config.parallel.schedule
     if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
         del said["chunks"]
     return {name: value for name, value in said.items() if bool(value) != (name in deepspeed_keys.ON_BY_DEFAULT)}

@@ -159,6 +159,7 @@ SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
 """Fields that act on fp16 only."""
 PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
+    "pipeline_auto_schedules": "--pipeline-auto-schedules",
     "pipeline_chunks": "--pipeline-chunks",
     "pipeline_placement": "--pipeline-placement",
     "pipeline_schedule_file": "--pipeline-schedule-file",

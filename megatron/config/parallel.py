@@ -12,12 +12,14 @@ from megatron.config.option import option
 from megatron.config.pipeline_layout import parse_layout
 from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
+    AUTO,
     EARLIER,
     IN_A_V,
     IN_FILE,
     MANY_CHUNKS,
     ONE_CHUNK,
     SCHEDULES,
+    auto_among,
     by_default,
     candidates,
     is_auto,
@@ -90,6 +92,11 @@ class ParallelConfig:
         constants={"--enable-zbh1-pipeline": "zb-h1"},
         shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
         short="1f1b, interleaved, zb-v, auto and more",
+    )
+    pipeline_auto_schedules: str | None = option(
+        None,
+        "schedules among which --pipeline-schedule auto chooses, with commas: 1f1b,zb-h1",
+        shown_default="all that fit the memory",
     )
     pipeline_chunks: int = option(
         1,
@@ -278,7 +285,14 @@ class ParallelConfig:
         """The schedule's name, said or by default."""
         if self.pipeline_schedule_file is not None:
             return IN_FILE + self.pipeline_schedule_file
+        if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
+            return auto_among(self.auto_schedules)
         return self.pipeline_schedule or by_default(self.chunks, self.placement)
+
+    @property
+    def auto_schedules(self) -> list[str]:
+        """The schedules among which "auto" chooses; none: all."""
+        return [name.strip() for name in (self.pipeline_auto_schedules or "").split(",") if name.strip()]
 
     @property
     def placement(self) -> str:
@@ -287,6 +301,8 @@ class ParallelConfig:
             return LOOP
         if (found := self._order_in_file) is not None:
             return found.placement.kind
+        if self.auto_schedules and set(self.auto_schedules) <= set(IN_A_V):
+            return self.pipeline_placement or V
         return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
     @property
@@ -367,7 +383,8 @@ class ParallelConfig:
             )
         if self.overlaps_passes:
             yield from self._pair_problems()
-        names = candidates(self.schedule, self.chunks, self.placement) if self.has_pipeline else ()
+        is_sound = self.has_pipeline and self._auto_problem() is None
+        names = candidates(self.schedule, self.chunks, self.placement) if is_sound else ()
         if self.compile and (split := [name for name in names if splits(name)]):
             yield (
                 f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {split[0]} "
@@ -431,8 +448,26 @@ class ParallelConfig:
             )
         return None
 
+    def _auto_problem(self) -> str | None:
+        """Return why "auto" cannot choose among the schedules that are named."""
+        flag, named = "--pipeline-auto-schedules", self.pipeline_auto_schedules
+        if named is None:
+            return None
+        possible = candidates(AUTO, self.chunks, self.placement)
+        if self.pipeline_schedule != AUTO:
+            return f"{flag} needs --pipeline-schedule auto, got {flag} {named} and {self.schedule}. Leave one out"
+        if not set(self.auto_schedules) <= set(SCHEDULES) - {AUTO} or not set(self.auto_schedules) & set(possible):
+            return (
+                f"{flag} must name schedules, some of them of {', '.join(possible)}, for chunks that lie as these, got "
+                f"{flag} {named}. Name others, or lay chunks out by --pipeline-chunks and --pipeline-placement"
+            )
+        return None
+
     def _schedule_problems(self) -> Iterator[str]:
         if self.pipeline_schedule_file is not None:
+            return
+        if wrong := self._auto_problem():
+            yield wrong
             return
         schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"

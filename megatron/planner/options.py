@@ -63,7 +63,7 @@ SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
 """Fields that with --gas give the samples of a step."""
 IN_TENSOR, IN_PIPE = (
     ("sequence_parallel",),
-    ("pipeline_chunks", "pipeline_schedule", "pipeline_placement", "pipeline_split_rank"),
+    ("pipeline_chunks", "pipeline_schedule", "pipeline_auto_schedules", "pipeline_placement", "pipeline_split_rank"),
 )
 """Fields that act with several tensor ranks, or stages."""
 

@@ -28,7 +28,7 @@ from megatron.planner.spawn_ranks import Rank
 
 TOKENS, HIDDEN, FF = 512, 256, 512
 TURNS = 2
-"""Of one reading, of which the shorter counts: the first finds the caches full of other work."""
+"""Of one look, of which the shorter counts: the first finds the caches full of other work."""
 
 
 class Reference:
@@ -36,10 +36,12 @@ class Reference:
 
     Args:
         now: the clock that what is scaled is timed by.
+        looks: of a reading the median of so many counts: one takes some ms, in which a guest of the same host may be
+            at work or not, and what is timed beside it may take seconds.
     """
 
-    def __init__(self, rank: Rank, now: Callable[[], float]) -> None:
-        self._rank, self._now = rank, now
+    def __init__(self, rank: Rank, now: Callable[[], float], looks: int = 1) -> None:
+        self._rank, self._now, self._looks = rank, now, looks
         self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
         self._began = time.perf_counter(), busy_s(), time.process_time()
         self.readings: list[float] = []
@@ -59,9 +61,9 @@ class Reference:
 
     def read(self) -> float:
         """Return the seconds of the reference now, on the slowest rank; 1 on a GPU."""
-        seconds = 1.0 if self._turn is None else self._rank.most(min(self._once() for _ in range(TURNS)))
-        self.readings.append(seconds)
-        return seconds
+        found = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
+        self.readings.append(statistics.median(found))
+        return self.readings[-1]
 
     def beside(self) -> float:
         """Return the mean of the last reading, ahead of what was timed since, and of one behind it."""
@@ -92,6 +94,9 @@ class Reference:
         others_s, cores = self.others() * seconds, len(os.sched_getaffinity(0))
         waited_s = self._rank.most(longest_wait(before))
         return others_s / cores if self._rank.size * self._rank.threads > cores else min(waited_s, others_s)
+
+    def _look(self) -> float:
+        return self._rank.most(min(self._once() for _ in range(TURNS)))
 
     def _once(self) -> float:
         assert self._turn is not None

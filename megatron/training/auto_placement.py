@@ -20,17 +20,19 @@ from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.training.estimates import is_on_cpu, stage_memory
 from tds.schedule import LOOP, Costs, V, schedule_named, simulate
-from tds.schedule.simulate import AUTO, ONE_CHUNK, SPLIT_PRICE, auto_among, candidates
+from tds.schedule.simulate import AUTO, ONE_CHUNK, SPLIT_PRICE, candidates
 
 PLACEMENTS = ((1, LOOP), (2, LOOP), (2, V))
 """Chunks on each stage, and how they lie; of equally fast ones the first is taken."""
-SAYING = (
+LYING = (
     "pipeline_chunks", "layers_per_chunk", "pipeline_placement", "pipeline_layout", "pipeline_schedule_file",
     "micro_batch_group_size", "pipeline_split_rank",
 )  # fmt: skip
 """Fields of the flags that say how layers lie."""
 MARGIN = 0.01
 """More chunks must be faster by this share: they send more messages."""
+MEMORY_MARGIN = 0.10
+"""By how much a plan of memory may be wrong; docs/planner.md has what was measured."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,24 @@ class Candidate:
 
 
 def usable_bytes(kind: str, ranks_here: int) -> int:
-    """Return the memory that a rank can have of its device, or of a host that so many ranks share.
+    """Return the memory that a plan may fill, of a rank's device or of a host that so many ranks share.
 
     Args:
         kind: "cpu", "cuda" or that of a plug-in; the device must be there.
     """
     if kind == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
-    from megatron import device  # it imports torch, which a dry run on CPUs does without
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    else:
+        from megatron import device  # it imports torch, which a dry run on CPUs does without
 
-    return device.total_memory_bytes(kind) - device.memory_of_others(kind)
+        found = device.total_memory_bytes(kind) - device.memory_of_others(kind)
+    return int(found * (1 - MEMORY_MARGIN))
 
 
 def is_free(config: Config) -> bool:
     """Return whether the schedule is "auto" and nothing says how layers lie."""
     parallel = config.parallel
-    is_said = any(name in config.given for name in SAYING) or parallel.partition_method not in ("balanced", "profile")
+    is_said = any(name in config.given for name in LYING) or parallel.partition_method not in ("balanced", "profile")
     is_known = config.model.vocab_size is not None
     return parallel.has_pipeline and parallel.pipeline_schedule == AUTO and is_known and not is_said
 
@@ -99,7 +103,7 @@ def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Cand
     for chunks, placement in PLACEMENTS:
         if chunks > 1 and config.batch.gas < topology.pipe:
             continue
-        for name in candidates(AUTO, chunks, placement):
+        for name in _allowed(config, chunks, placement):
             placed = _with(config, name, chunks, placement)
             if any(each not in known for each in find_problems(placed, topology.world_size)):
                 continue
@@ -107,6 +111,12 @@ def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Cand
             most = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))
             pieces = registry.costs_of(config).piece_costs(bounds)
             yield Candidate(chunks, placement, name, _step_time(placed, topology.pipe, name, pieces), most)
+
+
+def _allowed(config: Config, chunks: int, placement: str) -> tuple[str, ...]:
+    """Return the schedules for chunks that lie so; where --pipeline-auto-schedules names some, of these."""
+    asked = config.parallel.auto_schedules
+    return tuple(name for name in candidates(AUTO, chunks, placement) if not asked or name in asked)
 
 
 def _step_time(config: Config, stages: int, name: str, pieces: list[float]) -> float:
@@ -126,13 +136,15 @@ def _step_time(config: Config, stages: int, name: str, pieces: list[float]) -> f
 
 def _with(config: Config, schedule: str, chunks: int, placement: str) -> Config:
     lie: dict[str, Any] = {"pipeline_schedule": schedule, "pipeline_chunks": chunks, "pipeline_placement": placement}
-    return replace(config, parallel=replace(config.parallel, **lie))
+    return replace(config, parallel=replace(config.parallel, pipeline_auto_schedules=None, **lie))
 
 
 def _placed(config: Config, chosen: Candidate, fitting: list[Candidate]) -> Config:
     names = tuple(each.schedule for each in fitting)
-    all_of_them = candidates(AUTO, chosen.chunks, chosen.placement)
-    return _with(config, AUTO if names == all_of_them else auto_among(names), chosen.chunks, chosen.placement)
+    is_all = names == candidates(AUTO, chosen.chunks, chosen.placement)
+    placed = _with(config, AUTO, chosen.chunks, chosen.placement)
+    among = None if is_all else ",".join(names)
+    return replace(placed, parallel=replace(placed.parallel, pipeline_auto_schedules=among))
 
 
 def _noted(config: Config, lie: str, every: list[Candidate], limit: int | None) -> Config:

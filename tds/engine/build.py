@@ -180,10 +180,11 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
 
 
 def overlaps_passes(engine: EngineParts) -> bool:
-    """Return whether forwards are to run beside backwards of other micro-batches; they do on hosts.
+    """Return whether forwards are to run beside backwards of other micro-batches; they do on hosts, and without
+    recompute, which would run a layer in both threads at once.
 
     Raises:
-        ValueError: "overlap_forward_backward" is neither true nor false, or stands beside "auto" or recompute.
+        ValueError: "overlap_forward_backward" is neither true nor false, or stands beside "auto".
     """
     section = engine.pipeline_section
     if not _switch(section, "overlap_forward_backward", False) or engine.num_stages == 1:
@@ -194,16 +195,11 @@ def overlaps_passes(engine: EngineParts) -> bool:
             f'{asked} needs a schedule by name, got "auto", which measures actions that run in turn. Use '
             f"{', '.join(EARLIER)}, or leave it out"
         )
-    if engine.module.activation_checkpoint_interval > 0:
-        raise ValueError(
-            f"{asked} cannot stand beside recompute, which would run a layer in both threads at once, got "
-            f"activation_checkpoint_interval={engine.module.activation_checkpoint_interval}. Leave one of them out"
-        )
-    if not is_host(torch.device(engine.device)):
-        if engine.global_rank == 0:
-            log_rank_0(f"{asked} acts on CPUs; on {engine.device} passes run in turn, with the same numbers")
-        return False
-    return True
+    why = "with recompute" if engine.module.activation_checkpoint_interval > 0 else ""
+    why = why or ("" if is_host(torch.device(engine.device)) else f"on {engine.device}")
+    if why and engine.global_rank == 0:
+        log_rank_0(f"{asked} acts on CPUs, without recompute; {why} passes run in turn, with the same numbers")
+    return not why
 
 
 def max_ctas(section: Mapping[str, Any]) -> int:

@@ -75,6 +75,7 @@ NEEDS = {
     "--pipeline-trace": ["--pipe-parallel-size", "2"],
     "--check-data-agreement": ["--pipe-parallel-size", "2"],
     "--pipeline-placement": ["--pipe-parallel-size", "2"],
+    "--pipeline-auto-schedules": ["--pipe-parallel-size", "2", "--pipeline-schedule", "auto"],
     "--pipeline-schedule-file": ["--pipe-parallel-size", "2", "--gas", "1"],
     "--pipeline-model-parallel-layout": ["--pipe-parallel-size", "2", "--num-layers", "2"],
     **{
@@ -235,6 +236,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "mean_span_length": "4",
         "pipeline_split_rank": "1",
         "pipeline_layout": "Et|tL",
+        "pipeline_auto_schedules": "1f1b,zb-h1",
         "rotary_base": "500000",
         "rotary_scaling_factor": "2",
         "rotary_beta_fast": "16",

@@ -56,7 +56,7 @@ def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
     kinds = {each["contender"].split()[0] for each in result["cases"]["m=4"]["rows"]}
     assert kinds == {"one", "side", "stock", "dualpipev", "torch", "ours"}
     schedules = {each["contender"].split()[1] for each in result["cases"]["m=4"]["rows"] if "ours" in each["contender"]}
-    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}
+    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev", "auto"}
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_every_schedule_trains_the_same_t5(tmp_path) -> None:
     rows = result["cases"]["t5 m=4"]["rows"]
     assert {each["contender"].split()[0] for each in rows} == {"one", "side", "ours"}
     schedules = {each["contender"].split()[1] for each in rows if "ours" in each["contender"]}
-    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}
+    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev", "auto"}
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_steps_are_taken_at_the_speed_of_the_calibration() -> None:
     found = row_of(Case("gpt2"), estimate(), ranks, calibrated_s=0.1)
     assert (found.measured_s, found.speed) == (pytest.approx(1.1), 1.0)
     assert row_of(Case("gpt2"), estimate(), ranks, calibrated_s=0.2).measured_s == pytest.approx(2.2)
-    assert row_of(Case("gpt2"), estimate(), ranks).measured_s == 1.2
+    assert row_of(Case("gpt2"), estimate(), ranks).measured_s == pytest.approx(1.1)  # the slow moment is left out
     assert [step["reference_s"] for step in found.steps] == [0.1, 0.2, 0.1]
 
 

@@ -52,6 +52,13 @@ def test_bars_are_met_or_not_by_the_right_pairs() -> None:
     memory, simulated = got[1.0, True], got[0.05, True]
     assert memory.ratio == pytest.approx(1.01) and not memory.is_met and str(memory).startswith("NOT MET")
     assert simulated.ratio == pytest.approx(0.04) and simulated.is_met
+    assert told[0.99].ratio == pytest.approx(1 / 1.04) and not told[0.99].is_met
+
+
+def test_the_best_simulated_is_at_the_speed_of_the_turns() -> None:
+    slower = record("ours gpipe 5+3", "ours", [1.3, 2.6, 1.3], schedule="gpipe", measured_to_simulated=[1.3])
+    (bar,) = (each for each in bars(CASE, records() | {"gpipe": slower}) if "best that is simulated" in each.told)
+    assert bar.ratio == pytest.approx((1 / 1.05) / (1 / 1.3 * 1.3)) and "(gpipe)" in bar.told
 
 
 def test_the_balance_is_that_of_our_best_cut_in_one_piece_a_stage() -> None:

@@ -77,7 +77,8 @@ OWN = {"t5": "--enc-seq-length 12 --vocab-size 200"}
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 ACTS_ON = {
     "plan": """
-        model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
+        model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_auto_schedules
+        pipeline_chunks layers_per_chunk
         pipeline_placement pipeline_schedule_file pipeline_layout micro_batch_group_size
         context_parallel_size cp_comm_type
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
@@ -197,6 +198,7 @@ BESIDE = {
     "num_query_groups": "",
     "partition_method": "--pipe-parallel-size 2 --num-layers 6",
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
+    "pipeline_auto_schedules": "--pipe-parallel-size 2 --gas 4 --pipeline-schedule auto",
     "pipeline_placement": "--pipe-parallel-size 2 --num-layers 4",
     "pipeline_schedule_file": "--pipe-parallel-size 2 --num-layers 4 --gas 1",
     "pipeline_layout": "--pipe-parallel-size 2 --num-layers 4",

@@ -133,7 +133,7 @@ IN_PLACEMENTS = (
     Mutant(
         "auto moves layers that a flag has placed",
         "megatron/training/auto_placement.py",
-        "    is_said = any(name in config.given for name in SAYING) or",
+        "    is_said = any(name in config.given for name in LYING) or",
         "    is_said =",
         (f"{AUTO}::test_layers_lie_as_a_flag_says[--pipeline-chunks 1]",),
     ),
@@ -147,8 +147,8 @@ IN_PLACEMENTS = (
     Mutant(
         "the engine chooses among all schedules though some do not fit",
         "megatron/training/auto_placement.py",
-        "    return _with(config, AUTO if names == all_of_them else auto_among(names),",
-        "    return _with(config, AUTO,",
+        'among = None if is_all else ",".join(names)',
+        "among = None",
         (f"{AUTO}::test_what_does_not_fit_is_left_out[1f1b-auto:1f1b]",),
     ),
     Mutant(

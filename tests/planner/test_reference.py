@@ -73,6 +73,15 @@ def test_a_time_is_taken_beside_the_readings_ahead_of_it_and_behind_it(monkeypat
     assert (read.unit_s, read.usual_s) == (pytest.approx(2.0), pytest.approx(4.0))
 
 
+def test_of_several_looks_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0] * 12 + [3.0, 2.0, 5.0, 4.0, 7.0, 8.0] + [1.0, 6.0, 30.0, 20.0, 6.0, 6.0])
+    made = Unsteady(lambda at: 1.0)
+    monkeypatch.setattr(reference, "_mlp", lambda place: lambda: made.work(next(seconds)))
+    read = Reference(ALONE, made.now, looks=3)
+    assert read.readings == pytest.approx([4.0])  # of 2, 4 and 7
+    assert read.beside() == pytest.approx(5.0)  # the median of 1, 20 and 6, and 4
+
+
 def test_rates_of_a_machine_that_changes_its_speed_are_those_of_one_speed(machine: Unsteady) -> None:
     """At speed 1 a turn takes 20 ms and the reference 10: whatever the speed, a turn is two references."""
     pace = TimingBudget(window_s=0.08, windows=3)

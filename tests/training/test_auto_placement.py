@@ -10,6 +10,7 @@ import pytest
 
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.config import Config, parse
+from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.training.auto_placement import is_free, with_placement
@@ -81,7 +82,7 @@ def test_times_are_those_of_the_simulation_where_nothing_is_split() -> None:
 )
 def test_what_does_not_fit_is_left_out(most: str, wanted: str) -> None:
     found = placed(limit=needed(most))
-    assert found.parallel.pipeline_schedule == wanted
+    assert found.parallel.schedule == engine_dict(found, 2)["pipeline"]["schedule"] == wanted
     assert lie(found) == EVERY[most]
     large = {name for name in EVERY if needed(name) > needed(most)}
     listed = re.findall(r"([a-z0-9-]+(?: of 2 chunks)?) [\d.]+ [KM]iB", found.notes[-1].split("of memory:")[1])
@@ -90,7 +91,7 @@ def test_what_does_not_fit_is_left_out(most: str, wanted: str) -> None:
 
 def test_where_nothing_fits_the_smallest_runs() -> None:
     found = placed(limit=1000)
-    assert found.parallel.pipeline_schedule == "auto:1f1b" and "none fits" in found.notes[-1]
+    assert found.parallel.schedule == "auto:1f1b" and "none fits" in found.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,30 @@ def test_layers_lie_as_a_flag_says(words: str) -> None:
     config = config_of(words)
     assert not is_free(config)
     assert with_placement(config, Topology.of_world(2, 1, 2), "fp32", None) is config
+
+
+def test_among_the_schedules_that_are_named() -> None:
+    found = placed("--pipeline-auto-schedules 1f1b,interleaved")
+    assert (lie(found), found.parallel.schedule) == ((2, LOOP), "auto:interleaved")
+    assert set(re.findall(r"([a-z0-9-]+) \d\.\d{3}", found.notes[-1])) == {"1f1b", "interleaved"}
+    assert lie(config_of("--pipeline-auto-schedules zb-v")) == (2, V)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pipeline-auto-schedules zb-v --pipeline-schedule 1f1b", "needs --pipeline-schedule auto, got .* and 1f1b"),
+        (
+            "--pipeline-auto-schedules fastest",
+            "must name schedules, .* of 1f1b, gpipe, zb-h1, .* got .*fastest",
+        ),
+        ("--pipeline-auto-schedules interleaved", "Name others, or lay chunks out by --pipeline-chunks"),
+        ("--pipeline-auto-schedules 1f1b --pipeline-chunks 2", "some of them of interleaved, zb-h1"),
+    ],
+)
+def test_schedules_that_auto_cannot_choose_are_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(words)
 
 
 def test_few_layers_or_micro_batches_take_one_chunk() -> None:

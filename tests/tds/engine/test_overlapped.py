@@ -290,26 +290,25 @@ def test_both_actions_of_a_pair_are_recorded_and_no_time_counts_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "recomputed", "message"),
+    ("section", "message"),
     [
-        ({"schedule": "auto", **ON}, 0, "needs a schedule by name.* Use 1f1b, interleaved, zb-v, dualpipev, or leave"),
-        (ON, 1, "cannot stand beside recompute.* got activation_checkpoint_interval=1. Leave one of them out"),
-        ({"overlap_forward_backward": "yes"}, 0, "must be true or false, got 'yes'"),
+        ({"schedule": "auto", **ON}, "needs a schedule by name.* Use 1f1b, interleaved, zb-v, dualpipev, or leave"),
+        ({"overlap_forward_backward": "yes"}, "must be true or false, got 'yes'"),
     ],
 )
-def test_what_cannot_run_beside_a_backward_is_refused_with_the_way_out(
-    section: dict[str, Any], recomputed: int, message: str
-) -> None:
+def test_what_cannot_run_beside_a_backward_is_refused_with_the_way_out(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build.overlaps_passes(_engine(section, recomputed))
+        build.overlaps_passes(_engine(section))
 
 
-def test_one_stage_and_devices_run_in_turn(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_stage_recompute_and_devices_run_in_turn(caplog: pytest.LogCaptureFixture) -> None:
     assert build.overlaps_passes(_engine(ON)) and not build.overlaps_passes(_engine({}))
     assert not build.overlaps_passes(_engine(ON, num_stages=1)) and not caplog.text
     with caplog.at_level("INFO", logger="tds"):
         assert not build.overlaps_passes(_engine(ON, device="meta"))
-    assert "acts on CPUs; on meta passes run in turn, with the same numbers" in caplog.text
+        assert not build.overlaps_passes(_engine(ON, recomputed=1))
+    for why in ("on meta", "with recompute"):
+        assert f"acts on CPUs, without recompute; {why} passes run in turn, with the same numbers" in caplog.text
 
 
 def _engine(section: dict[str, Any], recomputed: int = 0, *, num_stages: int = 2, device: str = "cpu") -> Any:
