@@ -31,6 +31,8 @@ import torch._dynamo  # torch's optimizers import it: once here rather than in e
 from megatron.ops import causal_attention
 from tests.helpers import large_pages
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some hundred programs of the tests would each compile ours anew,
+sys.dont_write_bytecode = False  # and each worker all tests
 causal_attention.is_built()  # loads it: here, for the same reason
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it leaves in the background so
