@@ -31,6 +31,8 @@ import torch._dynamo  # torch's optimizers import it: once here rather than in e
 from megatron.ops import causal_attention
 from tests.helpers import large_pages
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some hundred programs of the tests would each compile ours anew,
+sys.dont_write_bytecode = False  # and each worker all tests
 causal_attention.is_built()  # loads it: here, for the same reason
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it leaves in the background so
@@ -82,12 +84,11 @@ def _make_simulated_device() -> None:
 
 
 LONGEST = (
-    "parity/test_layouts.py", "training/test_guard.py", "checkpoint/test_crash.py", "training/test_faults.py",
-    "training/test_loss_scale.py", "tds/watchdog/test_watchdog.py", "test_main_job.py", "training/test_resume.py",
-    "generate/test_command.py", "mutants/test_mutants.py", "training/test_pretrained.py", "training/test_phases.py",
-    "parity/test_t5_steps.py", "parity/test_llama.py", "training/test_kills.py", "training/test_host_reads.py",
-    "tds/schedule/test_orders.py", "test_run_script.py", "examples/test_accelerator_sim.py",
-    "tds/test_parity.py", "gpu/test_dry_form.py", "launch/test_exit_codes.py", "tds/engine/test_optimizers.py",
+    "cuda/test_matrix.py", "parity/test_layouts.py", "training/test_phases.py", "checkpoint/test_checkpoint_args.py",
+    "training/test_guard.py", "planner/test_tool.py", "tds/watchdog/test_watchdog.py", "test_run_script.py",
+    "training/test_faults.py", "generate/test_command.py", "examples/test_accelerator_sim.py",
+    "parity/test_t5_layouts.py", "mutants/test_mutants.py", "arguments/test_flags_table.py", "tds/test_parity.py",
+    "launch/test_exit_codes.py", "parity/test_experts.py", "test_main_job.py", "parity/test_bert.py",
 )  # fmt: skip
 """Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""
 

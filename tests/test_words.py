@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -325,8 +326,10 @@ REPORTED = re.compile(r"\b(?!test_)(?:\w+_)?told(?:_\w+)?\b", re.IGNORECASE)
 def trees() -> Iterator[dict[str, ast.Module]]:
     """The syntax of each file of the source; a worker that runs other tests does not hold it."""
     paths = [path for folder in ("megatron", "tds") for path in sorted((ROOT / folder).rglob("*.py"))]
+    gc.disable()  # what is made is kept: to look through it again and again takes longer than to make it
     yield {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     defined.cache_clear()
+    gc.enable()
 
 
 def identifiers(tree: ast.AST) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8"))
-SHORT = ("documents.py", "start_up.py")
+SHORT = ("data_start.py", "start_up.py")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
@@ -68,11 +69,13 @@ def few(rows: list[Row], pairs: Callable[[Row], set[tuple[int, str, int, str]]])
     return chosen
 
 
+@functools.cache
 def all_pairs() -> list[Row]:
     """Return few rows that have every pair that some row has."""
     return few(every_row(), pairs_of)
 
 
+@functools.cache
 def short_run() -> list[Row]:
     """Return those of ``all_pairs`` that have every pair of two axes but the family's; each family comes up."""
     return few(all_pairs(), of_no_family)
