@@ -409,6 +409,7 @@ class ParallelConfig:
             return None
         beside = {
             "--pipeline-schedule": self.pipeline_schedule is not None,
+            "--pipeline-auto-schedules": self.pipeline_auto_schedules is not None,
             "--pipeline-chunks": self.pipeline_chunks > 1,
             "--pipeline-placement": self.pipeline_placement is not None,
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
@@ -456,10 +457,13 @@ class ParallelConfig:
         possible = candidates(AUTO, self.chunks, self.placement)
         if self.pipeline_schedule != AUTO:
             return f"{flag} needs --pipeline-schedule auto, got {flag} {named} and {self.schedule}. Leave one out"
-        if not set(self.auto_schedules) <= set(SCHEDULES) - {AUTO} or not set(self.auto_schedules) & set(possible):
+        known = [name for name in SCHEDULES if name != AUTO]
+        if not self.auto_schedules or not set(self.auto_schedules) <= set(known):
+            return f"{flag} must be some of {', '.join(known)}, with commas between them, got {flag} {named}"
+        if not set(self.auto_schedules) & set(possible):
             return (
-                f"{flag} must name schedules, some of them of {', '.join(possible)}, for chunks that lie as these, got "
-                f"{flag} {named}. Name others, or lay chunks out by --pipeline-chunks and --pipeline-placement"
+                f"{flag} must name some of {', '.join(possible)} for chunks that lie as these, got {flag} {named}. "
+                "Name others, or lay chunks out by --pipeline-chunks and --pipeline-placement"
             )
         return None
 

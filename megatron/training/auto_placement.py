@@ -87,6 +87,8 @@ def with_placement(config: Config, topology: Topology, dtype: str, limit: int | 
     if not is_free(config):
         return config
     every = list(_candidates(config, topology, dtype))
+    if not every:  # those that were named are for more micro-batches: chunks lie as they ask for
+        return config
     fitting = [each for each in every if limit is None or each.most_bytes <= limit]
     if not fitting:
         least = min(every, key=lambda each: each.most_bytes)

@@ -113,7 +113,7 @@ def _memory_here(config: Config, world_size: int) -> int | None:
     if not is_on_cpu(config):
         from megatron import device  # it imports torch, which a dry run on CPUs does without
 
-        kind = device.choose(config.parallel.device)
+        kind = device.choose("auto") if config.parallel.device == "auto" else config.parallel.device
         if not device.is_available(kind):
             return None
     return auto_placement.usable_bytes(kind, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

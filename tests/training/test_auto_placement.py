@@ -15,6 +15,7 @@ from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.training.auto_placement import is_free, with_placement
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.dry_run import dry_run
 from megatron.training.estimates import simulated_bubble, stage_memory
 from tds.schedule import LOOP, Costs, V, schedule_named, simulate
 from tests.helpers.runs import flags, start_script
@@ -148,10 +149,11 @@ def test_among_the_schedules_that_are_named() -> None:
         ("--pipeline-auto-schedules zb-v --pipeline-schedule 1f1b", "needs --pipeline-schedule auto, got .* and 1f1b"),
         (
             "--pipeline-auto-schedules fastest",
-            "must name schedules, .* of 1f1b, gpipe, zb-h1, .* got .*fastest",
+            "must be some of 1f1b, gpipe, zb-h1, interleaved, zb-v, dualpipev, .* got .*fastest",
         ),
         ("--pipeline-auto-schedules interleaved", "Name others, or lay chunks out by --pipeline-chunks"),
-        ("--pipeline-auto-schedules 1f1b --pipeline-chunks 2", "some of them of interleaved, zb-h1"),
+        ("--pipeline-auto-schedules 1f1b --pipeline-chunks 2", "must name some of interleaved, zb-h1 for chunks"),
+        ("--pipeline-auto-schedules ,", "must be some of 1f1b"),
     ],
 )
 def test_schedules_that_auto_cannot_choose_are_refused(words: str, message: str) -> None:
@@ -162,6 +164,18 @@ def test_schedules_that_auto_cannot_choose_are_refused(words: str, message: str)
 def test_few_layers_or_micro_batches_take_one_chunk() -> None:
     assert lie(placed("--gas 2", pipe=4)) == (1, LOOP)
     assert lie(placed("--num-layers 3")) == (1, LOOP)
+
+
+def test_named_schedules_of_a_v_lie_in_one_however_few_the_micro_batches() -> None:
+    found = placed("--gas 1 --pipeline-auto-schedules zb-v")
+    assert (lie(found), found.parallel.schedule) == ((2, V), "auto:zb-v")
+
+
+def test_a_plan_for_a_device_that_is_not_here_leaves_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SIZES} --pipeline-schedule auto --pipe-parallel-size 2 --device cuda --mock-data"
+    dry_run(parse(line.split(), world_size=2, env={}, family="gpt2"), 2)
+    shown = capsys.readouterr().out
+    assert "schedule auto of zb-v, dualpipev, 2 chunks on each stage" in shown
 
 
 def test_other_schedules_stay_as_they_are() -> None:
