@@ -339,7 +339,7 @@ def draw(cases: Mapping[Case, Mapping[str, Record]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-RECORDED_STEPS = 3
+RECORDED_STEPS = 5
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -470,9 +470,13 @@ def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record:
 
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
-    """After the turns: memory of the first stage, and steps of ours beside their simulation."""
+    """After the turns: memory of the first stage, and steps of ours beside their simulation.
+
+    Counting its memory makes a step take more of it. So each contender ends when it has been looked at, and leaves
+    its memory to the next; ours come last.
+    """
     step = (args.warm_up + args.rounds) * args.steps
-    for name, team in teams.items():
+    for name, team in sorted(teams.items(), key=lambda each: records[each[0]].contender.kind == "ours"):
         contender = records[name].contender
         if contender.num_ranks(case) == case.num_stages * case.tensor:
             held = team.ask("memory", step)[0]
@@ -482,6 +486,7 @@ def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team]
             for stages in zip(*ranks, strict=True):
                 predicted = compare(stages, contender.chunks, contender.placement)
                 records[name].measured_to_simulated.append(predicted.ratio)
+        team.close()
 
 
 def _record(case: Case, contender: Contender, team: Team, costs: Sequence[float]) -> Record:

@@ -121,6 +121,7 @@ def test_a_schedule_in_a_file_goes_with_the_rest_or_is_refused(tmp_path: object)
     for words, message in (
         (f"{flag} --gas 4", "is for steps of 1 micro-batches, got --gas 4"),
         (f"{flag} --gas 1 --pipeline-chunks 2", "says how chunks lie and run, got --pipeline-chunks too"),
+        (f"{flag} --gas 1 --pipeline-auto-schedules zb-v", "run, got --pipeline-auto-schedules"),
         (
             f"--pipe-parallel-size 2 --pipeline-schedule-file {path}.none",
             "must hold an order that runs: .*No such file",
