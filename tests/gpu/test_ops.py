@@ -67,12 +67,18 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
 FORMULAS: dict[str, Call] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu-tanh": _gelu_tanh,
     "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "squared-relu": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
+    "silu": _silu,
     "gated-gelu": _gelu_tanh,
-    "gated-silu": lambda x: x / (1 + torch.exp(-x)),
+    "gated-silu": _silu,
 }
 
 

@@ -120,7 +120,7 @@ COUNTED_MASKS = (
         "attention asks for its samples when it drops",
         "megatron/mpu/random.py",
         "_range(samples, x.device, sample).view(-1, 1, 1, 1)",
-        "_range(samples, x.device, self._first_sample()).view(-1, 1, 1, 1)",
+        "_range(samples, x.device, self._first_sample(samples)).view(-1, 1, 1, 1)",
         ("tests/mpu/test_random_counted.py::test_attention_keeps_the_place_where_it_began",),
     ),
 )

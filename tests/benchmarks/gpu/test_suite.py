@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.gpu import checks, part
 from benchmarks.gpu.part import ROOT, TIMED_OUT, Done, Machine, Skip
+from megatron.ops.activations import ACTIVATIONS
+from tests.gpu.test_ops import FORMULAS
 
 SOURCE = """
 import pytest
@@ -142,6 +144,11 @@ def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
         with pytest.raises(AssertionError, match="code 5"):
             case.run(place, tmp_path)
         assert tuple(seen.values()) == (("0", "cuda") if case.name.startswith("gpu: ") else ("", "cpu")), case.name
+
+
+def test_each_activation_has_its_formula() -> None:
+    """Those of tests/gpu/test_ops.py, which run where there is a GPU, or in the dry form below."""
+    assert FORMULAS.keys() == ACTIVATIONS.keys()
 
 
 @pytest.mark.slow
