@@ -37,7 +37,8 @@ place, commit = os.environ.get("HOLD_SAVES_IN"), folders.commit_checkpoint
 
 def commit_when_let(temporary, target):
     if place and target.name == "step-00000008" and not os.path.exists(f"{place}/writes"):
-        open(f"{place}/writes", "w").close()
+        with open(f"{place}/writes", "w") as file:
+            file.write(os.environ["MEGATRON_REGROUP_FILE"])
         while not os.path.exists(f"{place}/go"):
             time.sleep(0.01)
     commit(temporary, target)
@@ -97,7 +98,8 @@ def test_a_host_that_comes_back_in_the_midst_of_a_save_is_taken_in_with_the_next
     held.start(1)
     held.jobs[1].until("node 0 leads; this node is taken in with the next start, at the next save")
     assert not (place / "run" / CHECKPOINTS / "step-00000008").exists()
-    (place / "go").touch()
+    held.until(Path((place / "writes").read_text()).exists, "the launcher's word to its rank that a node waits")
+    (place / "go").touch()  # the four steps to the next save take less time than that word
     assert held.wait(60) == {0: 0, 1: 0}
     assert "stopped after step 12 of 16: a node has come" in held.jobs[0].output
     check(place, [4, 12])
