@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -106,6 +106,11 @@ class ForwardThread:
                 self._done.put(None)
 
 
+def waits_behind(began: int, waits: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what lies behind ``began`` of ``waits``, each from when until when: ahead of it something else ran."""
+    return [(max(since, began), until) for since, until in waits if until > began]
+
+
 class OverlappingStage(Stage):
     """A stage that runs the pairs of its schedule at once.
 
@@ -156,7 +161,7 @@ class OverlappingStage(Stage):
         if self.recorder is not None:
             self.recorder.note(forward, marks[0], marks[1], waits[num_before:num_taken], is_beside=True)
             self.recorder.note(backward, began, ended, waits[num_taken:])
-        waits[num_taken:] = [(max(since, marks[1]), until) for since, until in waits[num_taken:] if until > marks[1]]
+        waits[num_taken:] = waits_behind(marks[1], waits[num_taken:])
 
     def _begin(self, action: Action, call: Call) -> None:
         self.exchange.begin_action(action)

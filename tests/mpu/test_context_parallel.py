@@ -89,7 +89,8 @@ def test_exchanges_give_the_sequence_and_sum_gradients(size: int) -> None:
     for rank, found in enumerate(ranks):
         group = member(rank, size)
         assert found["gather"][0].equal(whole)
-        assert found["gather"][1].equal(context_parallel.split_along_context(of_gathered, group, dim=2))
+        wanted = context_parallel.split_along_context(of_gathered, group, dim=2)
+        torch.testing.assert_close(found["gather"][1], wanted, rtol=0, atol=1e-14)  # ranks are summed in any order
         assert found["to heads"][0].equal(whole.chunk(size, dim=1)[rank])
         assert found["to heads"][1].equal(context_parallel.split_along_context(of_heads, group, dim=2))
         assert found["there and back"][0].equal(context_parallel.split_along_context(whole, group, dim=2))

@@ -16,7 +16,7 @@ DATA = (
         "micro-batches are read in another order",
         "megatron/data/data_loader.py",
         "own + micro_batch * self.micro_batch_size\n",
-        "own + (number - 1 - micro_batch) * self.micro_batch_size\n",
+        "own + (share.number - 1 - micro_batch) * self.micro_batch_size\n",
         ("tests/data/test_batches.py::test_global_batches_are_the_same_in_every_layout",),
     ),
     Mutant(

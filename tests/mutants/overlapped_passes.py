@@ -10,6 +10,7 @@ GROUPS = "tests/mpu/test_groups.py"
 BITS = f"{ENGINE}::test_pairs_give_what_passes_in_turn_give_to_the_bit"
 THREAD = f"{ENGINE}::test_a_thread_runs_one_forward_at_a_time_and_raises_where_it_is_joined"
 ERRORS = f"{ENGINE}::test_an_error_of_either_thread_ends_the_call_on_all_stages"
+WAITS = f"{ENGINE}::test_a_backward_that_waits_while_its_forward_runs_is_not_idle"
 TIMES = f"{ENGINE}::test_both_actions_of_a_pair_are_recorded_and_no_time_counts_twice"
 MIXED = f"{PAIRS}::test_a_pair_takes_what_two_evenly_mixed_actions_take"
 PLANS = "tests/config/test_overlap.py::test_plans_count_the_forwards_that_begin_earlier"
@@ -67,8 +68,15 @@ OF_OVERLAPPED_PASSES = (
     Mutant(
         "the wait of a backward counts as idle while the forward runs",
         STAGE,
-        "[(max(since, marks[1]), until)",
+        "[(max(since, began), until)",
         "[(since, until)",
+        (WAITS,),
+    ),
+    Mutant(
+        "the forward of a pair is recorded as if it took no time",
+        STAGE,
+        "self.recorder.note(forward, marks[0], marks[1],",
+        "self.recorder.note(forward, marks[0], marks[0],",
         (TIMES,),
     ),
     Mutant(

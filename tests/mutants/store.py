@@ -96,7 +96,7 @@ STORE = (
         "an older checkpoint serves where the newest must",
         "megatron/checkpoint/loading.py",
         "            if strict:\n",
-        "            if strict and path == candidates[-1]:\n",
+        "            if strict and one == candidates[-1]:\n",
         (f"{DAMAGE}::test_strictly_nothing_older_is_taken[rank-00000.safetensors]",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tds.engine import build
-from tds.engine.overlapped import ForwardThread, OverlappingStage
+from tds.engine.overlapped import ForwardThread, OverlappingStage, waits_behind
 from tds.engine.stage import SchedulePlan
 from tds.gradients import runs_beside_backward
 from tds.p2p.communicator import P2PCommunicator
@@ -284,6 +284,10 @@ def test_both_actions_of_a_pair_are_recorded_and_no_time_counts_twice() -> None:
             until = max(until, end)
         assert busy > covered  # pairs
         assert step_s - waited_s == pytest.approx(covered * 1e-9, rel=0.1)
+
+
+def test_a_backward_that_waits_while_its_forward_runs_is_not_idle() -> None:
+    assert waits_behind(20, [(0, 10), (12, 20), (15, 24), (30, 35)]) == [(20, 24), (30, 35)]
 
 
 # What is asked for where it cannot be.
