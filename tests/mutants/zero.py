@@ -80,7 +80,7 @@ ZERO_1 = (
         "parts are not clipped",
         "megatron/optim/optimizer.py",
         "            torch._foreach_mul_(gradients, factor)\n",
-        "            torch._foreach_mul_([part for part in gradients if part._base is None], factor)\n",
+        "            [x.mul_(factor) for p, x in zip(self._masters.of, gradients) if x.numel() == p.numel()]\n",
         (STEPS,),
     ),
     Mutant(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -62,6 +62,7 @@ def test_each_replica_finds_its_part_of_the_sum_of_micro_batches_in_one_run(weig
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(parameters(), min_size=1, max_size=4), st.integers(2, 5), st.booleans())
+@example([nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.zeros(3, 4))], 2, True)
 def test_a_product_adds_what_its_gradient_would(weights: Any, replicas: int, is_cut: bool) -> None:
     """To slots it does so part by part, which lie apart."""
     matrices = [weight for weight in weights if weight.dim() == 2]
