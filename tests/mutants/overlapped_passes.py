@@ -54,7 +54,7 @@ OF_OVERLAPPED_PASSES = (
         STAGE,
         "            self._thread.join()  # an error",
         "            pass  # an error",
-        (BITS,),
+        (ERRORS,),
         refuses=True,
     ),
     Mutant(
