@@ -38,7 +38,7 @@ from tds.p2p.process_groups import routes
 from tds.schedule import Kind, Placement
 
 CPU = torch.device("cpu")
-DEADLINE_S = 300.0
+DEADLINE_S = 60.0
 NOTHING = -1
 
 
@@ -90,9 +90,12 @@ class _Data:
 
 
 @contextmanager
-def _messages(steps_of: dict[int, list[Step]]) -> Iterator[None]:
-    """Let ``isend`` and ``irecv`` of the threads by that name be noted; headers do travel."""
-    headers: dict[Any, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+def _messages(steps_of: dict[int, list[Step]], used: Iterable[Any]) -> Iterator[None]:
+    """Let ``isend`` and ``irecv`` of the threads by that name be noted; headers do travel, on the routes that are used.
+
+    The queues are there before the threads are: two that made one at the same time would each have their own.
+    """
+    headers: dict[Any, queue.Queue[torch.Tensor]] = {route: queue.Queue() for route in used if route[0] is Kind.HEADER}
     counts: dict[Any, int] = defaultdict(int)
 
     def start(kind: str, tensor: torch.Tensor, route: Any) -> Work:
@@ -150,7 +153,7 @@ def trace(schedule: Any, num_stages: int, num_micro_batches: int, chunks: int = 
         except BaseException as error:
             problems.append(error)
 
-    with _messages(steps_of):
+    with _messages(steps_of, routes(Placement(num_stages, chunks))):
         threads = [threading.Thread(target=run, args=(s,), name=str(s), daemon=True) for s in range(num_stages)]
         for thread in threads:
             thread.start()
