@@ -150,6 +150,7 @@ def test_the_prediction_is_written_into_a_copy_of_the_page(tmp_path: Path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it calibrates one rank and two: half a minute each on an idle machine
 def test_the_measurement_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "points", lambda most: [points(2)[0], points(2)[3]])
     predict_little(monkeypatch)

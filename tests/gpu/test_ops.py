@@ -167,9 +167,10 @@ def test_a_label_outside_the_vocabulary_is_told_or_makes_the_loss_no_number(plac
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 def test_the_gradient_norm_counts_every_number_and_clipping_brings_it_down(
-    dtype: torch.dtype, place: torch.device
+    dtype: torch.dtype, place: torch.device, kind: str
 ) -> None:
     """Of large, small, strided and empty gradients; a naive sum of squares in fp32 would be off by 1e-4 and more."""
+    in_fp32 = 1e-5 if kind == "sim" else 1e-6  # it adds up as the host's processor does: no tree, an AMD's is 2e-6 off
     shapes = ((LARGE + 1023,), (300, 7), (), (0, 4), (4 * LARGE,))
     wide = [noise(i, *shape, dtype=dtype) * 10.0 ** (i - 2) for i, shape in enumerate(shapes)]
     wide = [each.to(dtype).double() for each in wide]
@@ -178,7 +179,7 @@ def test_the_gradient_norm_counts_every_number_and_clipping_brings_it_down(
     norm = global_norm(gradients, [], place)
     wanted = math.sqrt(sum(float(each.square().sum()) for each in wide))
     assert norm.dtype == torch.float64 and norm.device.type == place.type
-    assert norm.item() == pytest.approx(wanted, rel=1e-12 if dtype == torch.float64 else 1e-6)
+    assert norm.item() == pytest.approx(wanted, rel=1e-12 if dtype == torch.float64 else in_fp32)
     torch._foreach_mul_(gradients, clip_coefficient(norm.item(), 0.5))
     assert global_norm(gradients, [], place).item() == pytest.approx(0.5, rel=1e-5)
     gradients[2].fill_(math.inf)

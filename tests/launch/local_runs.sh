@@ -9,6 +9,7 @@ parts=${*:-$known}
 for part in $parts; do
   [[ " $known " == *" $part "* ]] || { echo "$script: no such part: $part" >&2; exit 2; }
 done
+if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then PYTHON=$PWD/.venv/bin/python; fi
 export PYTHON=${PYTHON:-python} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 tiny=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --batch-size 2 --gas 2 --log-interval 1
   --eval-interval 0 --eval-iters 0 --lr 1e-3 --progress plain)
@@ -63,7 +64,8 @@ END
 
 run_parts() {
   local part begun
-  "$PYTHON" tools/make_sample_data.py > /dev/null 2>&1
+  # shellcheck disable=SC2154  # the script that sources this has it
+  "$PYTHON" tools/make_sample_data.py > "$place/data.log" 2>&1
   for part in $parts; do
     echo "== $part"
     begun=$SECONDS

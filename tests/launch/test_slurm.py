@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,8 @@ def test_the_examples_run_under_the_real_program(name: str) -> None:
     if missing or (name == "slurm" and os.getuid() != 0):
         why = f"{', '.join(missing)} not on PATH" if missing else "needs root"
         pytest.skip(f"{why}; as root on Debian: bash tests/launch/{SCRIPTS[name].name}")
-    done = subprocess.run(["bash", str(SCRIPTS[name])], capture_output=True, text=True)
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(["bash", str(SCRIPTS[name])], env=env, capture_output=True, text=True)
     if done.returncode == CANNOT:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
