@@ -48,6 +48,11 @@ def every_row() -> list[Row]:
     return [row for row in itertools.product(*AXES) if can_be(row)]
 
 
+def every_layout() -> list[Row]:
+    """Return the whole product but for the precisions, which take turns along every other axis."""
+    return [row for row in every_row() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
+
+
 def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
     """Return the pairs of values, each with its axis, that a row has."""
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.cases import all_pairs, case_of, every_row, named, of_no_family, pairs_of, short_run
+from tests.cuda.cases import all_pairs, case_of, every_layout, every_row, named, of_no_family, pairs_of, short_run
 from tests.cuda.worker import Case, Worker
 
 FIRST = {
@@ -50,7 +50,7 @@ def test_all_pairs_run_as_a_gpu_needs_it(worker: Worker, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in named(every_row())])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in named(every_layout())])
 def test_every_layout_runs_as_a_gpu_needs_it(worker: Worker, case: Case) -> None:
     check(case, worker.run(case))
 
@@ -60,4 +60,5 @@ def test_all_pairs_are_there() -> None:
     assert {pair for row in all_pairs() for pair in pairs_of(row)} == wanted
     assert {pair for row in short_run() for pair in of_no_family(row)} == {pair for pair in wanted if pair[0] > 0}
     assert {row[0] for row in short_run()} == {row[0] for row in all_pairs()}
+    assert {row[:-1] for row in every_layout()} == {row[:-1] for row in every_row()}
     assert {rank % 2 for n, row in enumerate(all_pairs()) for rank in case_of(row, n).ranks} == {0, 1}

@@ -14,12 +14,3 @@ from tests.mutants.runner import Runner
 @pytest.mark.parametrize("mutant", IN_FAULTS, ids=lambda mutant: mutant.name)
 def test_mutant_in_what_a_run_survives_is_killed(mutant: Mutant, runner: Runner) -> None:
     assert_killed(mutant, runner)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_selected_tests_pass_without_a_mistake(runner: Runner) -> None:
-    tests = sorted({test for mutant in IN_FAULTS for test in mutant.tests})
-    outcome = runner.run(tuple(tests), deadline_s=500.0)
-    print(outcome.text[-3000:])
-    assert outcome.code == 0

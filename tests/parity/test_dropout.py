@@ -35,7 +35,9 @@ def test_t5_drops_what_one_process_drops() -> None:
 @pytest.mark.parametrize("variant", t5_runs.VARIANTS)
 @pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
 def test_t5_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: int, data: int, variant: str) -> None:
-    check_fp64(t5_runs.RUNS.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", 20))
+    """The first of the variants for 20 steps, as E01 has it."""
+    steps = 20 if variant == "t5" else 4
+    check_fp64(t5_runs.RUNS.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", steps))
 
 
 def test_micro_batches_may_be_cut_otherwise() -> None:

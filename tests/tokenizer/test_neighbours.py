@@ -101,7 +101,7 @@ def test_ids_of_a_text_are_the_same_beside_any_others_and_behind_them(built: Tok
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts=TEXTS)
 def test_ids_of_a_text_are_the_same_beside_many_others(built: Tokenizer, texts: list[str]) -> None:
     check(built, texts)

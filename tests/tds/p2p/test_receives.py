@@ -174,7 +174,7 @@ def test_no_receive_is_posted_that_depends_on_what_the_stage_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_no_receive_of_any_schedule_is_posted_that_depends_on_what_the_stage_runs(num_stages: int) -> None:
-    for case in cases([num_stages], range(1, 33)):
+    for case in cases([num_stages], (*range(1, 18), 24, 31, 32)):
         hold(case)
 
 
