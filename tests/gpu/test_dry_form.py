@@ -62,7 +62,8 @@ def test_some_of_them_pass_on_the_simulated_device(tmp_path: Path) -> None:
 def test_all_of_them_pass_in_the_place_of_a_gpu(kind: str, tmp_path: Path) -> None:
     report = in_place_of_a_gpu(kind, ("",), tmp_path, "-m", "gpu", *(["--all"] if kind == "cpu" else []))
     assert report.failed == {} and report.passed > 500, report.text
-    assert sum(report.skipped.values()) < 40, report.text
+    most = {"cpu": 40, "sim": 80}  # which keeps documents apart by a mask
+    assert sum(report.skipped.values()) < most[kind], report.text
 
 
 def test_without_the_option_and_without_a_gpu_they_are_skipped_and_asking_for_cuda_is_an_error(
