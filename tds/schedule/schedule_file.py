@@ -24,12 +24,15 @@ from tds.schedule.validate import ScheduleError, validate
 # The form of ``torch.distributed.pipelining``: a line for each stage from 0 on, a cell for each action in its order, an
 # empty one where a stage idles. ``2F5`` is the forward of micro-batch 5 in piece 2 of the model; F forward, B whole
 # backward, I backward for the input, W backward for the weights. Messages are not written: they follow.
+# ``(0F7;7B3)OVERLAP_F_B``, of torch's DualPipeV, are these two in turn: whether they run at once is said by
+# "overlap_forward_backward".
 #
 # What torch calls a rank is a stage here, and what it calls a stage is a piece of the model.
 
 LETTERS: dict[str, type[Action]] = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 _LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class FileSchedule:
@@ -78,9 +81,7 @@ def read_schedule(path: str) -> FileSchedule:
 def _read(path: str, *_: Any) -> FileSchedule:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file) if row]
-    cells = [
-        [_parsed(path, line, cell.strip()) for cell in row if cell.strip()] for line, row in enumerate(rows, start=1)
-    ]
+    cells = [[each for cell in row for each in _parsed(path, line, cell.strip())] for line, row in enumerate(rows, 1)]
     if not all(cells) or not cells:
         raise ScheduleError(f"{path} must have a line with actions such as 0F0 for each stage, got an empty one")
     placement = _placement_of(path, [{piece for piece, _, _ in row} for row in cells])
@@ -93,14 +94,17 @@ def _read(path: str, *_: Any) -> FileSchedule:
         raise ScheduleError(f"the schedule in {path} cannot run: {error}") from error
 
 
-def _parsed(path: str, line: int, cell: str) -> tuple[int, str, int]:
-    found = _CELL.fullmatch(cell)
-    if found is None:
+def _parsed(path: str, line: int, cell: str) -> list[tuple[int, str, int]]:
+    """Return the actions of a cell, each as piece, letter and micro-batch: one, those of a pair, or none."""
+    pair = _PAIR.fullmatch(cell)
+    written = pair[1].split(";") if pair else [cell] if cell else []
+    found = [_CELL.fullmatch(each.strip()) for each in written]
+    if not all(found):
         raise ScheduleError(
             f"{path}, line {line}: a cell must be a piece, one of F, B, I and W, and a micro-batch, such as 0F0, got "
-            f"{cell[:40]!r}. Write the compute-only form, in which nothing is sent, gathered or overlapped"
+            f"{cell[:40]!r}. Write the compute-only form, in which nothing is sent or gathered"
         )
-    return int(found[1]), found[2], int(found[3])
+    return [(int(each[1]), each[2], int(each[3])) for each in found if each]
 
 
 def _placement_of(path: str, pieces: Sequence[set[int]]) -> Placement:

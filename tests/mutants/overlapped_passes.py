@@ -62,8 +62,7 @@ OF_OVERLAPPED_PASSES = (
         STAGE,
         "        is_other = self._beside is not None and not isinstance(action, Forward)",
         "        is_other = False",
-        (f"{ENGINE}::test_pairs_of_every_schedule_give_what_passes_in_turn_give_to_the_bit[2]",),
-        refuses=True,
+        (f"{ENGINE}::test_in_a_pair_the_forward_alone_swaps_linear_layers",),
     ),
     Mutant(
         "the wait of a backward counts as idle while the forward runs",

@@ -88,6 +88,13 @@ IN_PLACEMENTS = (
         (f"{FILES}::test_what_is_no_order_is_refused",),
     ),
     Mutant(
+        "of a pair in a file the second action goes first",
+        "tds/schedule/schedule_file.py",
+        'pair[1].split(";")',
+        'pair[1].split(";")[::-1]',
+        (f"{FILES}::test_a_pair_of_torchs_is_its_two_actions_in_turn",),
+    ),
+    Mutant(
         "pieces are written by their chunk",
         "tds/schedule/schedule_file.py",
         "{placement.piece(stage, action.chunk)}{_LETTER_OF",

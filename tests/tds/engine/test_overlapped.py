@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from tds.engine.stage import SchedulePlan
 from tds.gradients import runs_beside_backward
 from tds.p2p.communicator import P2PCommunicator
 from tds.pipe import LayerSpec
-from tds.schedule import BackwardWeight, Forward, Placement, schedule_named
+from tds.schedule import BackwardInput, BackwardWeight, Forward, Placement, schedule_named
 from tds.timers import Recorder, Work
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.toys import Dense, Toy, check_equal, make_engine, run_toys, train
@@ -288,6 +289,17 @@ def test_both_actions_of_a_pair_are_recorded_and_no_time_counts_twice() -> None:
 
 def test_a_backward_that_waits_while_its_forward_runs_is_not_idle() -> None:
     assert waits_behind(20, [(0, 10), (12, 20), (15, 24), (30, 35)]) == [(20, 24), (30, 35)]
+
+
+def test_in_a_pair_the_forward_alone_swaps_linear_layers() -> None:
+    """They are one for a process: a backward that puts them back would do so in the midst of the forward."""
+    stage, swapped = object.__new__(OverlappingStage), nullcontext()
+    stage.splitter = SimpleNamespace(active=lambda: swapped)
+    stage._program = SimpleNamespace(put_off={(0, 0), (1, 0)})
+    stage._beside = Forward(1)
+    assert stage._splitting(Forward(1)) is swapped and stage._splitting(BackwardInput(0)) is not swapped
+    stage._beside = None
+    assert stage._splitting(BackwardInput(0)) is swapped
 
 
 # What is asked for where it cannot be.

@@ -40,6 +40,17 @@ def test_a_file_of_torchs_form_is_an_order(tmp_path: Path) -> None:
     assert (found.placement, found.num_micro_batches, found.peaks, found.splits) == (Placement(2), 1, [1, 1], True)
 
 
+def test_a_pair_of_torchs_is_its_two_actions_in_turn(tmp_path: Path) -> None:
+    """As ``torch.distributed.pipelining.schedules.ScheduleDualPipeV`` writes them."""
+    turns = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    pairs = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"
+    theirs = _Action.from_str("(0F1;0B0)OVERLAP_F_B")
+    assert theirs is not None and theirs.sub_actions is not None
+    assert [str(each) for each in theirs.sub_actions] == ["0F1", "0B0"]
+    own, found = (read_schedule(written(tmp_path, text, f"{len(text)}.csv")) for text in (turns, pairs))
+    assert all_stages(found, 2, 2) == all_stages(own, 2, 2)
+
+
 def test_what_is_written_is_read_back_and_torch_reads_each_cell(tmp_path: Path) -> None:
     cases = [(stages_of(name, p, m, c), Placement(p, c)) for name, p, m, c in small_cases()[100::97]]
     cases += [(stages_in_a_v(name, p, 5), Placement(p, 2, V)) for name in IN_A_V for p in (2, 3)]
@@ -62,6 +73,8 @@ def test_what_is_written_is_read_back_and_torch_reads_each_cell(tmp_path: Path) 
     [
         ("0F0,0B0\n1F0,1X0\n", r"line 2: a cell must be .* such as 0F0, got '1X0'"),
         ("0F0,0SEND_F0,0B0\n", "got '0SEND_F0'. Write the compute-only form"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", r"line 1: .*, got '\(0F1;0SEND_F0\)OVERLAP_F_B'"),
+        ("0F0,()OVERLAP_F_B\n", r"line 1: .*, got '\(\)OVERLAP_F_B'"),
         ("", "must have a line with actions"),
         ("0F0,0B0\n,,\n", "must have a line with actions"),
         ("1F0,1B0\n0F0,0B0\n", r"must lie in a loop .* or in a V .*, got stage 0: \[1\]; stage 1: \[0\]"),
