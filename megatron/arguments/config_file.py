@@ -21,6 +21,7 @@ from megatron.arguments.flag_values import (
     unknown,
 )
 from megatron.arguments.megatron_flags import ROWS
+from megatron.config.changed_defaults import describe_kept, former_defaults
 from megatron.config.data import EACH
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
@@ -215,6 +216,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     if reader.problems:
         return taken
     if taken.is_of_run:
+        values = {**_former_defaults(text.values, found), **values}
         values = _begin_anew(_without_derived(values, found.family), Path(path))
         if "deepspeed_config" not in found.values:
             inner = JsonText(path, dict(text.values.get("deepspeed") or {}), {})
@@ -432,6 +434,16 @@ def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
     rest = {name: value for name, value in values.items() if name not in derived}
     flat = vars(config_from_values(rest, family=family).namespace())
     return {name: value for name, value in values.items() if name not in derived or flat[name] != value}
+
+
+def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+    """Return the former defaults of settings that did not exist yet when the run was started; one line reports them."""
+    options = {option.name: option for option in options_in(found.family)}
+    former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - found.values}
+    defaults = {name: option.default for name, option in options.items()}
+    if changed := list(describe_kept(former, defaults)):
+        found.notes.append(f"settings of that run, which had no such entry yet: {', '.join(changed)}")
+    return former
 
 
 def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron.checkpoint.huggingface.config import (
 )
 from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
 from megatron.config import Config
+from megatron.config.changed_defaults import describe_kept, kept_settings
 from megatron.errors import CheckpointError, marked
 from megatron.models.common.huggingface import NOTHING
 from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
@@ -42,6 +43,8 @@ from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 # | of these, what fits other weights as well (``REFITTED``) | the same | with --finetune the given one |
 # | the vocabulary | the same, but with --resize-vocab | with --resize-vocab the given one |
 # | ``OF_WEIGHTS`` | the same | the given one |
+#
+# A run that is continued also keeps the settings of ``config.changed_defaults`` with which it was started.
 
 OF_WEIGHTS = ("max_position_embeddings", "layernorm_epsilon", "apply_residual_connection_post_layernorm")
 """Fields of the model with which weights were trained, beside those that they must share."""
@@ -55,11 +58,13 @@ class Source:
     Args:
         place: the file that says it.
         stated: the fields that it says; of a run of an earlier version fewer than the model has.
+        kept: field -> value of the settings that a continued run keeps (``config.changed_defaults``).
     """
 
     place: Path | str
     config: Config
     stated: Container[str]
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, Any]:
         """Return field -> value of what the source brings."""
@@ -96,7 +101,17 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     _require_agreement(found, source, sizes, is_anew=bool(flags.get("finetune")))
     brought = {field: value for field, value in sizes.items() if field not in found.values}
     found.notes.append(f"sizes of {source.place}: {shlex.join(words_of(brought, source.config))}")
-    return brought
+    starts_new_run = flags.get("finetune") or flags.get("load_weights_only")
+    return brought if starts_new_run else {**brought, **_keep_settings(found, source, flags)}
+
+
+def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the run keeps although their default has changed; one line reports them."""
+    kept = {name: value for name, value in source.kept.items() if name not in found.values}
+    defaults = {option.name: flags.get(option.name, option.default) for _, option in all_options()}
+    if changed := list(describe_kept(kept, defaults)):
+        found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")
+    return kept
 
 
 def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
@@ -141,7 +156,7 @@ def read_source(path: Path | str, family: str) -> Source | None:
     _require_family(config.family, family, f"{place}: family {config.family}")
     sections = former.settings(state["config"]).values()
     stated = {name for section in sections if isinstance(section, dict) for name in section}
-    return Source(place, config, stated)
+    return Source(place, config, stated, kept_settings(state["config"]))
 
 
 def is_huggingface(path: Path) -> bool:

@@ -1,0 +1,55 @@
+"""Settings whose default has changed, and the value that runs of earlier versions keep when they are resumed.
+
+A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. A run that is resumed, or
+repeated from its ``config.json``, takes the settings of ``CHANGED_DEFAULTS`` from there unless the user gives them. If
+the entry is missing, the run was started before the setting existed, and the former default applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class ChangedDefault(NamedTuple):
+    """A setting with a new default.
+
+    Attributes:
+        section: section of the configuration, such as ``"optimizer"``.
+        field: field of that section.
+        former: value of runs whose saved configuration has no such field.
+    """
+
+    section: str
+    field: str
+    former: Any
+
+
+CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = ()
+"""One row per setting; rows are never removed while checkpoints of that age must load."""
+
+
+def former_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field -> former default of every setting of the table that the saved configuration does not have.
+
+    Args:
+        saved: ``Config.to_dict()`` as any version saved it.
+    """
+    return {row.field: row.former for row in CHANGED_DEFAULTS if row.field not in _section(saved, row)}
+
+
+def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field -> value of every setting of the table in the run that saved ``saved``."""
+    return {row.field: _section(saved, row).get(row.field, row.former) for row in CHANGED_DEFAULTS}
+
+
+def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
+    """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run."""
+    for field, value in kept.items():
+        if value != defaults[field]:
+            yield f"{field.replace('_', '-')} {value} (a new run: {defaults[field]})"
+
+
+def _section(saved: Mapping[str, Any], row: ChangedDefault) -> Mapping[str, Any]:
+    section = saved.get(row.section, {})
+    return section if isinstance(section, Mapping) else {}
