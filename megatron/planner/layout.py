@@ -12,6 +12,7 @@ from megatron.config.option import Option
 from megatron.models.common import memory
 from megatron.models.common.memory import SavedActivations
 from megatron.models.registry import FAMILIES
+from megatron.mpu.topology import Coordinate, Topology
 from tds.schedule import Placement
 from tds.schedule.simulate import IN_A_V, bubble, by_default, candidates, placement_for
 
@@ -61,6 +62,16 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipe * self.data * self.context
+
+    @property
+    def topology(self) -> Topology:
+        """The grid of ranks, in the order in which ranks are numbered."""
+        return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
+
+    def stride(self, axis: str) -> int:
+        """Return the distance between the global ranks of two neighbours along ``axis``, one of ``topology.AXES``."""
+        neighbour = {"pipe": 0, "data": 0, "context": 0, "tensor": 0, axis: 1}
+        return self.topology.rank(Coordinate(**neighbour))
 
     @property
     def placement(self) -> Placement:

@@ -297,13 +297,17 @@ class Messages:
     def __init__(self, costs: Costs, machine: Machine) -> None:
         self.costs, self.machine = costs, machine
 
+    def _along(self, axis: str, layout: Layout) -> Group:
+        """Return the group of ranks along one axis of the grid."""
+        return Group.of(self.machine, getattr(layout, axis), layout.stride(axis), layout.world_size)
+
     def sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
         """Return the messages between tensor ranks of each unit for a micro-batch."""
         return [forward + backward for forward, backward in self.ways(layout, units)]
 
     def context(self, layout: Layout) -> Traffic:
         """Return the messages over the context ranks of one layer, for a micro-batch; all are waited for."""
-        group = Group.of(self.machine, layout.context, layout.tensor, layout.world_size)
+        group = self._along("context", layout)
         sizes = self.costs.context_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         if layout.cuts_heads:
             times = 2 if layout.recompute == "none" else 3
@@ -316,14 +320,14 @@ class Messages:
 
         Experts have an even load. Counts of rows, some bytes, are left out.
         """
-        group = Group.of(self.machine, layout.expert, layout.tensor, layout.world_size)
+        group = Group.of(self.machine, layout.expert, layout.stride("context"), layout.world_size)
         sizes = self.costs.expert_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         times = 3 if layout.recompute == "full" else 2
         return [sum((group.gathered(size) for size in own), Traffic()).times(times) for own in sizes]
 
     def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
         """Return the messages between tensor ranks of each unit's forward and of its backward."""
-        group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
+        group = self._along("tensor", layout)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
         found = []
@@ -346,8 +350,7 @@ class Messages:
         if layout.pipe == 1:
             return Traffic(), 0.0
         width, lie = BYTES[layout.dtype], layout.placement
-        stride = layout.data * layout.tensor
-        group = Group.of(self.machine, layout.pipe, stride, layout.world_size)
+        group = self._along("pipe", layout)
         sizes = [
             self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence
             for piece, bound in enumerate(bounds[1:-1])
@@ -369,7 +372,7 @@ class Messages:
         fullest = of_stages.index(max(of_stages))
         apart = self.costs.stage_apart(bounds, layout.tensor, *lie)[fullest]
         held = of_stages[fullest] - apart
-        group = Group.of(machine, layout.data * layout.context, layout.tensor, layout.world_size)
+        group = Group.of(machine, layout.data * layout.context, layout.stride("context"), layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage
         hiding = 0.0 if machine.is_cpu else backward_s
         gradients, weights = held * state.gradient, held * state.width
@@ -386,7 +389,7 @@ class Messages:
             sent = (group.gathered(weights).behind(forward_s) + backward).times(m)
         if stage == 1:
             sent += group.gathered(weights)
-        own = Group.of(machine, layout.expert_replicas, layout.tensor * layout.expert, layout.world_size)
+        own = Group.of(machine, layout.expert_replicas, layout.stride("context") * layout.expert, layout.world_size)
         if apart:
             sent += own.summed(apart * state.gradient)
             sent += own.gathered(apart * state.width) if stage == 1 else Traffic()
@@ -412,7 +415,7 @@ class Messages:
             rate = machine.product_rate(dtype, float(rows * rows * columns) ** (1 / 3))
             seconds += one.number * newton_schulz_flops(rows, columns) / rate / owners
         number = sum(one.weights for one in products)
-        tensor = Group.of(machine, layout.tensor, 1, layout.world_size)
+        tensor = self._along("tensor", layout)
         own = 2 * number / owners  # bytes; each rank sends parts of as much as it gets
         back = own if layout.zero_stage else own * data.size
         there = data.gathered(own if layout.zero_stage else 0)

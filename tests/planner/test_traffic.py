@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 
 from megatron.arguments import config_from_values
+from megatron.config import Config
+from megatron.mpu.topology import Topology
 from megatron.planner.estimate import CONTEXT, DATA, PIPELINE, TENSOR, Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Link, device
@@ -139,3 +142,66 @@ def test_context_ranks_gather_keys_and_values_twice_or_exchange_heads(recompute:
             < PLANNER.memory(replace(found.layout, context=1))[0].activations
         )
     assert CONTEXT not in estimate().traffic
+
+
+def crosses_nodes(groups: list[list[int]], devices_per_node: int) -> bool:
+    return any(len({rank // devices_per_node for rank in group}) > 1 for group in groups)
+
+
+def config_on(context: int, **sizes: int) -> Config:
+    """Return the configuration of the model of these tests with sequences split over ``context`` ranks."""
+    return config_from_values({**SIZES, "max_position_embeddings": S, "context_parallel_size": context, **sizes})
+
+
+GRIDS = [
+    (t, p, d, c) for t, p, d, c in itertools.product((1, 2, 4), repeat=4) if t * p * d * c in (4, 8, 16, 32) and c < 4
+]
+
+
+@pytest.mark.parametrize("devices_per_node", [2, 6, 8])
+def test_messages_along_an_axis_leave_the_node_where_a_group_of_the_topology_does(devices_per_node: int) -> None:
+    """With links between nodes that are as fast as those within one, only groups that stay inside take as long."""
+    within = replace(A100, devices_per_node=devices_per_node, inter=A100.intra)
+    across = replace(within, inter=Link.of(1e6, 1e-2))
+    planners = {c: [Planner(config_on(c), machine) for machine in (within, across)] for c in (1, 2)}
+    axes = {TENSOR: ("tensor",), PIPELINE: ("pipe",), CONTEXT: ("context",), DATA: ("data", "context")}
+    crossed = set()
+    for t, p, d, c in GRIDS:
+        layout = Layout(tensor=t, pipe=p, data=d, context=c, num_micro_batches=p)
+        fast, slow = (planner.estimate(layout).traffic for planner in planners[c])
+        topology = Topology(pipe=p, data=d, tensor=t, context=c)
+        for kind, axis in axes.items():
+            if fast.get(kind, Traffic()).bytes == 0:
+                continue
+            leaves = crosses_nodes(topology.groups(*axis), devices_per_node)
+            assert (slow[kind].seconds > 2 * fast[kind].seconds) == leaves, (layout, kind)
+            crossed.add((kind, leaves))
+    assert {(PIPELINE, True), (DATA, True), (TENSOR, False)} <= crossed  # and in some parametrization every other pair
+
+
+@pytest.mark.parametrize("expert", [2, 4])
+def test_messages_of_experts_leave_the_node_where_their_group_does(expert: int) -> None:
+    sizes = {"num_experts": 4, "moe_ffn_hidden_size": 512, "moe_router_topk": 2}
+    within = replace(A100, devices_per_node=4, inter=A100.intra)
+    machines = within, replace(within, inter=Link.of(1e6, 1e-2))
+    planners = {c: [Planner(config_on(c, **sizes), machine) for machine in machines] for c in (1, 2)}
+    seen = set()
+    for t, d, c in itertools.product((1, 2, 4), (1, 2, 4), (1, 2)):
+        if d * c % expert:
+            continue
+        layout = Layout(tensor=t, data=d, context=c, expert=expert, sequence_parallel=t > 1)
+        fast, slow = (sum(sent.seconds for sent in planner.rows(layout)) for planner in planners[c])
+        topology = Topology(pipe=1, data=d, tensor=t, context=c, expert=expert)
+        leaves = crosses_nodes(topology.expert_groups(), 4)
+        assert (slow > 2 * fast) == leaves, layout
+        seen.add(leaves)
+    assert seen == {True, False}
+
+
+def test_a_pipeline_of_two_nodes_with_context_ranks_sends_between_them() -> None:
+    """16 ranks on nodes of 8 (tp 2, cp 2, dp 2, pp 2): neighbouring stages are 8 ranks apart."""
+    machine = replace(A100, devices_per_node=8)
+    layout = Layout(tensor=2, pipe=2, data=2, context=2, num_micro_batches=2)
+    sent = Planner(config_on(2), machine).estimate(layout).traffic[PIPELINE]
+    message = 1e-5 + S * H * 2 / 2 / 10e9
+    assert sent.seconds == pytest.approx(2 * 2 * message)
