@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
+from megatron.config import Config
 from megatron.models.common.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
@@ -19,14 +21,20 @@ from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bub
 # order of their bounds, and no more once every further bound is above the last layout that is wanted. What cannot fit
 # by the mean over its stages is left out before, and what the training's own checks would refuse is never taken.
 #
-# One layout is kept for each grid (tp, pp, dp): the fastest. "gpipe" is left out unless asked for, for it takes as long
+# One layout is listed for each grid (tp, pp, dp). Layouts whose steps differ by less than ``NEAR_TIE`` count as equally
+# fast, since estimates are no more exact than that: the lower ZeRO stage comes first, then the one that needs less
+# memory. The same rule orders the grids. "gpipe" is left out unless asked for, for it takes as long
 # as "1f1b" and keeps more; so is selective recomputation where attention keeps nothing that it could leave out.
 
+Grid = tuple[int, int]
+"""Sizes of the tensor and the pipe axis."""
 MOST_CHUNKS = 8
 MOST_SAMPLES = 64
 """Largest micro-batch that is tried."""
 SPLIT_MARGIN = 0.01
 """A schedule that splits backwards must be faster by this share; ``"schedule": "auto"`` asks for the same."""
+NEAR_TIE = 1.03
+"""Ratio of step times up to which two layouts count as equally fast."""
 NEAR = 50
 """Layouts among which the smallest is sought where none fits."""
 
@@ -49,7 +57,7 @@ class Search:
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """The fastest layouts, the fastest first, and how many there were to choose from."""
+    """The best layouts, the best first, and how many there were to choose from."""
 
     best: list[Estimate]
     num_candidates: int
@@ -58,30 +66,63 @@ class RankedLayouts:
 
 
 def search(planner: Planner, wanted: Search) -> RankedLayouts:
-    """Return the fastest layout of each grid that fits, at most ``wanted.number`` of them."""
+    """Return the best layout of each grid that fits, at most ``wanted.number`` of them."""
     all_of_them = list(candidates(planner, wanted))
     bounds = sorted(
         ((lower_bound(planner, layout), number) for number, layout in enumerate(all_of_them)), key=lambda pair: pair
     )
-    best: dict[tuple[int, int], Estimate] = {}
+    fastest: dict[Grid, Estimate] = {}
+    fitting: dict[Grid, list[Estimate]] = defaultdict(list)
     usable, before = planner.machine.usable_bytes, planner.num_estimates
     for bound, number in bounds:
         layout = all_of_them[number]
         grid = layout.tensor, layout.pipe
-        times = sorted(one.step_s for one in best.values())
-        if len(times) >= wanted.number and bound > times[wanted.number - 1]:
+        times = sorted(map(_ranked_s, fastest.values()))
+        if len(times) >= wanted.number and bound > NEAR_TIE * times[wanted.number - 1]:
             break
-        if (grid in best and bound >= best[grid].step_s) or least_bytes(planner, layout) > usable:
+        is_slower = grid in fastest and bound >= NEAR_TIE * _ranked_s(fastest[grid])
+        if is_slower or least_bytes(planner, layout) > usable:
             continue
         if max(stage.total for stage in planner.memory(layout)) > usable:
             continue
         found = planner.estimate(layout)
-        is_better = grid not in best or _order(found) < _order(best[grid])
-        if is_better and not problems(planner.config, layout):
-            best[grid] = found
-    ranked = sorted(best.values(), key=_order)[: wanted.number]
+        fitting[grid].append(found)
+        is_faster = grid not in fastest or _ranked_s(found) < _ranked_s(fastest[grid])
+        if is_faster and not problems(planner.config, layout):
+            fastest[grid] = found
+    chosen = {grid: _choose(planner.config, fitting[grid], fastest[grid]) for grid in fastest}
+    ranked = list(_rank(chosen, fastest))[: wanted.number]
     smallest = None if ranked else _smallest(planner, all_of_them)
     return RankedLayouts(ranked, len(all_of_them), planner.num_estimates - before, smallest)
+
+
+def _choose(config: Config, fitting: Iterable[Estimate], fastest: Estimate) -> Estimate:
+    """Return the preferred one of the layouts of a grid that are as fast as the fastest and that the training takes."""
+    limit = NEAR_TIE * _ranked_s(fastest)
+    ties = sorted((one for one in fitting if _ranked_s(one) <= limit), key=_preference)
+    return next(one for one in ties if one is fastest or not problems(config, one.layout))
+
+
+def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> Iterator[Estimate]:
+    """Yield the layouts of all grids, the best first."""
+    remaining = dict(chosen)
+    while remaining:
+        limit = NEAR_TIE * min(_ranked_s(fastest[grid]) for grid in remaining)
+        ties = [grid for grid, one in remaining.items() if _ranked_s(one) <= limit]
+        yield remaining.pop(min(ties, key=lambda grid: _preference(remaining[grid])))
+
+
+def _ranked_s(found: Estimate) -> float:
+    """Return the step time by which layouts are compared.
+
+    A schedule that splits backward passes is charged ``SPLIT_MARGIN``: its cost is in the estimate on CPUs only.
+    """
+    return found.step_s * (1 + SPLIT_MARGIN * (found.layout.schedule in SPLITTING))
+
+
+def _preference(found: Estimate) -> tuple[int, int, float]:
+    """Return the sort key among layouts that are equally fast: ZeRO stage, bytes of the fullest device, step time."""
+    return found.layout.zero_stage, found.most_bytes, found.step_s
 
 
 def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
@@ -232,12 +273,6 @@ def _sequences(planner: Planner, tensor: int) -> list[bool]:
 
 def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any]:
     return [value for value in values if value == fixed.get(name, value)]
-
-
-def _order(found: Estimate) -> tuple[float, int]:
-    """Order by step time, then by memory; what splitting a backward costs is in the estimate on CPUs alone."""
-    price = SPLIT_MARGIN if found.layout.schedule in SPLITTING else 0.0
-    return found.step_s * (1 + price), found.most_bytes
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:

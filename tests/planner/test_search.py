@@ -8,7 +8,7 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.planner.estimate import Estimate, Planner
+from megatron.planner.estimate import Planner
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.search import (
@@ -23,6 +23,7 @@ from megatron.planner.search import (
     search,
 )
 from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK
+from tests.planner.ranking import check_ranking
 
 H100 = device("h100-80g")
 
@@ -36,26 +37,40 @@ SMALL = config(6, 2048, 16)
 TIGHT = replace(H100, memory_bytes=24 * 10**9)
 
 
-def priced(one: Estimate) -> float:
-    """Return the step time by which layouts are ranked: a schedule that splits must be faster by the hundredth part."""
-    return one.step_s * (1.01 if one.layout.schedule == "zb-h1" else 1.0)
-
-
 @pytest.mark.parametrize("world", [8, 12])
 def test_the_search_finds_what_trying_every_candidate_finds(world: int) -> None:
     wanted = Search(world_size=world, global_batch_size=2 * world, number=3)
     planner = Planner(SMALL, TIGHT)
-    best: dict[tuple[int, int], float] = {}
-    for layout in candidates(planner, wanted):
-        one = planner.estimate(layout)
-        assert one.step_s >= lower_bound(planner, layout) * (1 - 1e-9)
-        assert one.most_bytes >= least_bytes(planner, layout) * (1 - 1e-9)
-        grid = layout.tensor, layout.pipe
-        if one.most_bytes <= TIGHT.usable_bytes:
-            best[grid] = min(best.get(grid, 1e9), priced(one))
+    every = [planner.estimate(layout) for layout in candidates(planner, wanted)]
+    for one in every:
+        assert one.step_s >= lower_bound(planner, one.layout) * (1 - 1e-9)
+        assert one.most_bytes >= least_bytes(planner, one.layout) * (1 - 1e-9)
     found = search(planner, wanted)
-    assert [priced(one) for one in found.best] == sorted(best.values())[:3]
-    assert found.num_estimates < found.num_candidates / 3
+    assert len(found.best) == 3 and found.num_estimates < found.num_candidates / 2
+    check_ranking(found.best, [one for one in every if one.most_bytes <= TIGHT.usable_bytes])
+
+
+def test_a_near_tie_goes_to_the_lower_zero_stage_and_more_free_memory() -> None:
+    """A 0.5B model on 8 H100: ZeRO 3 with 80.9 of 81 GB was chosen, 2.4 % faster than ZeRO 1 with half the memory."""
+    large = config(
+        24, 896, 14, family="llama", seq_length=4096, max_position_embeddings=4096, vocab_size=151936,
+        ff_hidden_size=4864, num_query_groups=2, untie_embeddings=False,
+    )  # fmt: skip
+    planner = Planner(large, H100)
+    wanted = Search(world_size=8, global_batch_size=128, plain=Layout(dtype="bf16"))
+    best = search(planner, wanted).best[0]
+    every = [
+        planner.estimate(layout) for layout in candidates(planner, replace(wanted, fixed={"tensor": 1, "pipe": 1}))
+    ]
+    fastest = min((one for one in every if one.most_bytes <= H100.usable_bytes), key=lambda one: one.step_s)
+    assert best.step_s <= 1.03 * fastest.step_s
+    assert best.layout.zero_stage < 3 and best.most_bytes < 0.7 * H100.usable_bytes
+
+
+def test_a_small_model_needs_no_zero_stage() -> None:
+    """12M parameters on 8 GPUs: what ZeRO saves is a thousandth of the memory."""
+    found = search(Planner(config(6, 256, 4, vocab_size=8192), H100), Search(world_size=8, global_batch_size=512))
+    assert found.best[0].layout.zero_stage == 0
 
 
 def test_candidates_follow_the_rules_of_the_training() -> None:
