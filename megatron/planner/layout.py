@@ -251,6 +251,29 @@ def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
     return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + start]
 
 
+def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]:
+    """Return the settings of ``layout`` as keys of a file of --config, and the fields that such a file must not set."""
+    found: dict[str, str | int] = {
+        "model-parallel-size": layout.tensor,
+        "pipe-parallel-size": layout.pipe,
+        "context-parallel-size": layout.context,
+        "batch-size": layout.micro_batch_size,
+        "gas": layout.num_micro_batches,
+        "zero-stage": layout.zero_stage,
+        "sequence-parallel": str(layout.sequence_parallel).lower(),
+        "checkpoint-activations": str(layout.recompute == "full").lower(),
+    }
+    optional = {
+        "pipeline_schedule": said_schedule(layout),
+        "pipeline_chunks": said_chunks(layout),
+        "recompute_granularity": "selective" if layout.recompute == "selective" else None,
+        "expert_model_parallel_size": layout.expert if layout.expert > 1 else None,
+        "pipeline_placement": None,
+    }
+    found |= {field.replace("_", "-"): value for field, value in optional.items() if value is not None}
+    return found, frozenset(field for field, value in optional.items() if value is None)
+
+
 # Whether the training would take a layout: its own checks, on the configuration that the pasted lines would make.
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments import parse
-from megatron.arguments.flag_values import scan
+from megatron.arguments import config_file, parse
+from megatron.arguments.flag_values import Scan, scan
 from megatron.arguments.parser import OneLineParser
 from megatron.config import Config
 from megatron.errors import ConfigError
@@ -75,6 +76,8 @@ class Question:
     Args:
         layout: the one to look at with --fits; None: the best ones are sought.
         assumed: what was not said, in words.
+        config_file: the file of --config; None without one.
+        file_fields: fields that this file sets.
     """
 
     config: Config
@@ -83,6 +86,8 @@ class Question:
     layout: Layout | None
     tokens: float | None
     assumed: tuple[str, ...]
+    config_file: str | None = None
+    file_fields: frozenset[str] = frozenset()
 
 
 def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
@@ -99,7 +104,8 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     if place is not None:
         assumed.append(f"the sizes of {place}")
         words += ["--finetune"] * (place.name == "config.json" and "--finetune" not in words)  # weights and no more
-    given = {**scan(rest, (), flags.model).values, **brought}
+    typed, found = scan(rest, (), flags.model).values, with_config_file(rest, flags.model)
+    given = {**found.values, **brought}
     if flags.fits:
         if flags.global_batch_size:
             words += ["--global-batch-size", str(flags.global_batch_size)]
@@ -110,17 +116,34 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
             assumed.append(f"--batch-size {layout.micro_batch_size}")
     else:
         layout, config = None, with_placeholder_sizes(words, given, world, flags.model, brought)
-        batch = flags.global_batch_size or _batch_size(config, world, given, assumed)
-        wanted = _sought(config, given, world, batch, flags.top or 10)
+        batch = flags.global_batch_size or _batch_size(config, world, given, typed, assumed)
+        wanted = _sought(config, typed, world, batch, flags.top or 10)
     assumed += _followed(config, given)
     assumed += ["--gpu h100-80g"] * (not flags.gpu and not flags.machine) + [f"--gpus {world}"] * (not flags.gpus)
     return Question(
-        config=config, machine=machine, wanted=wanted, layout=layout, tokens=flags.tokens, assumed=tuple(assumed)
+        config=config,
+        machine=machine,
+        wanted=wanted,
+        layout=layout,
+        tokens=flags.tokens,
+        assumed=tuple(assumed),
+        config_file=found.values.get("config"),
+        file_fields=frozenset(found.values.keys() - typed.keys()),
     )
 
 
+def with_config_file(rest: Sequence[str], family: str) -> Scan:
+    """Return the flags of ``rest`` and, where these do not set a field, of the file that --config names."""
+    found = scan(rest, (), family)
+    config_file.take(found)
+    return found
+
+
 def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, number: int) -> Search:
-    """Return the search that keeps what was given of the layout; the schedule "auto" keeps none."""
+    """Return the search that keeps the layout flags of the command line; the schedule "auto" keeps none.
+
+    The layout in a file of --config is the one that the run has now, so the search does not keep it.
+    """
     plain = layout_of(config, config.parallel.replica_size)
     names = {LAYOUT[name] for name in given if name in LAYOUT and given[name] != AUTO}
     fixed = {name: getattr(plain, name) for name in names}
@@ -172,8 +195,15 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
 
 
 def family_of_load(rest: Sequence[str]) -> str | None:
-    """Return the family of the model that --load in ``rest`` names; None without one."""
-    path = scan(rest).values.get("load")
+    """Return the family of the run whose config.json --config names, or of the model that --load names, or None."""
+    flags = dict(scan(rest).values)
+    if "config" in flags:
+        with suppress(ConfigError):
+            values = config_file.read_file(flags["config"]).values
+            if values.get(config_file.OF_RUN) in FAMILIES:
+                return str(values[config_file.OF_RUN])
+            flags.setdefault("load", values.get("load"))
+    path = flags.get("load")
     if path is None:
         return None
     from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
@@ -188,7 +218,7 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
         ConfigError: there is no model.
         CheckpointError: as ``checkpoint_args.bring``.
     """
-    found = scan(rest, (), family)
+    found = with_config_file(rest, family)
     path = found.values.get("load")
     if path is None:
         return {}, None
@@ -211,10 +241,13 @@ def with_defaults(
     Raises:
         ConfigError: layers or width were not said.
     """
-    found, usual = scan(rest, (), family), FAMILIES[family]
+    found, usual = with_config_file(rest, family), FAMILIES[family]
     given = {**found.values, **brought}
     recipe = scan(usual.recipe, (), family).spelling
-    words = [word for name, text in recipe.items() if name not in brought for word in text.split()]
+    fixed = (
+        given.keys() - scan(rest, (), family).values.keys()
+    )  # by a checkpoint or a file, which a flag would override
+    words = [word for name, text in recipe.items() if name not in fixed for word in text.split()]
     words, assumed = [*words, *rest], []
     sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}
     missing = [flag for name, flag in sizes.items() if name not in given]
@@ -255,25 +288,32 @@ def checked(
     config = parse(
         [*words, "--dry-run"], world_size=world_size, env={}, family=family, checkpoint_args=lambda *_: dict(brought)
     )
-    own = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", *LAYOUT, *TAKEN}
+    own = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", "config", *LAYOUT, *TAKEN}
     for section in (config.model, config.own):
         own |= set(vars(section))
-    idle = [f"--{name.replace('_', '-')}" for name in config.given if name not in own]
+    typed = scan(words, (), family).values  # a file of --config is that of a whole run
+    idle = [f"--{name.replace('_', '-')}" for name in config.given if name in typed and name not in own]
     if idle:
         raise ConfigError(f"{', '.join(idle)} changes nothing in a plan. Leave it out")
     return config
 
 
-def _batch_size(config: Config, world: int, given: Mapping[str, Any], assumed: list[str]) -> int:
-    """Return what --gas makes, else the devices times the power of two that comes nearest to ``TOKENS``.
+def _batch_size(
+    config: Config, world: int, given: Mapping[str, Any], typed: Mapping[str, Any], assumed: list[str]
+) -> int:
+    """Return the samples of a step as --gas or a file gives them, else the devices times a power of two.
+
+    The power of two is the one that comes nearest to ``TOKENS``.
 
     Raises:
         ConfigError: --gas alone says nothing of the samples of a step.
     """
     micro = config.batch.micro_batch_size
+    if requested := given.get("requested_global_batch_size"):
+        return int(requested)
     if "gas" in given:
         missing = [f"--{name.replace('_', '-')}" for name in SHAPE if name not in given]
-        if missing:
+        if missing and "gas" in typed:
             raise ConfigError(
                 f"--gas in a search needs the samples of a step, got no {', '.join(missing)} to make them of. Add "
                 "--global-batch-size, or these, or leave --gas out"

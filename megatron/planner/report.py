@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import groupby
 from typing import Any
 
-from megatron.log import human_bytes
+from megatron.log import human_bytes, human_count
+from megatron.models.registry import FAMILIES
 from megatron.planner.estimate import Estimate, Planner
-from megatron.planner.layout import lines
+from megatron.planner.layout import file_settings, lines
 from megatron.planner.machine import SHEETS, SLOWER
 from megatron.planner.options import Question
-from megatron.planner.search import PARTS, LayoutChange, Overflow, RankedLayouts
+from megatron.planner.search import NEAR_TIE, PARTS, LayoutChange, Overflow, RankedLayouts
 
 NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
 """Stages that a table shows; of more, the first two, the fullest and the last."""
-_gigabytes = partial(human_bytes, units=("GB", "TB"))
+FEW_STEPS = 2000
+"""Below this many steps a note says that a smaller global batch should be considered."""
+TOKENS_PER_PARAMETER = 20
+"""Length of a run that is compute-optimal by Hoffmann et al. 2022, for runs whose length is not given."""
 
 
 def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
@@ -35,14 +38,15 @@ def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
                 *([str(layout.expert)] * has_experts), order,
                 f"{layout.micro_batch_size} x {layout.num_micro_batches}", layout.recompute, str(layout.zero_stage),
                 "yes" if layout.sequence_parallel else "no", _seconds(one.step_s), f"{100 * one.mfu:.1f} %",
-                f"{one.tokens_per_s:,.0f}", f"{100 * one.bubble:.1f} %", _gigabytes(one.most_bytes),
+                f"{one.tokens_per_s:,.0f}", f"{100 * one.bubble:.1f} %", _decimal_bytes(one.most_bytes),
                 f"{100 * _exposed(one) / one.step_s:.1f} %",
             )
         )  # fmt: skip
     yield from _table(rows)
     yield (
-        f"{found.num_candidates:,} layouts of divisors, {found.num_estimates:,} reckoned through; the fastest of each "
-        f"tp x pp; at most {_gigabytes(question.machine.usable_bytes)} of each device"
+        f"{found.num_candidates:,} layouts of divisors, {found.num_estimates:,} of them estimated; the best of each "
+        f"tp x pp (within {100 * (NEAR_TIE - 1):.0f} % the lower ZeRO stage, then less memory); at most "
+        f"{_decimal_bytes(question.machine.usable_bytes)} of each device"
     )
 
 
@@ -58,10 +62,12 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
     layout, machine = found.layout, question.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples of a step"
     yield ""
-    days = f", {found.days(question.tokens):,.1f} days for {question.tokens:.3g} tokens" if question.tokens else ""
+    duration = ""
+    if question.tokens:
+        duration = f", {_duration(found.days(question.tokens))} for {question.tokens:.3g} tokens"
     yield (
         f"step {_seconds(found.step_s)}, {found.tokens_per_s:,.0f} tokens/s, MFU {100 * found.mfu:.1f} %, bubble "
-        f"{100 * found.bubble:.1f} %{days}"
+        f"{100 * found.bubble:.1f} %{duration}"
     )
     if likely := likely_mfu(found, question):
         least, most = (f"{100 * (times - 1):.0f}" for times in SLOWER)
@@ -75,7 +81,7 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
     rows = [("communication of a step", "bytes of a rank", "seconds", "hidden")]
     for kind, sent in found.traffic.items():
         hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
-        rows.append((kind, _gigabytes(sent.bytes), _seconds(sent.seconds), hidden))
+        rows.append((kind, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
     yield from _table(rows)
     yield ""
     yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
@@ -85,11 +91,11 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
     """Yield whether the layout fits, what is too large, and what makes it fit."""
     usable = question.machine.usable_bytes
     if over is None:
-        yield f"fits into {_gigabytes(usable)}"
+        yield f"fits into {_decimal_bytes(usable)}"
         return
     yield (
-        f"does not fit: stage {over.stage} needs {_gigabytes(over.needed)} of {_gigabytes(usable)}, "
-        f"{_gigabytes(over.over)} too much; its largest part is {over.part}, {_gigabytes(over.part_bytes)}"
+        f"does not fit: stage {over.stage} needs {_decimal_bytes(over.needed)} of {_decimal_bytes(usable)}, "
+        f"{_decimal_bytes(over.over)} too much; its largest part is {over.part}, {_decimal_bytes(over.part_bytes)}"
     )
     if not found:
         yield "no change of one or two things makes it fit: take more devices, or a smaller model or sequence"
@@ -97,7 +103,7 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
     yield "what makes it fit, the fastest first:"
     for remedy in found[:SHOWN_REMEDIES]:
         flags = together(remedy.changes)
-        yield f"  {flags}: {_gigabytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
+        yield f"  {flags}: {_decimal_bytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
 
 
 def together(changes: Iterable[str]) -> str:
@@ -112,7 +118,21 @@ def together(changes: Iterable[str]) -> str:
 
 
 def pasted(found: Estimate, question: Question) -> Iterator[str]:
-    """Yield the lines to paste into a shell."""
+    """Yield the lines to paste into a shell, or those to write into the file of --config."""
+    if question.config_file is not None:
+        settings, unset = file_settings(found.layout)
+        yield f"to write into {question.config_file}:"
+        yield from (f"  {name}: {value}" for name, value in settings.items())
+        if removed := sorted(field.replace("_", "-") for field in question.file_fields & unset):
+            yield f"to remove from it: {', '.join(removed)}"
+        on_node = min(question.machine.devices_per_node, found.layout.world_size)
+        script = FAMILIES[question.config.family].run_script
+        yield "to start it:"
+        yield (
+            f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} "
+            f"--config {question.config_file}"
+        )
+        return
     yield f"to paste ({NOT_SET}):"
     yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
 
@@ -122,9 +142,9 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
     machine, costs = question.machine, planner.costs
     active = ""
     if question.config.model.num_experts:
-        active = f" in total, {costs.num_active_parameters / 1e9:,.2f} B active,"
+        active = f" in total, {_parameters(costs.num_active_parameters)} active,"
     yield (
-        f"{question.config.family} of {costs.num_parameters / 1e9:,.2f} B parameters{active} on "
+        f"{question.config.family} of {_parameters(costs.num_parameters)} parameters{active} on "
         f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} in a node), "
         f"{question.wanted.global_batch_size:,} samples of a step"
     )
@@ -132,12 +152,28 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
         yield "experts are taken to have an even load: one with twice the tokens keeps and computes twice as much"
     if question.assumed:
         yield f"assumed: {' '.join(question.assumed)}"
+        yield from _few_steps(question, costs.num_parameters)
     if machine.notes:
         yield f"machine: {machine.notes}"
     if question.config.parallel.compile:
         yield (
             "--compile: what it saves, fewer passes over memory and fewer kernels, is not reckoned: steps are shorter "
             "than told; that sums over tensor ranks run beside nothing then, is"
+        )
+
+
+def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
+    """Yield a note if the global batch that was assumed leaves only few steps."""
+    batch = question.wanted.global_batch_size
+    if f"--global-batch-size {batch}" not in question.assumed:
+        return
+    tokens = question.tokens or TOKENS_PER_PARAMETER * num_parameters
+    length = f"{tokens:.3g} tokens" if question.tokens else f"{TOKENS_PER_PARAMETER} tokens per parameter"
+    of_step = batch * question.config.tokens_per_sample
+    if tokens / of_step < FEW_STEPS:
+        yield (
+            f"note: {length} are only {tokens / of_step:,.0f} steps of {batch:,} samples, {human_count(of_step)} "
+            "tokens. Models of this size are usually trained with smaller batches: set --global-batch-size"
         )
 
 
@@ -173,12 +209,30 @@ def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
         if len(runs) > MOST_ROWS and 1 < place < len(runs) - 1 and numbers != fullest[1]:
             continue
         name = f"stage {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
-        sizes = [_gigabytes(getattr(memory, part)) for part in PARTS]
-        yield name, *sizes, _gigabytes(memory.total), f"{100 * memory.total / usable:.0f} %"
+        sizes = [_decimal_bytes(getattr(memory, part)) for part in PARTS]
+        yield name, *sizes, _decimal_bytes(memory.total), f"{100 * memory.total / usable:.0f} %"
 
 
 def _exposed(found: Estimate) -> float:
     return sum(sent.exposed_s for sent in found.traffic.values())
+
+
+def _decimal_bytes(value: float) -> str:
+    """Return a number of bytes in MB, GB or TB."""
+    return human_bytes(value, units=("MB", "GB", "TB")) if value else "0"
+
+
+def _parameters(number: float) -> str:
+    """Return a number of parameters in billions, or in millions below 0.1 billion."""
+    return f"{number / 1e9:,.2f} B" if number >= 1e8 else f"{number / 1e6:,.1f} M"
+
+
+def _duration(days: float) -> str:
+    """Return a time in days, hours or minutes."""
+    if days >= 1:
+        return f"{days:,.1f} days"
+    hours = 24 * days
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 def _seconds(value: float) -> str:

@@ -35,6 +35,8 @@ SPLIT_MARGIN = 0.01
 """A schedule that splits backwards must be faster by this share; ``"schedule": "auto"`` asks for the same."""
 NEAR_TIE = 1.03
 """Ratio of step times up to which two layouts count as equally fast."""
+SMALL_STATES = 0.05
+"""Share of a device's memory below which ZeRO 2 and 3, which trade traffic for memory, are not tried."""
 NEAR = 50
 """Layouts among which the smallest is sought where none fits."""
 
@@ -200,7 +202,8 @@ def _micro_batches(samples: int) -> list[int]:
 
 def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield the schedules, recomputations, stages of ZeRO and sequence parallelism of a grid and its micro-batches."""
-    stages = _allowed(_zero_stages(planner, plain), fixed, "zero_stage")
+    stages = [fixed["zero_stage"]] if "zero_stage" in fixed else _worthwhile_zero_stages(planner, plain)
+    stages = [stage for stage in stages if stage in _zero_stages(planner, plain)]
     experts = _allowed(expert_sizes(planner, plain), fixed, "expert")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
     cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
@@ -239,6 +242,14 @@ def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
     if plain.pipe > 1 or not plain.overlaps_sums:
         return [0, 1]
     return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
+
+
+def _worthwhile_zero_stages(planner: Planner, plain: Layout) -> list[int]:
+    """Return the ZeRO stages that may pay: 2 and 3 only if weights and states need a good part of the memory."""
+    state = State.of(plain.dtype, plain.optimizer, plain.num_bf16_states)
+    states = planner.parameters(plain)[0] * (state.width + state.gradient + state.optimizer)
+    last = 1 if states < SMALL_STATES * planner.machine.usable_bytes else 3
+    return [stage for stage in _zero_stages(planner, plain) if stage <= last]
 
 
 def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -142,7 +142,7 @@ IN_EXPERT_COSTS = (
     Mutant(
         "neighbours that share experts out are a tensor group",
         TIMES,
-        "Group.of(self.machine, layout.expert, layout.stride("context"), layout.world_size)",
+        'Group.of(self.machine, layout.expert, layout.stride("context"), layout.world_size)',
         "Group.of(self.machine, layout.expert, 1, layout.world_size)",
         (SENT,),
     ),

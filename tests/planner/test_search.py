@@ -69,8 +69,13 @@ def test_a_near_tie_goes_to_the_lower_zero_stage_and_more_free_memory() -> None:
 
 def test_a_small_model_needs_no_zero_stage() -> None:
     """12M parameters on 8 GPUs: what ZeRO saves is a thousandth of the memory."""
-    found = search(Planner(config(6, 256, 4, vocab_size=8192), H100), Search(world_size=8, global_batch_size=512))
-    assert found.best[0].layout.zero_stage == 0
+    planner = Planner(config(6, 256, 4, vocab_size=8192), H100)
+    assert search(planner, Search(world_size=8, global_batch_size=512)).best[0].layout.zero_stage == 0
+    for batch in (8, 16, 32):  # where exchanging gradients takes a large share of the step
+        found = search(planner, Search(world_size=8, global_batch_size=batch))
+        assert {one.layout.zero_stage for one in found.best} <= {0, 1}
+    given = search(planner, Search(world_size=8, global_batch_size=32, fixed={"zero_stage": 3}))
+    assert {one.layout.zero_stage for one in given.best} == {3}
 
 
 def test_candidates_follow_the_rules_of_the_training() -> None:

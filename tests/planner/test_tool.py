@@ -165,6 +165,80 @@ def test_heads_that_are_not_said_are_those_of_published_models(family: str, hidd
     assert f"--num-attention-heads {heads}" in assumed and " ".join(words).count("--num-attention-heads") == 1
 
 
+def test_small_models_have_units_that_fit_and_a_note_about_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--model llama --num-layers 6 --hidden-size 256 --vocab-size 16384 --gpus 8 --top 1"
+    out = run(f"{small} --tokens 1e9", capsys)[1]
+    assert "llama of 14.7 M parameters" in out and re.search(r"\d\.\d minutes for 1e\+09 tokens", out)
+    assert re.search(r"\d\d\.\d\d MB", out) and "0.0 days" not in out and " 0.01 GB" not in out
+    assert "note: 1e+09 tokens are only 238 steps of 2,048 samples, 4.19M tokens" in out
+    assert "note: 20 tokens per parameter are only 70 steps" in run(small, capsys)[1]
+    for words in (
+        f"{small} --global-batch-size 64 --tokens 1e9",
+        f"{small} --tokens 1e12",
+        f"{TINY} --hidden-size 4096",
+    ):
+        assert "note:" not in run(words, capsys)[1]
+
+
+RUN_FILE = """\
+num-layers: 8
+hidden-size: 512
+num-attention-heads: 8
+seq-length: 512
+max-position-embeddings: 512
+vocab-size: 8192
+batch-size: 2
+gas: 8
+model-parallel-size: 2
+pipe-parallel-size: 2
+pipeline-chunks: 2
+checkpoint-activations: true
+lr: 3e-4
+train-iters: 100
+data-path: nowhere
+bf16: true
+"""
+
+
+def test_a_file_of_config_gives_model_and_batch_and_its_layout_is_sought_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run_file(tmp_path)
+    words = f"--model gpt2 --config {file} --gpus 8"
+    out = run(words, capsys)[1]
+    [best, *_] = layouts(words)
+    layout = best["layout"]
+    assert "gpt2 of 29.7 M parameters on 8" in out
+    assert layout["micro_batch_size"] * layout["num_micro_batches"] * layout["data"] == 2 * 8 * 2
+    assert (layout["tensor"], layout["pipe"]) == (1, 1) and layout["recompute"] == "none"
+    changed = dict(line.split(": ") for line in re.findall(r"^  ([a-z-]+: \S+)$", out, re.MULTILINE))
+    assert "to remove from it: pipeline-chunks" in out and f"bash run_gpt2.sh --config {file}" in out
+    written = {line.split(":")[0]: line for line in RUN_FILE.splitlines() if not line.startswith("pipeline-chunks")}
+    file.write_text("\n".join({**written, **{name: f"{name}: {value}" for name, value in changed.items()}}.values()))
+    config = parse(["--config", str(file), "--dry-run"], world_size=8, env={})
+    found = layout_of(config, 8)
+    assert {name: getattr(found, name) for name in layout if name != "waiting"} == {
+        name: value for name, value in layout.items() if name != "waiting"
+    }
+    fixed = layouts(f"{words} --model-parallel-size 2 --pipe-parallel-size 2")
+    assert {(one["layout"]["tensor"], one["layout"]["pipe"]) for one in fixed} == {(2, 2)}
+
+
+def test_the_config_of_a_run_names_its_family(tmp_path: Path) -> None:
+    config = parse(f"--config {write_run_file(tmp_path)} --dry-run".split(), world_size=4, env={}, family="llama")
+    saved = tmp_path / "config.json"
+    saved.write_text(json.dumps(config.to_dict()))
+    asked = plan.question(*plan.read_flags(["--config", str(saved), "--gpus", "4"])[1:])
+    assert asked.config.identity() == config.identity()
+    assert asked.wanted.global_batch_size == 2 * 8
+
+
+def write_run_file(folder: Path) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(RUN_FILE)
+    return file
+
+
 def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     (heading,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
@@ -192,7 +266,7 @@ def test_the_ranking_tells_time_memory_messages_and_lines(capsys: pytest.Capture
         "tokens/s",
         "MFU",
         "bubble",
-        "days for 1e+09 tokens",
+        "minutes for 1e+09 tokens",
         "tensor",
         "pipeline",
         "data",
