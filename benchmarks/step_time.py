@@ -173,7 +173,7 @@ def _reserved_bytes(kind: str) -> int:
 def _compile_s(name: str) -> float:
     if not name.endswith("-compiled"):
         return 0.0
-    from megatron.training.compile import compiled_here
+    from megatron.training.callbacks.compile_meter import compiled_here
 
     return compiled_here().seconds
 
