@@ -365,6 +365,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--profile", choices=[each.name for each in ENGINES], metavar="NAME",
         help="with --overhead: print where this contender spends its time, one of: %(choices)s",
     )  # fmt: skip
+    parser.add_argument(
+        "--look-s", type=float, default=120.0, metavar="S",
+        help="seconds after the turns in which memory and recorded steps are measured, for each case (default: 120)",
+    )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
@@ -434,6 +438,10 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
             for name in rotated(teams, number):
                 _turn(case, number, args, teams[name], records[name], lines)
             _progress(case, number + 1, args, len(teams), time.time() - start)
+            if args.warm_up <= number < args.warm_up + args.rounds - 1:
+                so_far = f"after {number - args.warm_up + 1} of {args.rounds} rounds, {table(case, records)}"
+                print(so_far, flush=True)
+                (args.out / "table.txt").write_text(so_far + "\n")
         worst = check_losses(records.values(), case.loss_tolerance)
         print(f"{case.name}: the first losses differ by at most {worst:.1e}", file=sys.stderr)
         _look_closer(case, args, teams, records)
@@ -470,13 +478,22 @@ def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record:
 
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
-    """After the turns: memory of the first stage, and steps of ours beside their simulation.
+    """Measure after the turns: memory of the first stage, and steps of ours compared with their simulation.
 
     Counting its memory makes a step take more of it. So each contender ends when it has been looked at, and leaves
-    its memory to the next; ours come last.
+    its memory to the next; ours come last. After ``--look-s`` seconds the contenders that remain are left out.
     """
     step = (args.warm_up + args.rounds) * args.steps
-    for name, team in sorted(teams.items(), key=lambda each: records[each[0]].contender.kind == "ours"):
+    ordered = sorted(teams.items(), key=lambda each: records[each[0]].contender.kind == "ours")
+    deadline = time.monotonic() + args.look_s
+    for number, (name, team) in enumerate(ordered, 1):
+        if time.monotonic() > deadline:
+            left_out = ", ".join(each for each, _ in ordered[number - 1 :])
+            print(f"{case.name}: no memory and no recorded steps after {args.look_s:g} s (--look-s): {left_out}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            return
+        print(f"{case.name}: memory and recorded steps, contender {number} of {len(ordered)}: {name}",
+              file=sys.stderr, flush=True)  # fmt: skip
         contender = records[name].contender
         if contender.num_ranks(case) == case.num_stages * case.tensor:
             held = team.ask("memory", step)[0]

@@ -42,6 +42,17 @@ def test_a_t5_from_options_to_files(tmp_path) -> None:
     assert "two processes" in told and "apart by" in told and "simulate" in told and "memory" not in told
 
 
+@pytest.mark.slow
+def test_each_round_prints_its_table_and_the_look_at_memory_is_bounded(tmp_path, capsys) -> None:
+    flags = ("--cases", "main", "--micro-batches", "8", "--cuts", "1", "--only", "ours 1f1b")
+    result = run(tmp_path, *flags, "--look-s", "0")
+    printed, progress = capsys.readouterr()
+    assert printed.count("after 1 of 2 rounds, m=8:") == 1 and printed.count("tokens/s") == 2
+    assert "no memory and no recorded steps after 0 s (--look-s): ours 1f1b" in progress
+    [row] = result["cases"]["m=8"]["rows"]
+    assert row["tokens_per_s"] > 0 and row["first_stage_bytes_before"] is None
+
+
 def test_cases_of_the_other_model_are_refused(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, "--model", "t5", "--cases", "deep")
