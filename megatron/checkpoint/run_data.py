@@ -75,9 +75,7 @@ def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict
     for field in ("data_path", "tokenizer_path"):
         if field in brought and _is_moved(brought[field], defaults.get(field)):
             brought[field] = defaults[field]
-    new = {
-        field: value for field, value in brought.items() if value != defaults.get(field, options[field].default)
-    }
+    new = {field: value for field, value in brought.items() if value != defaults.get(field, options[field].default)}
     if new:
         words = [word for field, value in new.items() for word in _words(options[field].flag, value)]
         found.notes.append(f"data settings of {path}: {shlex.join(words)}")
@@ -94,8 +92,8 @@ def settings_of(path: Path | str) -> dict[str, Any] | None:
     config = None if newest is None else newest[1].get("config")
     if not isinstance(config, dict):
         return None
-    sections = former.settings(config).values()
-    flat = {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
+    sections = {name: values for name, values in former.settings(config).items() if name not in ("deepspeed", "extra")}
+    flat = {name: value for values in sections.values() if isinstance(values, dict) for name, value in values.items()}
     return {name: flat[name] for name in flat if name in FIELDS}
 
 
