@@ -92,8 +92,8 @@ TRAIN = (
     Mutant(
         "other data are taken without a word",
         "megatron/training/data.py",
-        "consumed, allow_change=allow_change, ratio=ratio)",
-        "consumed, allow_change=True, ratio=ratio)",
+        "consumed, allow_change=allow_change, ratio=ratio,",
+        "consumed, allow_change=True, ratio=ratio,",
         (f"{ORDER}::test_another_corpus_is_an_error_that_says_what_has_changed_unless_it_is_allowed",),
     ),
     Mutant(
