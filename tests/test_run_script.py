@@ -14,6 +14,7 @@ import pytest
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
+from tests.helpers.huggingface_models import config_of, save_model
 from tests.helpers.launch_jobs import free_port
 from tests.helpers.token_data import write
 from tools import make_sample_data
@@ -24,7 +25,7 @@ MODELS = ("gpt2", "t5")
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 case "$*" in
-  *megatron.launch.machine*) exec {python} "$@" ;;
+  *megatron.launch.machine* | *megatron.checkpoint.run_data*) exec {python} "$@" ;;
   *set_up.py*) echo "$0" ;;
   -c*) exit 0 ;;
   *make_sample_data*) echo "made sample data" ;;
@@ -210,6 +211,34 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
     assert "made sample data" not in done.stdout and "said" in done.stdout
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
     assert "made sample data" in run(fake_python, MEGATRON_DEFAULTS="--save my/--data-path-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "env"),
+    [
+        ("--resume --save {run}", {}), ("--load {run}", {}), ("--load={run} --eval-only", {}),
+        ("--dry-run --load {run}", {}), ("--resume", {"CHECKPOINT_PATH": "{run}"}),
+        ("", {"MEGATRON_DEFAULTS": "--load {run}"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_on_own_data_is_resumed_without_the_sample_data(fake_python, tmp_path, flags, env, is_own):
+    """Neither are the flags that belong to the sample data passed on; without own data they are."""
+    path = "data/mine" if is_own else str(ROOT / "data" / "sample" / "gpt2_text_document")
+    save_model(tmp_path / "run", config_of("gpt2", data_path=path))
+    env = {name: value.format(run=tmp_path / "run") for name, value in env.items()}
+    done = run(fake_python, *flags.format(run=tmp_path / "run").split(), **env)
+    assert "pretrain_gpt2.py" in done.stdout, done.stderr
+    assert ("made sample data" in done.stdout) == (not is_own and "--dry-run" not in flags)
+    defaults = passed_on(fake_python)["MEGATRON_DEFAULTS"]
+    assert ("--packing" in defaults) == ("--data-path" in defaults) == (not is_own)
+
+
+@pytest.mark.parametrize("flags", ["--load {run} --finetune", "--resume --save {run}/none", "--load {run} --typo"])
+def test_a_new_run_takes_the_sample_data(fake_python, tmp_path, flags):
+    save_model(tmp_path / "run", config_of("gpt2", data_path="data/mine"))
+    done = run(fake_python, *flags.format(run=tmp_path / "run").split())
+    assert ("made sample data" in done.stdout) == ("typo" not in flags), done.stderr
 
 
 FLAGS_OF_USERS = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron import hub
 from megatron.arguments import parse
 from megatron.arguments.flag_values import scan
 from megatron.arguments.parser import OneLineParser
@@ -196,7 +197,10 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
 
     source = checkpoint_args.read_source(Path(path), family)
     if source is None or isinstance(source.place, str):
-        raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
+        raise ConfigError(
+            hub.load_problem(path)
+            or f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet"
+        )
     return checkpoint_args.bring(found, {}), source.place
 
 
@@ -329,8 +333,9 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
     if flags.model is None:
         if path := scan(rest).values.get("load"):
             parser.error(
-                f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no model "
-                "of ours. Correct the path, or give --model and the sizes"
+                hub.load_problem(path)
+                or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no "
+                "model of ours. Correct the path, or give --model and the sizes"
             )
         parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
     if flags.gpu and flags.machine:
