@@ -303,6 +303,34 @@ def test_help_and_dry_run_start_no_ranks(fake_python, model):
     assert "WORLD_SIZE=4" in said
 
 
+SCRIPTS = ["run_gpt2.sh", "run_t5.sh", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("examples/*/run_*.sh"))]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.slow if "examples" in name else ()) for name in SCRIPTS]
+)
+def test_help_shows_the_defaults_and_every_variable_of_the_script(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / script).read_text().split("# ----")[0]
+    done = run(Path(sys.executable), "--help", script=ROOT / script, NLAYERS="7", TRAIN_ITERS="")
+    assert done.returncode == 0, done.stderr
+    shown, _, variables = done.stdout.partition("variables, set in front")
+    assert script in shown.splitlines()[0]
+    assert re.search(r"--num-layers INT .*\(default: 7\)", shown), "as the variable says"
+    steps, split, rate = {"examples/moe/run_moe.sh": ("300",)}.get(script, ("400",))[0], "900,50,50", "0.0?3"
+    assert re.search(rf"--train-iters INT .*\(default: {steps}\)", shown)
+    assert re.search(rf"--split STR .*\(default: {split}\)", shown) and re.search(rf"--lr FLOAT.*{rate}", shown)
+    assert "data/sample/gpt2_text_document" in shown
+    for name in re.findall(r"^(\w+)=\$\{\1:-", text, re.M):
+        assert re.search(rf"^  {name}\b", variables, re.M), name
+    assert re.search(r"^  NLAYERS, as --num-layers ", variables, re.M)
+
+
+def test_help_is_shown_where_the_machine_does_not_fit_the_variables(fake_python):
+    done = run(Path(sys.executable), "--help", DS_ACCELERATOR="", MEGATRON_NUM_GPUS="1", GPUS_PER_NODE="4")
+    assert done.returncode == 0 and "--num-layers" in done.stdout
+
+
 def test_too_few_devices_end_with_2(fake_python):
     done = run(fake_python, DS_ACCELERATOR="", MEGATRON_NUM_GPUS="1", GPUS_PER_NODE="4")
     assert done.returncode == 2
