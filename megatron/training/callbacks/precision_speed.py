@@ -91,7 +91,7 @@ def _products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list
 def message(slowdown: Slowdown, config: Config) -> str:
     """Return the warning: the slowdown, the setting that chose the type, and what to change."""
     dtype = config.precision.dtype
-    is_json = config.deepspeed.get(dtype, {}).get("enabled") is True
+    is_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
     if is_json and "dtype" not in config.given:
         setting, cure = f'"{dtype}": {{"enabled": true}} of the DeepSpeed JSON', f"Set {dtype}.enabled to false"
     else:
