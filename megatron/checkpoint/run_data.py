@@ -18,7 +18,7 @@ from megatron.checkpoint import former, remote
 from megatron.checkpoint.checkpoint_args import source_of
 from megatron.checkpoint.manifest import newest_state
 from megatron.config.data import DataConfig
-from megatron.config.option import options_of
+from megatron.config.option import is_derived, options_of
 from megatron.errors import JobError, marked
 from megatron.models.registry import FAMILIES
 
@@ -75,7 +75,11 @@ def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict
     for field in ("data_path", "tokenizer_path"):
         if field in brought and _is_moved(brought[field], defaults.get(field)):
             brought[field] = defaults[field]
-    new = {field: value for field, value in brought.items() if value != defaults.get(field, options[field].default)}
+    new = {}
+    for field, value in brought.items():
+        usual = defaults.get(field, options[field].default)
+        if value != usual and not is_derived(options[field], usual):  # a derived length is not the user's choice
+            new[field] = value
     if new:
         words = [word for field, value in new.items() for word in _words(options[field].flag, value)]
         found.notes.append(f"data settings of {path}: {shlex.join(words)}")
