@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron import environment
 from tds.deprecated_paths import forward
 
 _TRAINING = ("get_args", "get_config", "get_tokenizer")
@@ -49,6 +50,7 @@ MOVED = {
 }
 """Former modules that pages or scripts name, for one release -> where their names are now."""
 forward(MOVED)
+environment.install()
 
 
 def __getattr__(name: str) -> Any:

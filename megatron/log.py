@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,8 +29,18 @@ class _CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
-def configure(rank: int = 0, level: str = "info") -> None:
-    """Set up the logger of this process; ranks other than 0 say warnings and errors only, with their number."""
+LEVEL_VARIABLE = "MEGATRON_LOG_LEVEL"
+"""Environment variable with the level of rank 0; debug adds fingerprints and the like."""
+
+
+def configure(rank: int = 0, level: str | None = None) -> None:
+    """Set up the logger of this process; ranks other than 0 say warnings and errors only, with their number.
+
+    Args:
+        level: of rank 0: debug, info, warning or error; None: that of MEGATRON_LOG_LEVEL, else info.
+    """
+    level = level or os.environ.get(LEVEL_VARIABLE, "").lower()
+    level = level if level in ("debug", "info", "warning", "error") else "info"
     for own in _own_handlers():
         _LOGGER.removeHandler(own)
     handler = _CurrentStderr()
@@ -37,6 +48,11 @@ def configure(rank: int = 0, level: str = "info") -> None:
     _LOGGER.addHandler(handler)
     _LOGGER.propagate = False
     _LOGGER.setLevel(getattr(logging, level.upper()) if rank == 0 else logging.WARNING)
+
+
+def debug(message: str) -> None:
+    """Log a detail on rank 0, shown with MEGATRON_LOG_LEVEL=debug."""
+    _ready().debug(message)
 
 
 def info(message: str) -> None:

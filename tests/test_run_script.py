@@ -14,6 +14,7 @@ import pytest
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
+from tests.helpers.huggingface_models import config_of, save_model
 from tests.helpers.launch_jobs import free_port
 from tests.helpers.token_data import write
 from tools import make_sample_data
@@ -24,7 +25,7 @@ MODELS = ("gpt2", "t5")
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 case "$*" in
-  *megatron.launch.machine*) exec {python} "$@" ;;
+  *megatron.launch.machine* | *megatron.checkpoint.run_data*) exec {python} "$@" ;;
   *set_up.py*) echo "$0" ;;
   -c*) exit 0 ;;
   *make_sample_data*) echo "made sample data" ;;
@@ -212,6 +213,34 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
     assert "made sample data" in run(fake_python, MEGATRON_DEFAULTS="--save my/--data-path-run").stdout
 
 
+@pytest.mark.parametrize(
+    ("flags", "env"),
+    [
+        ("--resume --save {run}", {}), ("--load {run}", {}), ("--load={run} --eval-only", {}),
+        ("--dry-run --load {run}", {}), ("--resume", {"CHECKPOINT_PATH": "{run}"}),
+        ("", {"MEGATRON_DEFAULTS": "--load {run}"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_on_own_data_is_resumed_without_the_sample_data(fake_python, tmp_path, flags, env, is_own):
+    """Neither are the flags that belong to the sample data passed on; without own data they are."""
+    path = "data/mine" if is_own else str(ROOT / "data" / "sample" / "gpt2_text_document")
+    save_model(tmp_path / "run", config_of("gpt2", data_path=path))
+    env = {name: value.format(run=tmp_path / "run") for name, value in env.items()}
+    done = run(fake_python, *flags.format(run=tmp_path / "run").split(), **env)
+    assert "pretrain_gpt2.py" in done.stdout, done.stderr
+    assert ("made sample data" in done.stdout) == (not is_own and "--dry-run" not in flags)
+    defaults = passed_on(fake_python)["MEGATRON_DEFAULTS"]
+    assert ("--packing" in defaults) == ("--data-path" in defaults) == (not is_own)
+
+
+@pytest.mark.parametrize("flags", ["--load {run} --finetune", "--resume --save {run}/none", "--load {run} --typo"])
+def test_a_new_run_takes_the_sample_data(fake_python, tmp_path, flags):
+    save_model(tmp_path / "run", config_of("gpt2", data_path="data/mine"))
+    done = run(fake_python, *flags.format(run=tmp_path / "run").split())
+    assert ("made sample data" in done.stdout) == ("typo" not in flags), done.stderr
+
+
 FLAGS_OF_USERS = [
     "--sequence-parallel", "--packing concat", "--fim-rate 0.5 --reset-position-ids --eod-mask-loss", "--seq-length 8",
     "--pipe-parallel-size 1 --zero-stage 3", "--model-parallel-size 2", "--zero-stage 1", "--optimizer sgd",
@@ -272,6 +301,34 @@ def test_help_and_dry_run_start_no_ranks(fake_python, model):
         assert "made sample data" not in said
         assert re.search(rf"pretrain_{model}\.py {flag}$", said, re.M)
     assert "WORLD_SIZE=4" in said
+
+
+SCRIPTS = ["run_gpt2.sh", "run_t5.sh", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("examples/*/run_*.sh"))]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.slow if "examples" in name else ()) for name in SCRIPTS]
+)
+def test_help_shows_the_defaults_and_every_variable_of_the_script(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / script).read_text().split("# ----")[0]
+    done = run(Path(sys.executable), "--help", script=ROOT / script, NLAYERS="7", TRAIN_ITERS="")
+    assert done.returncode == 0, done.stderr
+    shown, _, variables = done.stdout.partition("variables, set in front")
+    assert script in shown.splitlines()[0]
+    assert re.search(r"--num-layers INT .*\(default: 7\)", shown), "as the variable says"
+    steps, split, rate = {"examples/moe/run_moe.sh": ("300",)}.get(script, ("400",))[0], "900,50,50", "0.0?3"
+    assert re.search(rf"--train-iters INT .*\(default: {steps}\)", shown)
+    assert re.search(rf"--split STR .*\(default: {split}\)", shown) and re.search(rf"--lr FLOAT.*{rate}", shown)
+    assert "data/sample/gpt2_text_document" in shown
+    for name in re.findall(r"^(\w+)=\$\{\1:-", text, re.M):
+        assert re.search(rf"^  {name}\b", variables, re.M), name
+    assert re.search(r"^  NLAYERS, as --num-layers ", variables, re.M)
+
+
+def test_help_is_shown_where_the_machine_does_not_fit_the_variables(fake_python):
+    done = run(Path(sys.executable), "--help", DS_ACCELERATOR="", MEGATRON_NUM_GPUS="1", GPUS_PER_NODE="4")
+    assert done.returncode == 0 and "--num-layers" in done.stdout
 
 
 def test_too_few_devices_end_with_2(fake_python):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import log
+from megatron import environment, log
 from megatron.errors import exit_code
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -136,7 +136,7 @@ def main() -> int:
     try:
         run(args)
     except Exception as error:
-        log.error(f"error: {error}")
+        log.error(f"error: {environment.problem(error) or error}")
         return exit_code(error)
     return 0
 

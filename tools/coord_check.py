@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
+
 import torch  # noqa: E402
 
 from megatron.config import Config, parse  # noqa: E402

@@ -32,6 +32,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
+
 import orjson  # noqa: E402
 import tokenizers  # noqa: E402
 

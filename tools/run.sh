@@ -58,6 +58,7 @@ home=$root
 if [ ! -e "$home/ds_config_$model.json" ]; then home=$root/examples/$model; fi
 if [ -n "${program:-}" ]; then program=$root/$program; else program=$home/pretrain_$model.py; fi
 is_dry=
+is_help=
 has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--(((train|valid|test)-)?data-path|sft)[[:space:]=] ]]; then has_data=1; fi
 file=                                             # of --config
@@ -66,28 +67,40 @@ for flag in "$@"; do
   case $flag in
     --config) file=next ;;
     --config=*) file=${flag#*=} ;;
-    -h | --help | --help-all) exec "$PYTHON" "$program" "$flag" ;;
+    -h | --help | --help-all) is_help=$flag ;;
     --dry-run) is_dry=1 ;;
     --data-path | --data-path=* | --*-data-path | --*-data-path=* | --sft | --sft=*) has_data=1 ;;
   esac
 done
 
 if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])(((train|valid|test)[-_])?data[-_]path|sft)"?[[:space:]]*[:=]' "$file"; then has_data=1; fi
+if [ -z "$has_data" ] && [[ " ${MEGATRON_DEFAULTS:-} $* " =~ [[:space:]]--(resume|load|config)[[:space:]=] ]]; then
+  # a run on other data than the sample goes on with its own, which the program takes from the run's settings
+  name=$(basename "$program" .py)
+  has_data=$("$PYTHON" -m megatron.checkpoint.run_data "${name#pretrain_}" ${flags[@]+"${flags[@]}"} "$@" || true)
+fi
 
-machine=$("$PYTHON" -m megatron.launch.machine) || exit
-eval "$machine"
-if declare -F by_machine > /dev/null; then by_machine; fi
+machine=$("$PYTHON" -m megatron.launch.machine) || { code=$? && [ -n "$is_help" ]; } || exit "$code"
+if [ -n "$machine" ]; then
+  eval "$machine"
+  if declare -F by_machine > /dev/null; then by_machine; fi
+fi
 
 quoted() {                                        # quoted TEXT: one word for whoever reads the recipe
   local quote="'"
   printf "'%s'" "${1//$quote/$quote\\$quote$quote}"
 }
-recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe
+if [ -n "$pp_size" ] && [ -n "$mp_size" ]; then
+  recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe"
+fi
+recipe="$recipe
   --deepspeed_config $(quoted "$home/ds_config_$model.json")"
 if [ -z "$has_data" ]; then
   sample=$root/data/sample                        # of every model: one token file and one vocabulary
   recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50 ${stories:-}"
-  if [ -z "$is_dry" ]; then
+  if [ -n "$is_help" ]; then
+    recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
+  elif [ -z "$is_dry" ]; then
     "$PYTHON" "$root/tools/make_sample_data.py"   # quick where it is of this version
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
   else                                            # whatever lies there: the run makes what is missing or older anew
@@ -96,6 +109,10 @@ if [ -z "$has_data" ]; then
 fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables
 
+if [ -n "$is_help" ]; then                        # with the defaults of this script, and what its variables set
+  for flag in ${flags[@]+"${flags[@]}"}; do MEGATRON_DEFAULTS+=" $(quoted "$flag")"; done
+  MEGATRON_RUN_SCRIPT=$0 exec "$PYTHON" "$program" "$is_help"
+fi
 if [ -n "$is_dry" ]; then
   WORLD_SIZE=$((GPUS_PER_NODE * ${NNODES#*:})) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
 fi

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, translate
+from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, run_script, translate
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -86,7 +86,8 @@ def parse(
     env = os.environ if env is None else env
     extra_parser, extra_flags = _extra_parser(extra_args_provider, family)
     if asked := {"-h", "--help", "--help-all"} & set(words):
-        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole="--help-all" in asked))
+        is_whole = "--help-all" in asked
+        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole=is_whole, env=env))
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
     from_file = config_file.take(found, extra_flags)
@@ -128,14 +129,19 @@ def help_text(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     *,
     is_whole: bool = False,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return the text of --help: by section a line for each flag that has a ``short`` and acts in ``family``.
 
     Args:
         is_whole: return that of --help-all: every flag that acts in ``family``, with all there is to say.
+        env: environment of a run script, whose defaults and variables are shown.
     """
     trained = family_of(family)
-    program, defaults = f"bash {trained.run_script}", {**trained.config.DEFAULTS, **defaults}
+    program = run_script.command(env) or f"bash {trained.run_script}"
+    of_script = flag_values.default_values({}, env, Scan(family), ())
+    of_script = {name: run_script.shown(value) for name, value in of_script.items()}
+    defaults = {**trained.config.DEFAULTS, **defaults, **of_script}
     parser = RaisingParser(
         prog=program,
         usage=f"{program} [flags]",
@@ -157,7 +163,8 @@ def help_text(
             add(group, option, defaults.get(option.name, option.shown_default))
     if extra_args_provider is not None:
         extra_args_provider(parser)
-    return parser.format_help()
+    text, variables = parser.format_help(), run_script.variables_text(env)
+    return f"{text}\n{variables}" if variables else text
 
 
 def _add_short_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> None:

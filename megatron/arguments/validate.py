@@ -397,7 +397,7 @@ def _cpu_problems(config: Config) -> Iterator[str]:
     if config.precision.dtype == "fp16":
         yield (
             "fp16 needs a GPU, got a CPU: CPUs have no fast fp16 arithmetic and many kernels lack it. "
-            "Use --bf16 (same memory, no loss scale) or --fp32"
+            "Use --bf16 (same memory, no loss scale; slow on CPUs without bf16 instructions) or --fp32"
         )
     if config.parallel.distributed_backend == "nccl":
         yield "--distributed-backend nccl needs GPUs, got a CPU. Use gloo, or leave the flag out"

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron import object_store
+from megatron import hub, object_store
 from megatron.arguments.flag_values import Scan, all_options
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.huggingface.config import (
@@ -92,6 +92,9 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     path = source_of(flags, name)
     source = None if path is None else read_source(path, found.family)
     if source is None:
+        problem = None if path is None else hub.load_problem(path)
+        if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
+            raise CheckpointError(problem)
         if path is not None:
             found.notes.append(f"{path} holds no model yet, so the sizes are those of the flags")
         return {}

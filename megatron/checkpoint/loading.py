@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from megatron import files, log
+from megatron import files, hub, log
 from megatron.checkpoint import folders, former, metadata
 from megatron.checkpoint.folders import checkpoints_in
 from megatron.checkpoint.metadata import (
@@ -443,7 +443,9 @@ def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "not there"
-        raise CheckpointError(f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint")
+        raise CheckpointError(
+            f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
+        )
     return open_latest(checkpoints_in(path), world)
 
 

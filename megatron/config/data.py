@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 
-from megatron import object_store
+from megatron import hub, object_store
 from megatron.config.option import option
 
 # Which corpora a run mixes, as the user writes it: weights and paths, and weights that change after so many tokens.
@@ -358,7 +358,8 @@ class DataConfig:
             ("--tokenizer-path", self.tokenizer_path),
         ):
             if path is not None and not os.access(path, os.R_OK):
-                yield f"{flag} must name a file that can be read, got {path} (looked in {Path.cwd()}). Correct the path"
+                cure = hub.advice(path) or " Correct the path"
+                yield f"{flag} must name a file that can be read, got {path} (looked in {Path.cwd()}).{cure}"
 
     def _split_problems(self) -> Iterator[str]:
         try:

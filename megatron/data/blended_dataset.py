@@ -9,11 +9,13 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from megatron import log
 from megatron.errors import CheckpointError, DataError, SampleError
 
 # Which of several corpora each sample of a mixture comes from, by weights alone: exact, and known for any sample.
@@ -113,12 +115,21 @@ class Corpus:
     """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples.
 
     ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
+    ``num_documents``, ``num_tokens``: of its files, for messages; None where they are unknown.
     """
 
     name: str
     fingerprint: str
     samples_per_epoch: int
     is_drawn: bool = False
+    num_documents: int | None = None
+    num_tokens: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of documents and tokens, as far as they are known."""
+        known = {"documents": self.num_documents, "tokens": self.num_tokens}
+        return {name: number for name, number in known.items() if number is not None}
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,7 @@ class BlendSchedule:
             "format": FORMAT,
             "samples_consumed": samples_consumed,
             "fingerprints": {corpus.name: corpus.fingerprint for corpus in self.corpora},
+            **({"sizes": sizes} if (sizes := {each.name: each.sizes for each in self.corpora if each.sizes}) else {}),
             "cursors": self.cursors(samples_consumed),
             "phases": [
                 {
@@ -277,7 +289,9 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 _ONE = "the one corpus of the checkpoint"
 """Checkpoints of a single corpus held no name."""
 SAME_LENGTH = Fraction(1)
-_PARTS = ("content", "tokenizer", "split, seed, length or other setting of samples")
+CONTENT, TOKENIZER, SAMPLES = "content", "tokenizer", "samples"
+_PARTS = (CONTENT, TOKENIZER, SAMPLES)
+"""The parts of a fingerprint."""
 
 
 @dataclass
@@ -287,6 +301,7 @@ class _Saved:
     fingerprints: dict[str, str]
     cursors: dict[str, int]
     phases: list[tuple[int, dict[str, int], dict[str, int]]]
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
@@ -296,7 +311,7 @@ def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
 
 def resumed_order(
     order: BlendSchedule, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False,
-    ratio: Fraction = SAME_LENGTH,
+    ratio: Fraction = SAME_LENGTH, settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[BlendSchedule, list[str]]:  # fmt: skip
     """Return ``order`` as it goes on from a checkpoint, and lines for the log about what has changed.
 
@@ -308,6 +323,8 @@ def resumed_order(
             that begins at or after as many tokens, and so does each corpus of the same tokens with its own.
         allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
             start at their first sample.
+        settings: changed settings in words ("--split was 9,1,0, now 8,2,0") by the part of a fingerprint that they
+            change: ``CONTENT``, ``TOKENIZER`` or ``SAMPLES``.
 
     Raises:
         CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
@@ -315,12 +332,12 @@ def resumed_order(
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
     now = {corpus.fingerprint: corpus for corpus in order.corpora}
     matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}
-    lost = [_difference(order, saved, name, matches) for name in saved.fingerprints if name not in matches]
+    lost = _differences(order, saved, matches, settings)
     if lost and not allow_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, but {'; '.join(lost)}: samples would be repeated or lost. Give "
-            "the same paths, --split, --seed and lengths (a corpus that is to give nothing more stays, with weight "
-            "0), or --allow-data-change: what agrees goes on where it was, the rest starts at its first sample."
+            f"the data must be those of the checkpoint, but {'; '.join(lost)}. Samples would be repeated or lost. Give "
+            "the former settings and files (a corpus that is to give nothing more stays, with weight 0), or "
+            "--allow-data-change: unchanged corpora continue at their position, the others start at their first sample."
         )
 
     here, cursors, lines = (
@@ -381,28 +398,66 @@ def _weight_lines(order: BlendSchedule, samples_consumed: int) -> list[str]:
     return [f"data: new weights from sample {samples_consumed} on: {places}"]
 
 
-def _difference(order: BlendSchedule, saved: _Saved, name: str, matches: Mapping[str, str]) -> str:
-    """Return what has become of a corpus of the checkpoint that is not here with its fingerprint."""
-    was = saved.fingerprints[name]
-    who, number = name if name == _ONE else f"corpus {name}", saved.cursors.get(name, 0)
-    text = f"{who}, {number} samples of it read, has fingerprint {was} there"
+def _differences(
+    order: BlendSchedule, saved: _Saved, matches: Mapping[str, str], settings: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return what differs from the checkpoint, changed settings first; empty if every corpus of it is here.
+
+    Fingerprints are logged for debugging only: a user can do nothing with them.
+    """
+    lost = [name for name in saved.fingerprints if name not in matches]
+    parts: set[str] = set()
+    files: list[str] = []
+    whos: list[str] = []
+    for name in lost:
+        was, now = saved.fingerprints[name], _successor(order, name, matches)
+        here = ", ".join(f"{corpus.name} {_like(was, corpus)}" for corpus in ([now] if now else order.corpora))
+        log.debug(f"data: fingerprint {was} of {name} in the checkpoint, now: {here}")
+        who = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples of it read)"
+        whos.append(who)
+        if now is None:
+            parts.add(CONTENT)
+            files.append(f"{who} is missing; now given: {', '.join(corpus.name for corpus in order.corpora)}")
+            continue
+        changed = _changed_parts(was, now.fingerprint)
+        parts.update(changed or _PARTS)
+        if CONTENT in changed:
+            files.append(_content_text(who, saved.sizes.get(name, {}), now, is_renamed=now.name != name))
+        if TOKENIZER in changed and not settings.get(TOKENIZER):
+            files.append(f"{who} was built with another tokenizer")
+    if not lost:
+        return []
+    parts.add(SAMPLES)  # a change of content or tokenizer hides one of samples in the fingerprint
+    said = [text for part in (SAMPLES, TOKENIZER, CONTENT) if part in parts for text in settings.get(part, ())]
+    if not said and not files:
+        files = [f"the split, seed, length or another setting of samples has changed for {', '.join(whos)}"]
+    return [*said, *files]
+
+
+def _successor(order: BlendSchedule, name: str, matches: Mapping[str, str]) -> Corpus | None:
+    """Return the corpus here that a corpus of the checkpoint has become: that of its name, or the only one left."""
     left = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     same = [corpus for corpus in left if corpus.name == name] or (left if len(left) == 1 else [])
-    if not same:
-        here = ", ".join(f"{corpus.name} {_like(was, corpus)}" for corpus in order.corpora)
-        return f"{text} and is not among those here: {here}"
-    now = same[0]
-    return f"{text} and {now.name} has {_like(was, now)} here{_changed_parts(was, now.fingerprint)}"
+    return same[0] if same else None
 
 
-def _changed_parts(was: str, now: str) -> str:
+def _content_text(who: str, saved: Mapping[str, int], now: Corpus, *, is_renamed: bool) -> str:
+    """Return how the files of a corpus have changed: by numbers of documents and tokens where these differ."""
+    sizes = {unit: (saved[unit], number) for unit, number in now.sizes.items() if unit in saved}
+    changes = [f"{old:,} {unit}, now {new:,}" for unit, (old, new) in sizes.items() if old != new]
+    had = f"had {' and '.join(changes)}" if changes else "has other documents now"
+    return f"{who} {had}{f' (in {now.name})' if is_renamed else ''}"
+
+
+def _changed_parts(was: str, now: str) -> tuple[str, ...]:
+    """Return the parts in which two fingerprints differ; none if an old checkpoint has only that of the samples."""
     before, after = was.split("."), now.split(".")
     if len(before) != len(_PARTS) or len(after) != len(_PARTS):
-        return ""
+        return ()
     changed = [part for part, old, new in zip(_PARTS, before, after, strict=True) if old != new]
     if before[0] != after[0]:
-        changed.remove(_PARTS[-1])  # the fingerprint of samples contains that of the tokens
-    return f" (another {' and another '.join(changed)})"
+        changed.remove(SAMPLES)  # the fingerprint of samples contains that of the tokens
+    return tuple(changed)
 
 
 def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _Saved:
@@ -428,7 +483,7 @@ def _read(state: Mapping[str, Any], samples_consumed: int) -> _Saved:
         if state["samples_consumed"] != samples_consumed:
             raise _damaged(f"it was left at sample {state['samples_consumed']}, the run at {samples_consumed}")
         phases = [(phase["start"], phase["weights"], phase["cursors"]) for phase in state["phases"]]
-        return _Saved(state["fingerprints"], state["cursors"], phases)
+        return _Saved(state["fingerprints"], state["cursors"], phases, dict(state.get("sizes", {})))
     except (KeyError, TypeError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
 

@@ -365,6 +365,8 @@ def _mixed(
             fingerprint_of(corpus.content, _tokenizer(corpus, tokenizer_identity), part.fingerprint),
             part.samples_per_epoch,
             corpus.is_drawn,
+            corpus.token_file.num_documents,
+            corpus.token_file.num_tokens,
         )
         for name, corpus, part in zip(names, opened, parts, strict=True)
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron import hub
 from megatron.arguments import config_file, parse
 from megatron.arguments.flag_values import Scan, scan
 from megatron.arguments.parser import OneLineParser
@@ -226,7 +227,10 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
 
     source = checkpoint_args.read_source(Path(path), family)
     if source is None or isinstance(source.place, str):
-        raise ConfigError(f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet")
+        raise ConfigError(
+            hub.load_problem(path)
+            or f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet"
+        )
     return checkpoint_args.bring(found, {}), source.place
 
 
@@ -369,8 +373,9 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
     if flags.model is None:
         if path := scan(rest).values.get("load"):
             parser.error(
-                f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no model "
-                "of ours. Correct the path, or give --model and the sizes"
+                hub.load_problem(path)
+                or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no "
+                "model of ours. Correct the path, or give --model and the sizes"
             )
         parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
     if flags.gpu and flags.machine:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron import log
+from megatron import hub, log
 from megatron.errors import DataError
 from megatron.tokenizer.null import null_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def _present(path: str | Path | None, flag: str, kind: str) -> Path:
     if path is None:
         raise DataError(f"--tokenizer-type {kind} needs {flag}")
     if not Path(path).exists():
-        raise DataError(f"{flag} {path} does not exist")
+        raise DataError(f"{flag} {path} does not exist.{hub.advice(path)}")
     return Path(path)
 
 

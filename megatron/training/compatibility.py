@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron import device, log
+from megatron.arguments.flag_values import options_in
 from megatron.checkpoint import former
 from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
+from megatron.data.blended_dataset import CONTENT, SAMPLES, TOKENIZER
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
 
@@ -138,6 +140,48 @@ def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule
                 yield f"{field}: saved {old[field]}, now {new[field]}"
 
 
+DATA_SETTINGS = {
+    SAMPLES: (
+        "split", "split_by", "packing", "fim_rate", "fim_spm_rate", "chat_template", "sft_overlong", "seq_length",
+        "seed", "enc_seq_length", "dec_seq_length", "noise_density", "mean_span_length", "denoisers", "mask_prob",
+        "whole_word_masking", "short_seq_prob",
+    ),
+    TOKENIZER: ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "vocab_extra_ids"),
+    CONTENT: ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft"),
+}  # fmt: skip
+"""The settings by the part of a corpus's fingerprint that they decide."""
+
+
+def data_settings_changed(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
+    """Return the changed data settings of a checkpoint as "--split was 900,50,50, now 949,50,1", by fingerprint part.
+
+    Args:
+        saved: the settings in the checkpoint, of any version; a setting that is missing there is left out.
+    """
+    old, new = _flat(former.settings(saved)), _flat(now.to_dict())
+    flags = {option.name: option.flag for option in options_in(now.family)}
+    return {
+        part: [
+            f"{flags[name]} was {_shown(old[name])}, now {_shown(new[name])}"
+            for name in names
+            if flags.get(name) and name in old and name in new and old[name] != new[name]
+        ]
+        for part, names in DATA_SETTINGS.items()
+    }
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field -> value of all sections."""
+    sections = {name: values for name, values in settings.items() if name not in ("deepspeed", "extra")}
+    return {
+        name: value for values in sections.values() if isinstance(values, Mapping) for name, value in values.items()
+    }
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
+
+
 def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     """Say which settings and which parts of the machine are not those of the checkpoint. Rank 0 speaks."""
     changed = list(settings_changed(state.get("config", {}), now))
@@ -180,8 +224,13 @@ def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
     return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
 
 
-def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_change: bool) -> None:
+def check_tokenizer(
+    state: Mapping[str, Any], identity: str | None, *, allow_change: bool, config: Config | None = None
+) -> None:
     """Check that the run has the tokenizer of the checkpoint, as far as both say.
+
+    Args:
+        config: of the run, to name the settings that differ.
 
     Raises:
         CheckpointError: it has another; the same on every rank.
@@ -189,13 +238,16 @@ def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_cha
     saved = state.get("tokenizer")
     if saved is None or identity is None or saved == identity:
         return
-    identities = f"saved {saved[:12]}, now {identity[:12]} (SHA-256 of its files and settings)"
+    log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
+    changed = [] if config is None else data_settings_changed(state.get("config", {}), config)[TOKENIZER]
+    differences = "; ".join(changed) or "its files have changed"
     if not allow_change:
         raise CheckpointError(
-            f"the tokenizer must be that of the checkpoint, {identities}: the weights would read other words. Name the "
-            "same files, or add --allow-vocab-change if the ids mean the same or the model is to learn new ones"
+            f"the tokenizer must be that of the checkpoint, but {differences}. The weights would read other words. "
+            "Give the former tokenizer; only if its ids mean the same, or if the model is to learn new ones, add "
+            "--allow-vocab-change"
         )
-    log.info(f"the tokenizer is not that of the checkpoint, {identities}: taken, as --allow-vocab-change says")
+    log.info(f"the tokenizer is not that of the checkpoint ({differences}); accepted because of --allow-vocab-change")
 
 
 def _layout(topology: Topology) -> str:

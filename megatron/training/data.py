@@ -24,6 +24,7 @@ from megatron.data.data_loader import Samples
 from megatron.errors import CheckpointError, DataError, SampleError, marked
 from megatron.mpu.data import Upload
 from megatron.training import failure
+from megatron.training.compatibility import data_settings_changed
 from megatron.training.initialize import World
 
 # Iterators over micro-batches: one that knows how long the training has waited, and one that copies them ahead.
@@ -379,12 +380,14 @@ def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
 
 
 def resumed(
-    data: RunData, state: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool
-) -> BlendSchedule | None:
+    data: RunData, state: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool,
+    config: Config | None = None,
+) -> BlendSchedule | None:  # fmt: skip
     """Return the order in which the training goes on after the ``state`` of a checkpoint; None where there is none.
 
     Args:
         tokens_per_sample: of now; None: as in the checkpoint.
+        config: of the run, to name the settings that differ from the checkpoint's.
 
     Raises:
         CheckpointError: the data are not those of the checkpoint, or it does not say which it has read; the same on
@@ -398,7 +401,8 @@ def resumed(
         if consumed:
             _take_unknown(consumed, allow_change)
         return data.order
-    order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change, ratio=ratio)
+    settings = {} if config is None else data_settings_changed(state.get("config", {}), config)
+    order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change, ratio=ratio, settings=settings)
     for line in lines:
         log.info(line)
     return order

@@ -208,11 +208,11 @@ def refit(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, i
     )
 
 
-def _sizes(found: Scan, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the sizes that what --load or --resume names brings."""
-    from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
+def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return sizes and data settings that come from the run or folder of --load or --resume."""
+    from megatron.checkpoint import checkpoint_args, run_data  # 10 ms, which --help does not wait
 
-    return checkpoint_args.bring(found, defaults, name)
+    return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}
 
 
 def pretrain(
@@ -260,7 +260,7 @@ def pretrain(
                 extra_args_provider=extra_args_provider,
                 defaults=defaults,
                 family=family,
-                checkpoint_args=partial(_sizes, name=run_name),
+                checkpoint_args=partial(_checkpoint_args, name=run_name),
             )
         except JobError:
             if "--dry-run" not in sys.argv:  # which starts no ranks

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from megatron import environment
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, exit_code
 
 # What the launcher of a node and its ranks tell each other of a failure, in files.
@@ -275,7 +276,8 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
     except BaseException as error:
         if not _ends_process(error):
             raise
-        leave(error, who())
+        text = environment.problem(error)
+        leave(error if text is None else ConfigError(text), who())
 
 
 def report_failure(error: BaseException, who: str) -> None:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron import files, log, object_store
+from megatron import files, hub, log, object_store
 from megatron.checkpoint import check_writable, remote
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in, last_sequence
 from megatron.checkpoint.huggingface import weights
@@ -99,7 +99,9 @@ def require_checkpoint(source: Path) -> None:
     place = checkpoints_in(source)
     if not place.is_dir():
         found_instead = "a file" if place.exists() else "not there"
-        raise CheckpointError(f"--load must name a folder of checkpoints; {place} is {found_instead}")
+        raise CheckpointError(
+            hub.load_problem(source) or f"--load must name a folder of checkpoints; {place} is {found_instead}"
+        )
     if not (place / MANIFEST_NAME).exists() and not any(place.glob("step-*")):
         message = f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020"
         if deepspeed_checkpoint.foreign_tags_in(source):

@@ -28,6 +28,7 @@ from megatron.training.callbacks.heartbeat import Heartbeat
 from megatron.training.callbacks.layer_norms import LayerNorms
 from megatron.training.callbacks.metrics_writer import Metrics
 from megatron.training.callbacks.pipeline_picture import PipelinePicture
+from megatron.training.callbacks.precision_speed import PrecisionSpeedWarning
 from megatron.training.callbacks.replica_check import ReplicaCheck
 from megatron.training.callbacks.run_description import RunDescription
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
@@ -148,6 +149,7 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
         yield TaskEvaluator(config.seeing.eval_tasks, config.seeing.eval_tasks_interval)
     if stability.drift_interval:
         yield ReplicaCheck(stability.drift_interval)
+    yield PrecisionSpeedWarning()
     yield SpeedMonitor(counted)
     if is_training:
         yield RunDescription(counted, bytes_before)

@@ -34,7 +34,7 @@ from megatron.models.common.parameters import named_modules
 from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training.compatibility import layout_text, machine
+from megatron.training.compatibility import data_settings_changed, layout_text, machine
 from megatron.training.initialize import World
 
 # The tensors of a run's state as records: weights, the optimizer's moments, random states.
@@ -345,7 +345,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
     """
     check_model(checkpoint.state["model"], config)
     if taken.data:
-        _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
+        _check_data(checkpoint, fingerprint, config)
     saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
     if taken.optimizer and saved != now:
         raise CheckpointError(
@@ -381,18 +381,21 @@ def _check_moments(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: bool) -> None:
+def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config) -> None:
     saved = checkpoint.state.get("data_fingerprint")
     if not saved or not fingerprint or saved == fingerprint:
         return
-    fingerprints = f"got fingerprint {fingerprint} now and {saved} in {checkpoint.path}"
-    if not allow_change:
+    log.debug(f"data: fingerprint {saved} in {checkpoint.path}; now: {fingerprint}")
+    changed = data_settings_changed(checkpoint.state.get("config", {}), config)
+    differences = "; ".join(text for texts in changed.values() for text in texts)
+    differences = differences or "its documents or another setting of its samples have changed"
+    if not config.checkpoint.allow_data_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, {fingerprints}: samples would be repeated or lost. Give the "
-            "same --data-path, --split, --seed and lengths, --allow-data-change to go on behind the same number of "
-            "tokens, or --finetune to start anew from the weights."
+            f"the data must be those of the checkpoint {checkpoint.path}, but {differences}. Samples would be repeated "
+            "or lost. Give the former data and settings, --allow-data-change to continue after the same number of "
+            "tokens, or --finetune to start from the weights."
         )
-    log.info(f"the data are not those of the checkpoint, {fingerprints}: going on behind the same number of tokens")
+    log.info(f"the data are not those of the checkpoint ({differences}); continuing after the same number of tokens")
 
 
 # Which checkpoints of a run folder are on a run's way, and which on one that it has left or never took.

@@ -163,9 +163,7 @@ def test_a_checkpoint_of_one_corpus_goes_on_with_two(folder: Path) -> None:
         order, _ = resumed_order(both.order, state, 20)
         assert order.cursors(24) == {"b": 2, "a": 22}
     longer, _, _ = build(folder, "1 a", needed=ONE, seq_length=7)
-    with pytest.raises(
-        CheckpointError, match=f"fingerprint {alone.fingerprint} there and a has {longer.fingerprint} here"
-    ):
+    with pytest.raises(CheckpointError, match="another setting of samples has changed for the one corpus"):
         resumed_order(longer.order, alone.fingerprint, 20)
 
 

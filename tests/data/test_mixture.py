@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron import log
 from megatron.data.blended_dataset import BlendSchedule, Corpus, resumed_order, whole_weights
 from megatron.errors import CheckpointError, DataError
 
@@ -117,6 +118,34 @@ def test_changed_weights_and_a_new_corpus_are_told() -> None:
     )
 
 
+def test_a_changed_setting_is_named_and_hashes_are_not() -> None:
+    (a,) = corpora("a")
+    old, now = BlendSchedule([a], [(0, [1])]), BlendSchedule([changed(a, fingerprint="t7.v.s9")], [(0, [1])])
+    said = {"samples": ["--split was 900,50,50, now 949,50,1"], "content": ["--data-path was a, now b"]}
+    with pytest.raises(CheckpointError, match="but --split was 900,50,50, now 949,50,1. Samples would") as caught:
+        same_files = BlendSchedule([changed(a, fingerprint="t9.v.s9")], [(0, [1])])
+        resumed_order(same_files, reloaded(old, 4), 4, settings=said)
+    assert "--data-path" not in str(caught.value), "the files are the same, wherever they are"
+    with pytest.raises(CheckpointError, match="--split was .*; --data-path was a, now b; corpus a .* other documents"):
+        resumed_order(now, reloaded(old, 4), 4, settings=said)
+    assert resumed_order(old, reloaded(old, 4), 4, settings=said)[1] == [], "another spelling of the same samples"
+
+
+def test_numbers_of_documents_and_tokens_that_have_changed_are_named_with_their_corpus() -> None:
+    a, b = corpora("ab")
+    before = changed(b, num_documents=10_786, num_tokens=2_000_000)
+    old = BlendSchedule([changed(a, num_documents=3, num_tokens=30), before], [(0, [7, 3])])
+    after = changed(before, num_documents=10_787, num_tokens=2_000_123, fingerprint="t1.v.s1")
+    now = BlendSchedule([old.corpora[0], after], [(0, [7, 3])])
+    said = r"but corpus b \(3 samples of it read\) had 10,786 documents, now 10,787 and 2,000,000 tokens, now 2,000,123"
+    with pytest.raises(CheckpointError, match=said):
+        resumed_order(now, reloaded(old, 10), 10)
+    same_sizes = BlendSchedule([old.corpora[0], changed(before, fingerprint="t1.v.s1")], [(0, [7, 3])])
+    with pytest.raises(CheckpointError, match="corpus b .* has other documents now"):
+        resumed_order(same_sizes, reloaded(old, 10), 10)
+    assert resumed_order(old, reloaded(old, 10), 10)[1] == []
+
+
 def test_company_that_changes_what_is_drawn_is_told() -> None:
     """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
     a, b = (changed(corpus, is_drawn=True) for corpus in corpora("ab"))
@@ -133,25 +162,27 @@ def changed(corpus: Corpus, **fields: Any) -> Corpus:
 
 
 @pytest.mark.parametrize(
-    "fingerprint, said",
+    ("fingerprint", "said"),
     [
-        ("t1.v.s1", r"\(another content\)"),
-        ("t8.w.sb", r"\(another tokenizer\)"),
-        ("t8.v.s1", r"\(another split, seed, length or other setting of samples\)"),
-        ("t1.w.s1", r"\(another content and another tokenizer\)"),
+        ("t1.v.s1", r"corpus b \(3 samples of it read\) has other documents now"),
+        ("t8.w.sb", r"corpus b \(3 samples of it read\) was built with another tokenizer"),
+        ("t8.v.s1", r"the split, seed, length or another setting of samples has changed for corpus b \(3 samples"),
+        ("t1.w.s1", r"corpus b \(3 samples of it read\) has other documents now; corpus b .* another tokenizer"),
     ],
 )
-def test_another_fingerprint_is_an_error_that_names_both(fingerprint: str, said: str) -> None:
+def test_another_fingerprint_is_an_error_that_says_what_has_changed(
+    fingerprint: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = corpora("ab")
     old = BlendSchedule([a, b], [(0, [7, 3])])
     now = BlendSchedule([a, changed(b, fingerprint=fingerprint)], [(0, [7, 3])])
-    with pytest.raises(
-        CheckpointError,
-        match=rf"corpus b, 3 samples of it read, has .* t8.v.sb there and b has {fingerprint} here {said}",
-    ):
+    details: list[str] = []
+    monkeypatch.setattr(log, "debug", details.append)
+    with pytest.raises(CheckpointError, match=f"of the checkpoint, but {said}") as caught:
         resumed_order(now, reloaded(old, 10), 10)
+    assert "t8.v.sb" not in str(caught.value) and "t8.v.sb" in details[0] and fingerprint in details[0]
     order, lines = resumed_order(now, reloaded(old, 10), 10, allow_change=True)
-    assert order.cursors(10) == {"a": 7, "b": 0} and "t8.v.sb" in lines[0] and fingerprint in lines[0]
+    assert order.cursors(10) == {"a": 7, "b": 0} and "corpus b" in lines[0]
     assert "new weights from sample 10 on: 0.7 a from its sample 7, 0.3 b from its sample 0" in lines[-1]
     assert stream(order, 10, 13) == [("a", 7), ("b", 0), ("a", 8)]
     again, lines = resumed_order(now, reloaded(order, 13), 13)
@@ -162,7 +193,7 @@ def test_another_fingerprint_is_an_error_that_names_both(fingerprint: str, said:
 
 def test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it() -> None:
     old = order_of("abc", (0, [1, 1, 1]))
-    with pytest.raises(CheckpointError, match=r"corpus c, 3 samples .* is not among those here: a t9.v.sa, b t8.v.sb"):
+    with pytest.raises(CheckpointError, match=r"corpus c \(3 samples of it read\) is missing; now given: a, b"):
         resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9)
     order, lines = resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9, allow_change=True)
     assert order.cursors(9) == {"a": 3, "b": 3} and len(lines) == 2
@@ -185,10 +216,10 @@ def test_checkpoints_of_a_single_corpus_held_its_fingerprint_alone() -> None:
     assert stream(order, 0, 40) == stream(alone, 0, 40) and lines == []
     order, lines = resumed_order(order_of("ba", (0, [1, 1])), "sa", 25)
     assert order.cursors(25) == {"b": 0, "a": 25} and len(lines) == 2
-    one = "but the one corpus of the checkpoint, 25 samples of it read, has fingerprint sx there and"
-    with pytest.raises(CheckpointError, match=f"{one} a has sa here: samples would"):
+    one = r"the one corpus of the checkpoint \(25 samples of it read\)"
+    with pytest.raises(CheckpointError, match=f"but the split, seed, .* has changed for {one}. Samples would"):
         resumed_order(alone, "sx", 25)
-    with pytest.raises(CheckpointError, match=f"{one} is not among those here: b sb, a sa: samples would"):
+    with pytest.raises(CheckpointError, match=f"but {one} is missing; now given: b, a. Samples would"):
         resumed_order(order_of("ba", (0, [1, 1])), "sx", 25)
     assert resumed_order(alone, "sx", 25, allow_change=True)[0].cursors(25) == {"a": 0}
     assert resumed_order(alone, "sa", 0)[0].cursors(3) == {"a": 3}

@@ -64,6 +64,8 @@ OF_DOCKER |= {"--stop-timeout", "--build-arg"}
 OF_OTHERS = {
     "--help",
     "--help-all",
+    "--local-dir",
+    "--local_dir",
     "--all",
     "--gpu-device",
     "--ntasks-per-node",

@@ -68,7 +68,7 @@ MIXTURE = (
         "now = {corpus.name: corpus for corpus in order.corpora}\n"
         "    matches = {name: name for name in saved.fingerprints if name in now}",
         (
-            "tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_names_both",
+            "tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_says_what_has_changed",
             "tests/data/test_mixture.py::test_corpora_are_known_by_fingerprint_and_not_by_name",
         ),
     ),
@@ -77,7 +77,7 @@ MIXTURE = (
         "megatron/data/blended_dataset.py",
         "        cursors=by_number(cursors),\n",
         "",
-        ("tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_names_both",),
+        ("tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_says_what_has_changed",),
     ),
     Mutant(
         "the tokenizer is no part of a corpus's fingerprint",

@@ -234,7 +234,7 @@ SAVES = (
     Mutant(
         "another tokenizer is taken without a word",
         "megatron/training/callbacks/checkpointer.py",
-        "            check_tokenizer(state, self.tokenizer, allow_change=flags.allow_vocab_change)\n",
+        "            check_tokenizer(state, self.tokenizer, allow_change=flags.allow_vocab_change, config=config)\n",
         "",
         (f"{RUNS}::test_another_tokenizer_ends_with_3",),
     ),

@@ -38,8 +38,8 @@ TOOLS = (
     Mutant(
         "a dry run counts with the vocabulary of an older sample",
         "tools/run.sh",
-        """  if [ -z "$is_dry" ]; then\n    "$PYTHON" """,
-        """  if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then\n    [ -n "$is_dry" ] || "$PYTHON" """,
+        """  elif [ -z "$is_dry" ]; then\n    "$PYTHON" """,
+        """  elif [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then\n    [ -n "$is_dry" ] || "$PYTHON" """,
         ("tests/test_run_script.py::test_a_dry_run_counts_with_the_sample_that_the_run_will_make",),
     ),
     Mutant(

@@ -92,9 +92,9 @@ TRAIN = (
     Mutant(
         "other data are taken without a word",
         "megatron/training/data.py",
-        "consumed, allow_change=allow_change, ratio=ratio)",
-        "consumed, allow_change=True, ratio=ratio)",
-        (f"{ORDER}::test_another_corpus_is_an_error_that_names_both_unless_it_is_allowed",),
+        "consumed, allow_change=allow_change, ratio=ratio,",
+        "consumed, allow_change=True, ratio=ratio,",
+        (f"{ORDER}::test_another_corpus_is_an_error_that_says_what_has_changed_unless_it_is_allowed",),
     ),
     Mutant(
         "reading ahead draws from the generator of dropout",

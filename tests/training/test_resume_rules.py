@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from megatron.arguments.flag_values import all_sections, config_from_values
 from megatron.checkpoint import TensorRecord, save
-from megatron.config import CheckpointConfig, Config
+from megatron.config import CheckpointConfig, Config, DataConfig, RunConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.registry import FAMILIES
 from megatron.mpu.groups import SINGLE
@@ -80,9 +81,33 @@ def test_another_tokenizer_is_refused_unless_asked_for() -> None:
     saved = {"tokenizer": "a" * 64}
     for state, now in ((saved, "a" * 64), (saved, None), ({}, "b" * 64), ({"tokenizer": None}, "b" * 64)):
         check_tokenizer(state, now, allow_change=False)
-    with pytest.raises(CheckpointError, match="saved a{12}, now b{12}.*--allow-vocab-change"):
+    with pytest.raises(
+        CheckpointError, match="its files have changed.*Give the former tokenizer; .*--allow-vocab-change"
+    ):
         check_tokenizer(saved, "b" * 64, allow_change=False)
     check_tokenizer(saved, "b" * 64, allow_change=True)
+
+
+def test_the_tokenizer_setting_that_has_changed_is_named_and_hashes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    details: list[str] = []
+    monkeypatch.setattr(compatibility.log, "debug", details.append)
+    old, new = (Config(data=DataConfig(tokenizer_path=path)) for path in ("data/mine.json", "data/sample.json"))
+    state = {"tokenizer": "a" * 64, "config": old.to_dict()}
+    with pytest.raises(CheckpointError) as caught:
+        check_tokenizer(state, "b" * 64, allow_change=False, config=new)
+    text = str(caught.value)
+    assert "--tokenizer-path was data/mine.json, now data/sample.json" in text
+    assert text.index("the former tokenizer") < text.index("--allow-vocab-change")
+    assert "aaa" not in text and "a" * 64 in details[0] and "b" * 64 in details[0]
+
+
+def test_data_settings_that_have_changed_are_named_by_their_flags() -> None:
+    old = Config(data=DataConfig(split="900,50,50", packing="best-fit", data_path="a"), run=RunConfig(seed=7))
+    new = Config(data=DataConfig(split="949,50,1", packing="best-fit", data_path="b", num_workers=2))
+    said = compatibility.data_settings_changed(json.loads(json.dumps(old.to_dict())), new)
+    assert said["samples"] == ["--split was 900,50,50, now 949,50,1", f"--seed was 7, now {RunConfig().seed}"]
+    assert (said["tokenizer"], said["content"]) == ([], ["--data-path was a, now b"])
+    assert compatibility.data_settings_changed({}, new) == {"samples": [], "tokenizer": [], "content": []}
 
 
 @pytest.mark.parametrize(

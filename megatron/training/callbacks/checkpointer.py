@@ -114,10 +114,11 @@ class Checkpointer(Callback):
         taken = EVERYTHING if place.is_restart else RestoreOptions.of(flags)
         order = None
         with marked(is_of_this_rank=False):
-            check_tokenizer(state, self.tokenizer, allow_change=flags.allow_vocab_change)
+            check_tokenizer(state, self.tokenizer, allow_change=flags.allow_vocab_change, config=config)
             if taken.data:
                 self._data_loaded = Saved(state.get("data_fingerprint"), state.get("data_order"))
-                order = resumed(trainer.data, state, config.tokens_per_sample, allow_change=flags.allow_data_change)
+                allow_change = flags.allow_data_change
+                order = resumed(trainer.data, state, config.tokens_per_sample, allow_change=allow_change, config=config)
         trainer.progress = restore_from(trainer, checkpoint, taken)
         if order is not None:
             trainer.data.use_order(order)

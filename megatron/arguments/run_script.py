@@ -1,0 +1,71 @@
+"""The run script in --help: its defaults for flags, and the variables at its top."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SCRIPT = "MEGATRON_RUN_SCRIPT"
+"""Environment variable with the path of the run script that has started the program."""
+FLAGS = "MEGATRON_VARIABLES"
+"""Environment variable with FLAG=VARIABLE pairs."""
+_VARIABLE = re.compile(r"(\w+)=\$\{\1:-(.*?)\}\s*(?:#\s*(.*))?")
+_CONTINUED = re.compile(r"\s+#\s*(.*)")
+_END = "# ----"
+_COLUMN = 36
+
+
+def command(env: Mapping[str, str]) -> str | None:
+    """Return the command that starts the run script, such as "bash run_gpt2.sh"; None without a script."""
+    path = env.get(SCRIPT)
+    return f"bash {os.path.relpath(path)}" if path else None
+
+
+def shown(value: object) -> object:
+    """Return a default of the run script for --help: a path below the working directory is relative to it."""
+    here = os.getcwd() + os.sep
+    return value.removeprefix(here) if isinstance(value, str) else value
+
+
+def variables_text(env: Mapping[str, str]) -> str:
+    """Return the section of --help about the variables of the run script; "" without a script."""
+    path = env.get(SCRIPT)
+    if not path:
+        return ""
+    flags = {name: flag for flag, _, name in (pair.partition("=") for pair in env.get(FLAGS, "").split())}
+    width = max(shutil.get_terminal_size().columns - 2, _COLUMN + 20)
+    lines = [
+        "variables, set in front of the command or at the top of the script:",
+        f"  NLAYERS=12 {command(env)}",
+        "A variable sets the flag that it names; the flag itself wins over it.",
+        "",
+    ]
+    for name, about in variables_of(Path(path)):
+        left = f"  {name}, as {flags[name]}" if name in flags else f"  {name}"
+        indent = " " * _COLUMN
+        wrapped = textwrap.wrap(about, width - _COLUMN) or [""]
+        if len(left) > _COLUMN - 2:
+            lines.append(left)
+            left = ""
+        lines += [f"{left:{_COLUMN}}{wrapped[0]}".rstrip(), *(indent + line for line in wrapped[1:])]
+    return "\n".join(lines) + "\n"
+
+
+def variables_of(script: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and description of each variable at the top of a run script; a value set there comes first."""
+    name, about = "", ""
+    for line in script.read_text(encoding="utf-8").split(_END)[0].splitlines():
+        if found := _VARIABLE.fullmatch(line):
+            if name:
+                yield name, about
+            name, value, about = found[1], found[2], found[3] or ""
+            if value and not about.startswith(value):
+                about = f"set to {value} in the script; {about}"
+        elif name and (more := _CONTINUED.fullmatch(line)):
+            about += f" {more[1]}"
+    if name:
+        yield name, about

@@ -1,0 +1,148 @@
+"""Data, tokenizer and split that the user does not give come from the run that --resume or --load continues; no torch.
+
+The run scripts ask ``python -m megatron.checkpoint.run_data NAME FLAGS`` whether that run has data of the user's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments import config_file, flag_values
+from megatron.arguments.flag_values import Scan, options_in, scan
+from megatron.checkpoint import former, remote
+from megatron.checkpoint.checkpoint_args import source_of
+from megatron.checkpoint.manifest import newest_state
+from megatron.config.data import DataConfig
+from megatron.config.option import is_derived, options_of
+from megatron.errors import JobError, marked
+from megatron.models.registry import FAMILIES
+
+CORPORA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft")
+GROUPS = (
+    CORPORA,
+    ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"),
+    ("enc_seq_length", "dec_seq_length", "noise_density", "mean_span_length", "denoisers"),
+)
+"""Fields that belong together: if the user gives one of a group, none of the group comes from the run."""
+OF_HOST = (
+    "data_impl", "data_cache_path", "object_storage_cache_path", "object_storage_cache_gb", "num_workers",
+    "prefetch_factor",
+)  # fmt: skip
+"""Fields of ``DataConfig`` that say how this host reads the data, not which data."""
+OF_SAMPLES = ("seq_length", "seed", "vocab_extra_ids", "mask_prob", "whole_word_masking", "short_seq_prob")
+"""Fields of other sections that decide which samples a corpus gives."""
+FIELDS = frozenset(
+    [option.name for option in options_of(DataConfig) if option.name not in OF_HOST]
+    + [name for group in GROUPS for name in group]
+    + [*OF_SAMPLES]
+)
+SAMPLE_DATA = ("data", "sample", "gpt2_text_document")
+"""Last parts of the path of the run scripts' sample data."""
+
+
+@marked(is_of_this_rank=False)
+def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Return the data settings of the run that is continued or evaluated, as far as the user does not give them.
+
+    A fine-tuning starts a new run, so nothing comes from the former one. Settings of the run win over ``defaults``,
+    and a line in ``found.notes`` lists those that differ from them.
+
+    Args:
+        found: the values of the command line and --config.
+        defaults: field -> value of the run script's recipe.
+        name: of the run, for --resume.
+
+    Raises:
+        DataError: an object store cannot be read.
+    """
+    flags = {**defaults, **found.values}
+    path = None if flags.get("finetune") else source_of(flags, name)
+    saved = None if path is None else settings_of(path)
+    if path is None or saved is None:
+        return {}
+    options = {option.name: option for option in options_in(found.family)}
+    given = {field for group in GROUPS for field in group if any(member in found.values for member in group)}
+    brought = {
+        field: value
+        for field, value in saved.items()
+        if field in options and field not in found.values and field not in given
+    }
+    for field in ("data_path", "tokenizer_path"):
+        if field in brought and _is_moved(brought[field], defaults.get(field)):
+            brought[field] = defaults[field]
+    new = {}
+    for field, value in brought.items():
+        usual = defaults.get(field, options[field].default)
+        if value != usual and not is_derived(options[field], usual):  # a derived length is not the user's choice
+            new[field] = value
+    if new:
+        words = [word for field, value in new.items() for word in _words(options[field].flag, value)]
+        found.notes.append(f"data settings of {path}: {shlex.join(words)}")
+    return brought
+
+
+def settings_of(path: Path | str) -> dict[str, Any] | None:
+    """Return field -> value of the data settings in the newest checkpoint of a run; None if there is none.
+
+    Args:
+        path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.
+    """
+    newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
+    config = None if newest is None else newest[1].get("config")
+    if not isinstance(config, dict):
+        return None
+    sections = {name: values for name, values in former.settings(config).items() if name not in ("deepspeed", "extra")}
+    flat = {name: value for values in sections.values() if isinstance(values, dict) for name, value in values.items()}
+    return {name: flat[name] for name in flat if name in FIELDS}
+
+
+def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
+    """Return True if a start with the flags ``words`` continues a run on other data than the sample data.
+
+    Args:
+        name: of the run, such as gpt2.
+        words: flags of the training program.
+        env: environment with MEGATRON_DEFAULTS.
+    """
+    found = scan(words, (), name if name in FAMILIES else "gpt2")
+    config_file.take(found)
+    flags = {**flag_values.default_values({}, env, found, ()), **found.values}
+    path = None if flags.get("finetune") else source_of(flags, name)
+    saved = None if path is None else settings_of(path)
+    corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []
+    return bool(corpora) and not all(_is_sample(path) for path in corpora)
+
+
+def _is_sample(path: str) -> bool:
+    return Path(path.strip("'\"")).parts[-len(SAMPLE_DATA) :] == SAMPLE_DATA
+
+
+def _is_moved(saved: object, here: object) -> bool:
+    """Return True if a file of the sample data is gone and this checkout has the same one at another path."""
+    if not isinstance(saved, str) or not isinstance(here, str):
+        return False
+    old, new = Path(saved.strip("'\"")), Path(here.strip("'\""))
+    is_same = old.parts[-3:] == new.parts[-3:] and old.parts[-3:-1] == SAMPLE_DATA[:2]
+    return is_same and not any(old.parent.glob(f"{old.name}*"))
+
+
+def _words(flag: str, value: Any) -> Iterator[str]:
+    """Yield the words of a command line that set a flag; none for an unset value."""
+    if value is True:
+        yield flag
+    elif value is not None and value is not False:
+        yield from (flag, str(value))
+
+
+if __name__ == "__main__":
+    try:
+        is_own = has_own_data(sys.argv[1], sys.argv[2:], os.environ)
+    except JobError:
+        is_own = False  # the program reports the error
+    if is_own:
+        sys.stdout.write("own\n")

@@ -1,0 +1,39 @@
+"""Names of models on the Hugging Face Hub, given where a local folder is needed; no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+LOCAL = ("runs", "models", "data", "checkpoints", "examples", "tests", "tools")
+"""First parts of paths that are no owner of a model: folders of a checkout."""
+
+
+def is_name(path: Path | str) -> bool:
+    """Return True if ``path`` is not there and looks like a model on the Hub, such as Qwen/Qwen3-0.6B."""
+    text = str(path)
+    owner = text.partition("/")[0]
+    is_local = owner in LOCAL or owner.startswith("my-") or Path(owner).exists() or Path(text).exists()
+    return _NAME.fullmatch(text) is not None and not text.endswith((".json", ".model", ".txt")) and not is_local
+
+
+def advice(path: Path | str) -> str:
+    """Return how to download the model that ``path`` names, as the end of a message; "" if it names none.
+
+    The text starts with a space.
+    """
+    if not is_name(path):
+        return ""
+    folder = f"models/{Path(path).name}"
+    return (
+        f" If it is the name of a model on the Hugging Face Hub, download it "
+        f"(`hf download {path} --local-dir {folder}`) and give {folder}"
+    )
+
+
+def load_problem(path: Path | str) -> str | None:
+    """Return the message for a --load that is no folder here but the name of a model; None for any other value."""
+    if not is_name(path):
+        return None
+    return f"--load must name a folder, got {path}, which is not one.{advice(path)}"

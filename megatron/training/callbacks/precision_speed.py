@@ -1,0 +1,102 @@
+"""PrecisionSpeedWarning: a warning at the start if 16-bit products are slow on this CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron import device, log
+from megatron.config import Config
+from megatron.mpu.mappings import all_reduce
+from megatron.training.trainer import Callback
+
+SIZE = 256
+"""Rows and columns of the timed matrices: 0.03 s a product at 1 GFLOP/s, the slowest rate seen."""
+ROUNDS = 4
+MAX_S = 0.2
+"""No further round starts after this time."""
+SLOW = 2.0
+"""Slowdown from which a warning is worth its line; fp32 is the default on CPUs."""
+
+Timer = Callable[[Callable[[], torch.Tensor]], float]
+
+
+class PrecisionSpeedWarning(Callback):
+    """Warns on rank 0 if a step's products in bf16 or fp16 take at least ``SLOW`` times as long as in fp32.
+
+    Without instructions for a 16-bit type a CPU computes its products 4 to 200 times slower than in fp32. Which CPUs
+    and versions of torch are affected cannot be told from their names, so the products are timed: on the first rank of
+    each node, once, before the first step. Does nothing on other devices.
+    """
+
+    def on_train_start(self) -> None:
+        world, dtype = self.trainer.world, self.trainer.config.precision.dtype
+        if world.kind != "cpu" or dtype not in ("bf16", "fp16"):
+            return
+        slowdown = product_slowdown(device.DTYPES[dtype]) if world.local_rank == 0 else Slowdown(0.0, 0.0)
+        slowest = all_reduce(torch.tensor(slowdown, dtype=torch.float32), world.grid.world, dist.ReduceOp.MAX)
+        slowdown = Slowdown(*slowest.tolist())
+        if max(slowdown) >= SLOW and world.rank == 0:
+            log.warning(message(slowdown, self.trainer.config))
+
+
+class Slowdown(NamedTuple):
+    """Time of products in a 16-bit type over the time in fp32: of the forward pass, and of the two of the backward."""
+
+    forward: float
+    backward: float
+
+
+def seconds_of(product: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds that one call takes."""
+    start = time.perf_counter()
+    product()
+    return time.perf_counter() - start
+
+
+def product_slowdown(dtype: torch.dtype, timer: Timer = seconds_of) -> Slowdown:
+    """Return the slowdown of ``dtype`` in a linear layer's three products.
+
+    The types take turns, and the shortest time of each product counts, so that other programs on the machine do not
+    look like a slow type. Takes up to twice ``MAX_S`` even if a product is 200 times slower than in fp32.
+
+    Args:
+        timer: returns the seconds that a call takes.
+    """
+    types = (torch.float32, dtype)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(3))
+    products = {kind: _products(x.to(kind), weight.to(kind), grad.to(kind)) for kind in types}
+    best = {kind: [float("inf")] * 3 for kind in types}
+    spent_s = 0.0
+    for round_idx in range(ROUNDS):
+        for kind in types:
+            times = [timer(product) for product in products[kind]]
+            best[kind] = [min(pair) for pair in zip(best[kind], times, strict=True)]
+            spent_s += sum(times)
+        if round_idx and spent_s > MAX_S:  # the first round includes the set-up of kernels
+            break
+    (forward, *backward), (slow_forward, *slow_backward) = best[torch.float32], best[dtype]
+    return Slowdown(slow_forward / forward, sum(slow_backward) / sum(backward))
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+    return [lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x]
+
+
+def message(slowdown: Slowdown, config: Config) -> str:
+    """Return the warning: the slowdown, the setting that chose the type, and what to change."""
+    dtype = config.precision.dtype
+    is_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
+    if is_json and "dtype" not in config.given:
+        setting, cure = f'"{dtype}": {{"enabled": true}} of the DeepSpeed JSON', f"Set {dtype}.enabled to false"
+    else:
+        setting, cure = f"--{dtype}", f"Leave --{dtype} out or use --fp32"
+    return (
+        f"{setting} is slow on this CPU: products take {slowdown.forward:.1f} times as long as in fp32 in the forward "
+        f"pass and {slowdown.backward:.1f} times in the backward pass. {cure}; fp32 is the default on a CPU"
+    )

@@ -1,0 +1,109 @@
+"""Programs that are started with a Python without the project's packages print one line, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megatron import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = {
+    "pretrain_gpt2.py": (),
+    "tools/merge_data.py": (),
+    "tools/generate.py": ("--load", "x", "--prompt", "a"),
+    "-m": ("megatron.launch", "--nproc-per-node", "1", "pretrain_t5.py"),
+}
+NO_PROGRAMS = ("__init__.py", "set_up.py")
+HELP_ONLY = {
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py") if path.name not in NO_PROGRAMS),
+    "examples/own_model.py",
+    *sorted(
+        str(path.relative_to(ROOT)) for path in [*ROOT.glob("pretrain_*.py"), *ROOT.glob("examples/*/pretrain_*.py")]
+    ),
+}
+
+
+def started(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program without site-packages, as a Python outside of the environment does."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    command = [sys.executable, "-S", *words]
+    return subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_outside_of_the_environment_prints_one_line_that_names_it(program: str) -> None:
+    done = started(program, *PROGRAMS[program])
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert f"this Python ({sys.executable}) lacks " in line and ".venv/bin/activate" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", sorted(HELP_ONLY))
+def test_no_program_outside_of_the_environment_prints_a_traceback(program: str) -> None:
+    done = started(program, "--help")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 or done.stderr.count("\n") == 1 and ".venv/bin/activate" in done.stderr
+
+
+def test_the_line_names_a_script_that_makes_the_environment_where_there_is_none(tmp_path: Path) -> None:
+    line = started(str(ROOT / "pretrain_gpt2.py"), cwd=tmp_path, MEGATRON_VENV=str(tmp_path / "none")).stderr
+    assert f"Run `bash {ROOT}/run_gpt2.sh` once" in line and line.endswith(". none/bin/activate\n")
+
+
+def missing(name: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("name", ["torch", "yaml", "torch.distributed", "numpy"])
+def test_a_required_package_that_is_missing_outside_is_the_environments_problem(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "is_installed", lambda: False)
+    assert f"lacks {name.partition('.')[0]}. " in (environment.problem(missing(name)) or "")
+
+
+@pytest.mark.parametrize(
+    "error", [missing("megatron.nothing"), missing("transformers"), ImportError("libcudart.so"), ValueError("numpy")]
+)
+def test_other_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "is_installed", lambda: False)
+    assert environment.problem(error) is None
+
+
+def test_a_package_that_was_deleted_in_the_environment_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "is_installed", lambda: True)
+    assert environment.problem(missing("torch")) is None
+
+
+@pytest.mark.parametrize(("folder", "is_installed"), [("site-packages", True), ("", False)])
+def test_the_project_counts_as_installed_by_pip_only(
+    folder: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build leaves an .egg-info in the repository, which every program started there sees."""
+    info = tmp_path / folder / "megatron_tds.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: megatron-tds\nVersion: 1\n")
+    monkeypatch.setattr(environment, "ROOT", tmp_path.resolve())
+    monkeypatch.setattr(sys, "path", [str(tmp_path / folder)])
+    assert len(list(metadata.distributions(name="megatron-tds"))) == 1
+    assert environment.is_installed() is is_installed
+
+
+def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    assert "Python 3.11 or newer is needed, this is 3.9.2" in (environment.problem(TypeError("kw_only")) or "")
+
+
+def test_the_hook_leaves_other_errors_to_the_former_one(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[BaseException] = []
+    hook = environment.hook_before(lambda kind, error, trace: seen.append(error))
+    error = ValueError("x")
+    hook(ValueError, error, None)
+    assert seen == [error] and capsys.readouterr().err == ""
