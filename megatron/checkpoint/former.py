@@ -52,7 +52,8 @@ def progress(state: Mapping[str, Any]) -> dict[str, Any]:
     each = _tokens_per_sample(state.get("config", {}))
     if "tokens_consumed" not in found and each:
         found["tokens_consumed"] = each * found["samples_consumed"]
-    found.setdefault("samples_skipped", _samples_skipped(state))
+    if "samples_skipped" not in found and "updates" in found:
+        found["samples_skipped"] = _samples_skipped(state)
     return found
 
 
