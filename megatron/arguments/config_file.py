@@ -448,8 +448,10 @@ def _with_length(
     if values.get("lr_decay_samples") is not None:
         values.pop("lr_decay_iters", None)
     if "train_iters" in found.values or limits.keys() & found.converted.keys():
-        if values.get("lr_decay_samples") == limits.get("--train-samples"):
-            values.pop("lr_decay_samples", None)
+        length = values.get("enc_seq_length") or batch.get("seq_length") or 1
+        whole = limits.get("--train-samples") or limits["--train-tokens"] / length
+        if values.get("lr_decay_samples") == whole:  # it was no length of its own
+            del values["lr_decay_samples"]
         for flag in limits:
             del converted[flag]
     return values
