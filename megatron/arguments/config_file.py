@@ -447,7 +447,7 @@ def _with_length(
         values["train_iters"] = batch["requested_train_iters"]
     if values.get("lr_decay_samples") is not None:
         values.pop("lr_decay_iters", None)
-    if "train_iters" in found.values or limits.keys() & found.converted.keys():
+    if "train_iters" in found.values or {"--train-samples", "--train-tokens"} & found.converted.keys():
         length = values.get("enc_seq_length") or batch.get("seq_length") or 1
         whole = limits.get("--train-samples") or limits["--train-tokens"] / length
         if values.get("lr_decay_samples") == whole:  # it was no length of its own
