@@ -21,8 +21,8 @@ from megatron.arguments.flag_values import (
     unknown,
 )
 from megatron.arguments.megatron_flags import ROWS
-from megatron.config.config import UNNAMED
 from megatron.config.changed_defaults import describe_kept, former_defaults
+from megatron.config.config import UNNAMED
 from megatron.config.data import EACH
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError

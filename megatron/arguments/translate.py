@@ -201,7 +201,9 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, i
     if sizes is None:  # told by the checks of the layout
         return {}
     tokens = Fraction(_tokens_per_sample(values, found.family))
-    limits = {flag[2:].replace("-", "_"): asked[flag] for flag in ("--train-samples", "--train-tokens") if flag in asked}
+    limits = {
+        flag[2:].replace("-", "_"): asked[flag] for flag in ("--train-samples", "--train-tokens") if flag in asked
+    }
     if "train_iters" in found.values and limits.keys() == {"train_tokens"}:
         limits["requested_train_iters"] = found.values["train_iters"]
     run = _train_iters(found, values, asked, sizes, tokens)

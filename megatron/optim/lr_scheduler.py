@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 
+
 @dataclass(frozen=True)
 class LRScheduler:
     """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.

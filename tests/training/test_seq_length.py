@@ -57,5 +57,11 @@ def test_another_length_goes_on_at_the_same_token_where_it_is_allowed(corpus: Pa
     assert "samples of 16 tokens, of 32 in the checkpoint: going on at sample 24, the first" in text
     assert "seq_length_schedule: saved None, now 0:8;384:16" in text
     saved = open_latest(folder / CHECKPOINTS, SINGLE).state
-    assert saved["progress"] == {"step": 4, "updates": 4, "samples_consumed": 28, "samples_skipped": 0, "tokens_consumed": 28 * 16}
+    assert saved["progress"] == {
+        "step": 4,
+        "updates": 4,
+        "samples_consumed": 28,
+        "samples_skipped": 0,
+        "tokens_consumed": 28 * 16,
+    }
     assert list(saved["data_order"]["cursors"].values()) == [28]

@@ -408,14 +408,14 @@ def finished_text(trainer: Trainer) -> str:
             size = trainer.sizes.at(progress.samples_consumed)
             rest = f"; the {left} that remain are less than a step of {size}" if left > 0 else ""
             return (
-                f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after step "
-                f"{progress.step}{rest}. Raise --train-samples to continue"
+                f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after "
+                f"step {progress.step}{rest}. Raise --train-samples to continue"
             )
     steps = trainer.length.steps
     if batch.train_tokens is not None and (steps is None or progress.step < steps):
         return (
-            f"the tokens of --train-tokens {batch.train_tokens} are consumed already, after step {progress.step}. Raise "
-            "--train-tokens to continue"
+            f"the tokens of --train-tokens {batch.train_tokens} are consumed already, after step {progress.step}. "
+            "Raise --train-tokens to continue"
         )
     return f"all {steps} steps are done already; raise --train-iters to go on"
 
