@@ -183,7 +183,7 @@ SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 LENGTHS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
 
 
-def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, int]:
+def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Set the steps of the run and the lengths of the learning rate in ``values``: all fields, defaults among them.
 
     Returns:
@@ -216,7 +216,7 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, i
 def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
     """Return the tokens that --train-tokens counts for a sample: those that the encoder reads, or the whole sample."""
     own = FAMILIES[family].config
-    defaults = {field.name: field.default for field in fields(own)} | dict(own.DEFAULTS)
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)} | dict(own.DEFAULTS)
     for name in ("enc_seq_length", "seq_length"):
         if length := values.get(name) or defaults.get(name):
             return int(length)
