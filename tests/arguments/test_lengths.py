@@ -123,7 +123,9 @@ def test_a_decay_of_wsd_that_is_longer_than_the_whole_is_an_error_with_a_ramp_up
 
 def test_tokens_as_the_only_length_give_the_decay() -> None:
     config = read("--train-tokens 25_601 --warmup 0.1")
-    assert config.optimizer.lr_decay_samples == 25_601 / 16 and config.optimizer.warmup_length == pytest.approx(2560.1 / 16)
+    assert config.optimizer.lr_decay_samples == 25_601 / 16 and config.optimizer.warmup_length == pytest.approx(
+        2560.1 / 16
+    )
     assert read("--train-tokens 25_601 --lr-decay-iters 7").optimizer.lr_decay_samples is None, "in steps"
     assert read("--train-tokens 25_601 --train-iters 200").optimizer.lr_decay_samples is None
     before = read("--train-tokens 25_601 --train-tokens-lr-unit steps").optimizer
