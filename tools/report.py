@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -251,9 +252,30 @@ def state(run: RunFolder) -> tuple[str, ...]:
     step = train[-1]["step"]
     if number(train[-1].get("loss")) is None:
         return "loss not finite at step {}", f"{step:,}"
+    limit, is_reached = _sample_limit(run, train)
+    if limit is not None:
+        return ("finished",) if is_reached else ("at sample {} of {}", f"{train[-1]['samples']:,}", f"{limit:,.0f}")
     if total is None or step >= total:
         return ("finished",) if total is not None else ("at step {}", f"{step:,}")
     return "at step {} of {}", f"{step:,}", f"{total:,.0f}"
+
+
+def _sample_limit(run: RunFolder, train: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
+    """Return the limit of the run in samples, None if steps limit it, and whether the limit is reached.
+
+    With --train-samples it is reached when another step of the last size does not fit.
+    """
+    samples, tokens = (number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
+    consumed = number(train[-1].get("samples"))
+    if consumed is None or (samples is None and tokens is None) or run.setting("batch", "requested_train_iters"):
+        return None, False
+    before = train[-2] if len(train) > 1 else {"step": 0, "samples": 0}
+    size = (consumed - (number(before.get("samples")) or 0)) / max(train[-1]["step"] - before["step"], 1)
+    limits = [] if samples is None else [(samples, consumed + size > samples)]
+    if tokens is not None:
+        length = number(run.setting("t5", "enc_seq_length")) or number(run.setting("batch", "seq_length")) or 1
+        limits.append((math.ceil(tokens / length), consumed * length >= tokens))
+    return min(limits)[0], any(is_reached for _, is_reached in limits)
 
 
 def _swatch(index: int, run: RunFolder) -> Html:

@@ -22,6 +22,7 @@ from megatron.arguments.flag_values import (
 )
 from megatron.arguments.megatron_flags import ROWS
 from megatron.config.changed_defaults import describe_kept, former_defaults
+from megatron.config.config import UNNAMED
 from megatron.config.data import EACH
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
@@ -212,6 +213,8 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.notes += reader.notes
     found.rest[:0] = reader.rest
     found.neutral = {**reader.neutral, **found.neutral}
+    if taken.is_of_run:
+        values = _with_length(values, reader.converted, text.values, found)
     found.converted = {**reader.converted, **found.converted}
     if reader.problems:
         return taken
@@ -295,7 +298,7 @@ class _Reader:
                 self.problems.append(f"{place}: {key} must stand on the command line alone. Remove it here")
         elif name in self.known:
             self._take(*self.known[name], key, place, value)
-        elif not (self.is_of_run and (name in self.foreign or key == "excluded")):
+        elif not (self.is_of_run and (name in self.foreign or key in UNNAMED)):
             self._pass_on(name, key, place, value)
 
     def _take(self, option: Option, flag: str, key: str, place: str, value: Any) -> None:
@@ -426,6 +429,32 @@ def _given_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[
     if said and all(both.get(name) for name in SIZES):
         out.add({TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[said[0]] if len(said) == 1 else TOTAL)
     yield from out & values.keys() - given.keys()
+
+
+def _with_length(
+    values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], found: Scan
+) -> dict[str, Any]:
+    """Return the values of a run's file without the lengths that follow from its --train-samples or --train-tokens.
+
+    A length on the command line replaces those of the file, which are removed from ``converted`` then.
+    """
+    values, batch = dict(values), saved.get("batch")
+    limits = {flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted}
+    if not limits or not isinstance(batch, dict):
+        return values
+    values.pop("train_iters", None)
+    if batch.get("requested_train_iters") is not None:
+        values["train_iters"] = batch["requested_train_iters"]
+    if values.get("lr_decay_samples") is not None:
+        values.pop("lr_decay_iters", None)
+    if "train_iters" in found.values or {"--train-samples", "--train-tokens"} & found.converted.keys():
+        length = values.get("enc_seq_length") or batch.get("seq_length") or 1
+        whole = limits.get("--train-samples") or limits["--train-tokens"] / length
+        if values.get("lr_decay_samples") == whole:  # it was no length of its own
+            del values["lr_decay_samples"]
+        for flag in limits:
+            del converted[flag]
+    return values
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ _PATHS = "weights, ranges and paths; ranges that are the same for all corpora be
 _MUP = "where not given, --mup-base-hidden-size is --hidden-size, and --mup-base-head-dim 1: scores by the head's size"
 CONVERTED_ROWS = (
     # lengths
-    _converted("--train-samples", "as many whole steps as they are, those of a ramp-up included", "train_iters", "int"),
-    _converted("--train-tokens", "steps until they are read; the last one is done whole", "train_iters", "int"),
+    _converted("--train-samples", "steps while they fit into N samples, for any batch sizes", "train_iters", "int"),
+    _converted("--train-tokens", "steps until N tokens are read; the last one is completed", "train_iters", "int"),
     _converted("--lr-decay-tokens", "tokens / tokens of a sample", "lr_decay_samples", "int"),
     _converted("--lr-warmup-tokens", "tokens / tokens of a sample", "lr_warmup_samples", "int"),
     _converted("--exit-duration-in-secs", "seconds / 60", "exit_duration_in_mins", "float"),

@@ -100,7 +100,7 @@ def parse(
     json = from_file.deepspeed or _read_json(found, defaults)
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     values = deepspeed_json.resolve(found, stated, world_size, defaults, from_file.places)
-    translate.lengths(found, values, world_size)
+    limits = translate.lengths(found, values, world_size)
     translate.what_holds(found, values, family)
     own = _add_local_rank(values, env)
     config = config_from_values(
@@ -112,7 +112,11 @@ def parse(
         repeated=tuple(found.repeated),
         neutral=dict(found.neutral),
     )
-    config = replace(config, precision=replace(config.precision, excluded=deepspeed_json.excluded(json)))
+    config = replace(
+        config,
+        batch=replace(config.batch, **limits),
+        precision=replace(config.precision, excluded=deepspeed_json.excluded(json)),
+    )
     if config.run.strict_flags:
         found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in found.neutral.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)

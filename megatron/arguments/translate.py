@@ -5,9 +5,10 @@ all sizes are known.
 
 | theirs | ours |
 |---|---|
-| --train-samples N | the most steps whose samples are at most N: what is left over is not trained on |
-| --train-tokens N | the fewest steps whose tokens are at least N; of several limits the first one ends the run |
+| --train-samples N | steps while they fit into N samples; a last step that would exceed N is not taken |
+| --train-tokens N | steps until N tokens are consumed; of several limits the first one ends the run |
 | warm-up and decay in samples and tokens | the learning rate follows the samples, so that nothing is rounded |
+| --train-tokens as the only length | the same; the decay ends with the tokens |
 | the same in steps | the learning rate follows the steps |
 
 Source: Megatron-LM, training.py, ``update_train_iters`` and ``get_optimizer_param_scheduler``; Megatron-DeepSpeed,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weig
 from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
 from megatron.config.data import MOCK_DATA
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import PROFILE_ALONE
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -32,6 +35,7 @@ from megatron.models.registry import FAMILIES
 if TYPE_CHECKING:
     from megatron.arguments.flag_values import Scan
 
+TOTAL = "requested_global_batch_size"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy -> ZeRO stage."""
 
@@ -179,19 +183,44 @@ SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 LENGTHS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
 
 
-def lengths(found: Scan, values: dict[str, Any], world_size: int) -> None:
-    """Set the steps of the run and the lengths of the learning rate in ``values``: all fields, defaults among them."""
+def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Set the steps of the run and the lengths of the learning rate in ``values``: all fields, defaults among them.
+
+    Returns:
+        Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
+    """
     asked = {flag: found.converted[flag] for flag in LENGTHS if flag in found.converted}
+    is_by_tokens = asked.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
+    is_by_tokens = is_by_tokens and "train_iters" not in found.values
+    is_exact = is_by_tokens and values.get("train_tokens_lr_unit", OptimizerConfig().train_tokens_lr_unit) == "samples"
     in_samples = bool(asked.keys() - {"--train-tokens"}) or any(values.get(name) is not None for name in SAMPLES)
+    in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
     if not asked and not in_samples:
-        return
+        return {}
     sizes = _sizes(values, world_size)
     if sizes is None:  # told by the checks of the layout
-        return
-    tokens = Fraction(values.get("enc_seq_length") or values.get("seq_length") or BatchConfig().seq_length)
+        return {}
+    tokens = Fraction(_tokens_per_sample(values, found.family))
+    limits = {
+        flag[2:].replace("-", "_"): asked[flag] for flag in ("--train-samples", "--train-tokens") if flag in asked
+    }
+    if "train_iters" in found.values and limits.keys() == {"train_tokens"}:
+        limits["requested_train_iters"] = found.values["train_iters"]
     run = _train_iters(found, values, asked, sizes, tokens)
     if in_samples:
-        _in_samples(found, values, asked, sizes, tokens, run)
+        whole = Fraction(asked.get("--train-samples", sizes.consumed_after(run)))
+        _in_samples(found, values, asked, sizes, tokens, asked["--train-tokens"] / tokens if is_exact else whole)
+    return limits
+
+
+def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
+    """Return the tokens that --train-tokens counts for a sample: those that the encoder reads, or the whole sample."""
+    own = FAMILIES[family].config
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)} | dict(own.DEFAULTS)
+    for name in ("enc_seq_length", "seq_length"):
+        if length := values.get(name) or defaults.get(name):
+            return int(length)
+    return BatchConfig().seq_length
 
 
 def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
@@ -200,7 +229,9 @@ def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
     ranks = t * p * values.get("context_parallel_size", 1)
     if ranks < 1 or world_size % ranks:
         return None
-    full = values.get("batch_size", usual.batch_size) * values.get("gas", usual.gas) * (world_size // ranks)
+    micro, gas = values.get("batch_size", usual.batch_size), values.get("gas", usual.gas)
+    batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(TOTAL) or 0)
+    full = batch.global_batch_size(world_size // ranks)
     text = values.get("rampup_batch_size")
     try:
         return BatchSizes(full) if text is None else parse_rampup(text, full)
@@ -237,16 +268,18 @@ def _train_iters(
 
 
 def _in_samples(
-    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction, run: int
+    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction, whole: Fraction
 ) -> None:
     """Set the lengths of decay and warm-up in samples, and the step in which the decay ends.
 
+    A length that was given in steps becomes the samples of as many steps: of the first ones, and for the decay of wsd
+    of the last ones. Steps of a ramp-up have fewer samples.
+
     Args:
-        run: steps of the run, as long as it would be without a limit of tokens.
+        whole: samples of the run, as long as it would be if --train-tokens did not end it earlier.
     """
-    whole = asked.get("--train-samples", sizes.consumed_after(run))
     decay = _samples(found, "decay", asked.get("--lr-decay-tokens"), sizes, tokens)
-    decay = Fraction(whole) if decay is None else decay
+    decay = whole if decay is None else decay
     warmup = _samples(found, "warmup", asked.get("--lr-warmup-tokens"), sizes, tokens)
     if warmup is None and values.get("lr_warmup_samples") is not None:  # of the defaults
         warmup = Fraction(values["lr_warmup_samples"])
@@ -257,8 +290,10 @@ def _in_samples(
     if warmup is not None:
         values["lr_warmup_samples"] = _number(warmup)
         values["lr_warmup_iters"] = None
-    if values.get("lr_wsd_decay_iters") is not None:
-        values["lr_wsd_decay_samples"] = values["lr_wsd_decay_iters"] * sizes.full
+    steps, last = values.get("lr_wsd_decay_iters"), sizes.steps_until(decay)
+    if steps is not None:
+        before = sizes.consumed_after(last - steps) if steps <= last else 0
+        values["lr_wsd_decay_samples"] = sizes.consumed_after(max(last, steps)) - before
         values["lr_wsd_decay_iters"] = None
 
 

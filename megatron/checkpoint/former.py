@@ -6,6 +6,7 @@
 | ``t5.position_embedding_type``, "learned" | ``model.position_embedding_type``, "learned_absolute" |
 | a decoder's field that was not there yet | its default in the family |
 | "progress" in samples alone | in tokens, too: "tokens_consumed" |
+| "progress" without "samples_skipped" | the samples that the learning rate of that run had not counted |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY
 from megatron.config.decoder import IDENTITY, LEARNED, DecoderFeatures
 from megatron.models.registry import FAMILIES
@@ -44,13 +46,35 @@ def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
 def progress(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "progress" of today of the state of a checkpoint that any version saved.
 
-    Of one that names neither "tokens_consumed" nor the lengths of its samples, the first is left out.
+    Without "tokens_consumed" and the lengths of samples in ``state``, "tokens_consumed" is left out.
     """
     found = dict(state["progress"])
     each = _tokens_per_sample(state.get("config", {}))
     if "tokens_consumed" not in found and each:
         found["tokens_consumed"] = each * found["samples_consumed"]
+    if "samples_skipped" not in found and "updates" in found:
+        found["samples_skipped"] = _samples_skipped(state)
     return found
+
+
+def _samples_skipped(state: Mapping[str, Any]) -> int:
+    """Return the samples of which no update was made, as far as an earlier version's checkpoint shows them.
+
+    If the batch sizes of the run did not change, its learning rate continues exactly where it was.
+    """
+    progress, batch = state["progress"], state.get("config", {}).get("batch", {})
+    consumed, step, skipped = progress["samples_consumed"], progress["step"], progress["step"] - progress["updates"]
+    has_left_out_samples = state.get("guard", {}).get("returns", 0) > 0  # by a rollback, which counts no steps for them
+    names = {each.name for each in fields(BatchConfig)}
+    try:
+        sizes = BatchConfig(**{name: value for name, value in batch.items() if name in names}).sizes(
+            state["layout"]["data"]
+        )
+    except (KeyError, ValueError):
+        return round(consumed * skipped / max(step, 1))
+    if consumed == sizes.consumed_after(step) or has_left_out_samples:
+        return max(consumed - sizes.consumed_after(progress["updates"]), 0)
+    return round(consumed * skipped / max(step, 1))
 
 
 def _tokens_per_sample(saved: Mapping[str, Any]) -> int:

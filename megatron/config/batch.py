@@ -60,9 +60,9 @@ class BatchSizes:
             samples_consumed, steps = samples_consumed + taken * size, steps - taken
         return samples_consumed + steps * self.full
 
-    def steps_until(self, samples: Fraction | float) -> int:
-        """Return the fewest steps that consume at least ``samples``."""
-        steps = consumed = 0
+    def steps_until(self, samples: Fraction | float, samples_consumed: int = 0) -> int:
+        """Return the fewest steps after ``samples_consumed`` after which at least ``samples`` are consumed."""
+        steps, consumed = 0, samples_consumed
         while consumed < min(samples, self.samples):
             size = self.at(consumed)
             number = consumed * self.num_increments // self.samples
@@ -71,10 +71,10 @@ class BatchSizes:
             steps, consumed = steps + taken, consumed + taken * size
         return steps + max(math.ceil((samples - consumed) / self.full), 0)
 
-    def steps_within(self, samples: int) -> int:
-        """Return the most steps that consume no more than ``samples``."""
-        steps = self.steps_until(samples)
-        return steps if self.consumed_after(steps) <= samples else steps - 1
+    def steps_within(self, samples: int, samples_consumed: int = 0) -> int:
+        """Return the most steps after ``samples_consumed`` after which no more than ``samples`` are consumed."""
+        steps = self.steps_until(samples, samples_consumed)
+        return steps if self.consumed_after(steps, samples_consumed) <= samples else max(steps - 1, 0)
 
 
 def parse_rampup(text: str, full: int) -> BatchSizes:
@@ -98,6 +98,40 @@ def parse_rampup(text: str, full: int) -> BatchSizes:
             f"no multiple of the increment {increment}. Change INCREMENT or START"
         )
     return BatchSizes(full, start, increment, samples)
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The limits of a run. The first limit that is reached ends it.
+
+    ``steps_left`` depends only on the position of the run, so a run that is resumed with another global batch ends
+    after the same number of samples.
+
+    Attributes:
+        sizes: global batch sizes, by samples consumed.
+        steps: number of steps; None if only samples or tokens limit the run.
+        samples: limit in samples. A step that would exceed it is not taken.
+        min_samples: samples at which the limit of tokens is reached. The step that reaches it is completed.
+
+    Source:
+        Megatron-LM, training.py, ``update_train_iters``; Megatron-DeepSpeed, training.py, ``train``.
+    """
+
+    sizes: BatchSizes
+    steps: int | None = None
+    samples: int | None = None
+    min_samples: int | None = None
+
+    def steps_left(self, step: int, samples_consumed: int) -> int:
+        """Return the number of steps that follow ``step`` steps and ``samples_consumed`` samples."""
+        limits = []
+        if self.steps is not None:
+            limits.append(max(self.steps - step, 0))
+        if self.samples is not None:
+            limits.append(self.sizes.steps_within(self.samples, samples_consumed))
+        if self.min_samples is not None:
+            limits.append(self.sizes.steps_until(self.min_samples, samples_consumed))
+        return min(limits)
 
 
 def indivisible(sizes: Iterable[int], divisor: int) -> list[int]:
@@ -177,6 +211,12 @@ class BatchConfig:
     eval_interval: int = option(
         100, "steps between evaluations; 0: never", minimum=0, short="steps between evaluations"
     )
+    train_samples: int | None = None
+    """--train-samples; ``train_iters`` is then the number of steps of a new run with this global batch."""
+    train_tokens: int | None = None
+    """--train-tokens; ``train_iters`` as for ``train_samples``."""
+    requested_train_iters: int | None = None
+    """--train-iters if it was given next to --train-tokens."""
 
     def __post_init__(self) -> None:
         if not self.gas:
@@ -224,3 +264,16 @@ class BatchConfig:
         if self.rampup_batch_size is None:
             return BatchSizes(full)
         return parse_rampup(self.rampup_batch_size, full)
+
+    def run_length(self, data_parallel_size: int, tokens_per_sample: int) -> RunLength:
+        """Return the limits of the run.
+
+        Args:
+            tokens_per_sample: tokens that --train-tokens counts for a sample.
+        """
+        sizes = self.sizes(data_parallel_size)
+        if self.train_samples is None and self.train_tokens is None:
+            return RunLength(sizes, self.train_iters)
+        tokens = self.train_tokens
+        min_samples = None if tokens is None else -(-tokens // tokens_per_sample)
+        return RunLength(sizes, self.requested_train_iters, self.train_samples, min_samples)

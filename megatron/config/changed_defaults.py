@@ -25,7 +25,10 @@ class ChangedDefault(NamedTuple):
     former: Any
 
 
-CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = ()
+CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
+    ChangedDefault("optimizer", "lr_warmup_rounding", "down"),
+    ChangedDefault("optimizer", "train_tokens_lr_unit", "steps"),
+)
 """One row per setting; rows are never removed while checkpoints of that age must load."""
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import decoder
-from megatron.config.batch import BatchConfig
+from megatron.config.batch import BatchConfig, RunLength
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import FamilyConfig, ModelConfig
@@ -58,6 +58,9 @@ IDENTITY = (
 """Fields of the model that two runs must share for one's weights to fit the other, beside those of a decoder
 (``decoder.IDENTITY``); a family may add and leave out.
 """
+
+UNNAMED = ("excluded", "requested_train_iters")
+"""Fields without a flag that scripts do not read."""
 
 RANK_BOUND = ("local_rank",)
 """Fields that differ between the ranks of one job; they are in no dictionary that ranks compare."""
@@ -124,6 +127,10 @@ class Config:
         """Tokens that the model reads of a sample; they count for tokens/s."""
         return sum(self.sequence_lengths)
 
+    def run_length(self, data_parallel_size: int) -> RunLength:
+        """Return the limits of the run; --train-tokens counts what the encoder reads, as in Megatron-DeepSpeed."""
+        return self.batch.run_length(data_parallel_size, self.sequence_lengths[0])
+
     @property
     def loss_tokens_per_sample(self) -> int:
         """Tokens of a sample that the loss may be a sum over: those of the head."""
@@ -176,7 +183,8 @@ class Config:
             deepspeed=True,
             **{dtype: self.precision.dtype == dtype for dtype in ("fp16", "bf16", "fp32", "fp64")},
         )
-        del flat["excluded"]
+        for name in UNNAMED:
+            del flat[name]
         flat.update(self.extra)
         return Namespace(**flat)
 

@@ -73,6 +73,17 @@ class OptimizerConfig:
         above=0,
         shown_default="--lr-decay-iters counts; with --train-samples these",
     )
+    lr_warmup_rounding: str = option(
+        "none",
+        "rounding of --warmup times --lr-decay-iters; none: 3.2 steps are 3.2 steps, as in Megatron-LM; down: 3 steps",
+        choices=("none", "down"),
+    )
+    train_tokens_lr_unit: str = option(
+        "samples",
+        "what the learning rate follows if --train-tokens is the only length of the run: the samples, so that the "
+        "decay ends with the tokens for any global batch, or the steps",
+        choices=("samples", "steps"),
+    )
     lr_warmup_iters: int | None = option(
         None, "steps of the warm-up, in place of a fraction", minimum=0, shown_default="--warmup counts"
     )
@@ -210,6 +221,22 @@ class OptimizerConfig:
         constants={"--cpu_torch_adam": "torch"},
     )
     no_pin_memory: bool = option(False, "what is offloaded from a GPU lies in memory that the system may move")
+
+    @property
+    def lr_follows_samples(self) -> bool:
+        """True if the lengths of the learning-rate schedule are samples, False if they are steps."""
+        return self.lr_decay_samples is not None
+
+    @property
+    def warmup_length(self) -> float:
+        """Length of the warm-up in steps, or in samples if ``lr_follows_samples``."""
+        given = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
+        if given is not None:
+            return given
+        length = self.warmup * (self.lr_decay_samples or self.lr_decay_iters)
+        if not self.lr_follows_samples and self.lr_warmup_rounding == "down":
+            return int(length)
+        return round(length) if math.isclose(length, round(length), rel_tol=1e-12) else length
 
     @property
     def bf16_states(self) -> tuple[str, ...]:

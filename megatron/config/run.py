@@ -172,10 +172,16 @@ def debug_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _may_be_longer(config: Config) -> bool:
+    """Return True if the last step also depends on the samples that an earlier start has consumed."""
+    is_continued = bool(config.checkpoint.load or config.checkpoint.resume) and not config.checkpoint.finetune
+    return is_continued and (config.batch.train_samples is not None or config.batch.train_tokens is not None)
+
+
 def _dumped_beyond_run(config: Config) -> Iterator[str]:
     """Yield that the run has none of the steps to dump."""
     debug, last = config.debug, config.batch.train_iters
-    if debug.debug_dump is None or any(True for _ in debug.problems()):
+    if debug.debug_dump is None or _may_be_longer(config) or any(True for _ in debug.problems()):
         return
     first = min(steps.start for steps in debug.steps())
     if first > last:
@@ -306,7 +312,7 @@ def _task_problems(config: Config) -> Iterator[str]:
 def _profiled_beyond_run(config: Config) -> Iterator[str]:
     """Yield that the run has not all of the steps to profile."""
     seeing, last = config.seeing, config.batch.train_iters
-    if seeing.profile is None or any(True for _ in seeing.problems()):
+    if seeing.profile is None or _may_be_longer(config) or any(True for _ in seeing.problems()):
         return
     if seeing.profiled()[-1] > last:
         yield (

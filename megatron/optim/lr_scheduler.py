@@ -1,4 +1,4 @@
-"""Learning rate by updates."""
+"""Learning rate by updates, or by the samples of updates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.optim.optimizer import MixedPrecisionOptimizer
-
-# The learning rate as a function of how many updates have been made.
-
-
-Lengths = Callable[[int], float]
-"""Updates -> how far a schedule is after so many: their number, or the samples that they consume."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +25,8 @@ class LRScheduler:
     ``wsd_style`` gives min_lr + (lr - min_lr) c over them: linear c = 1 - u, cosine c = (1 + cos(pi u)) / 2,
     exponential c = 2 (1/2)^u - 1, minus_sqrt c = 1 - sqrt(u), with u from 0 to 1.
 
-    With ``consumed`` the lengths are samples, n the samples after the update: a run whose batch grows, or whose lengths
-    are no multiples of a step, has each rate as the samples say.
+    All lengths may be samples instead of updates; n is then the number of samples after the update. The rate depends
+    only on that number, so it does not depend on the batch sizes of earlier updates.
 
     The last style has no end: it goes on beyond ``decay_updates``, which gives W alone. T5 trains with
     ``1 / sqrt(max(n, k))``, k = 10,000: that is this curve with W = k and ``lr = 1 / sqrt(k)`` (``--lr 0.01
@@ -40,10 +34,9 @@ class LRScheduler:
 
     Args:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
-        warmup: fraction of ``decay_updates``.
+        warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
         warmup_length: updates of the warm-up; None: the fraction.
         wsd_length: updates of the decay of wsd; None: the fraction of those behind the warm-up.
-        consumed: samples after so many updates; all lengths are samples then.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
@@ -61,7 +54,6 @@ class LRScheduler:
     warmup_length: float | None = None
     wsd_length: float | None = None
     wsd_style: str = "linear"
-    consumed: Lengths | None = None
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -74,11 +66,8 @@ class LRScheduler:
 
     @property
     def warmup_updates(self) -> float:
-        """Length of the warm-up: whole updates, or samples."""
-        if self.warmup_length is not None:
-            return self.warmup_length
-        length = self.warmup * self.decay_updates
-        return int(length) if self.consumed is None else length
+        """Length of the warm-up in updates, or in samples if the other lengths are."""
+        return self.warmup * self.decay_updates if self.warmup_length is None else self.warmup_length
 
     @property
     def wsd_share(self) -> float:
@@ -89,8 +78,11 @@ class LRScheduler:
         return self.wsd_length / left if left > 0 else 1.0
 
     def at(self, update: int) -> float:
-        """Return the rate of update number ``update``, counted from 0."""
-        done = update + 1 if self.consumed is None else self.consumed(update + 1)
+        """Return the rate of update number ``update``, counted from 0, if the lengths are updates."""
+        return self.after(update + 1)
+
+    def after(self, done: float) -> float:
+        """Return the rate of the update after which ``done`` updates, or samples of updates, are done."""
         if done <= self.warmup_updates:
             return self.lr * done / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
@@ -151,9 +143,13 @@ def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, update: int) -> float:
-    """Give each parameter group its rate (``param_rates``) of update ``update``, from 0; return that of --lr."""
-    lr = scheduler.at(update)
+def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, done: float) -> float:
+    """Set the rate of each parameter group (``param_rates``) for the coming update; return the rate of --lr.
+
+    Args:
+        done: updates, or samples of updates, after the coming update.
+    """
+    lr = scheduler.after(done)
     for group in optimizer.param_groups:
-        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).at(update) if "peak_lr" in group else lr
+        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).after(done) if "peak_lr" in group else lr
     return lr

@@ -65,14 +65,16 @@ RULES = (
         "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (state.restore)",
     ),
     Rule(
-        "--train-iters, --lr-decay-iters",
-        ("batch.train_iters", "optimizer.lr_decay_iters", "optimizer.lr_decay_samples"), WARNED,
+        "--train-iters, --train-samples, --train-tokens, --lr-decay-iters, --lr-decay-samples",
+        ("batch.train_iters", "batch.train_samples", "batch.train_tokens", "optimizer.lr_decay_iters",
+         "optimizer.lr_decay_samples"), WARNED,
         "the order of the samples stays; the decay of the learning rate follows the flags given now",
     ),
     Rule(
         "--batch-size, --gas, replicas, --rampup-batch-size",
         ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
-        "the position is kept in samples, so any size goes on at the next sample; a step has another number of them",
+        "the position is kept in samples, so any size goes on at the next sample; a step has another number of them. "
+        "A learning rate and an end of the run that are given in samples or tokens follow the samples",
     ),
     Rule(
         "--seq-length-schedule", ("batch.seq_length_schedule",), WARNED,
@@ -80,12 +82,13 @@ RULES = (
     ),
     Rule(
         "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
-        "--lr-decay-style, --warmup, --wsd-decay-fraction",
+        "--lr-decay-style, --warmup, --lr-warmup-rounding, --wsd-decay-fraction",
         ("optimizer.lr", "optimizer.lr_embedding", "optimizer.lr_head", "optimizer.lr_by_name",
          "optimizer.decoupled_lr", "optimizer.decoupled_min_lr", "optimizer.min_lr", "optimizer.lr_decay_style",
-         "optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
+         "optimizer.warmup", "optimizer.lr_warmup_rounding", "optimizer.lr_warmup_iters",
+         "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
-        "the course given now holds, at the number of updates of the checkpoint",
+        "the course given now holds, at the number of updates, or of their samples, of the checkpoint",
     ),
     Rule(
         "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad, --z-loss",
@@ -129,6 +132,10 @@ RULES = (
 )  # fmt: skip
 
 
+DECIDED_BY = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iters": ("lr_decay_samples",)}
+"""Numbers of steps that only follow from other settings and the global batch, if both runs have those."""
+
+
 def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
     """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; one that was not saved is left."""
     saved, given = former.settings(saved), now.to_dict()
@@ -136,6 +143,8 @@ def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule
         for name in rule.fields:
             section, field = name.split(".")
             old, new = saved.get(section, {}), given.get(section, {})
+            if any(each in old and None not in (old[each], new[each]) for each in DECIDED_BY.get(field, ())):
+                continue
             if field in old and field in new and old[field] != new[field]:
                 yield f"{field}: saved {old[field]}, now {new[field]}"
 

@@ -16,13 +16,14 @@ class TrainingConsole:
 
     Args:
         mode: auto, bar or plain.
+        total_steps: steps at the end of the bar.
     """
 
     def __init__(self, mode: str, total_steps: int) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.has_bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
         self._bar: Progress | None = None
-        self._total = total_steps
+        self.total_steps = total_steps
         if self.has_bar:
             self._bar = Progress(
                 TextColumn("training"),
@@ -53,8 +54,8 @@ class TrainingConsole:
             return
         if self._task is None:
             self._bar.start()
-            self._task = self._bar.add_task("training", total=self._total, loss="")
-        self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+            self._task = self._bar.add_task("training", total=self.total_steps, loss="")
+        self._bar.update(self._task, completed=step, total=self.total_steps, loss=f"loss {loss:.4f}")
 
     def close(self) -> None:
         """Take the bar away."""

@@ -428,21 +428,18 @@ def make_scaler(config: Config) -> GradScaler:
     )
 
 
-def make_learning_rate(config: Config, replicas: int = 1) -> LRScheduler:
-    """Return the schedule of the configuration, which follows the samples where its lengths are samples."""
+def make_learning_rate(config: Config) -> LRScheduler:
+    """Return the learning-rate schedule; its lengths are samples if ``config.optimizer.lr_follows_samples``."""
     settings = config.optimizer
-    by_samples = settings.lr_decay_samples is not None
     return LRScheduler(
         lr=settings.lr,
         min_lr=settings.min_lr,
         style=settings.lr_decay_style,
-        decay_updates=settings.lr_decay_samples or settings.lr_decay_iters or max(config.batch.train_iters, 1),
-        warmup=settings.warmup,
-        warmup_length=settings.lr_warmup_samples if by_samples else settings.lr_warmup_iters,
+        decay_updates=settings.lr_decay_samples or settings.lr_decay_iters,
+        warmup_length=settings.warmup_length,
         wsd_decay_fraction=settings.wsd_decay_fraction,
-        wsd_length=settings.lr_wsd_decay_samples if by_samples else settings.lr_wsd_decay_iters,
+        wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
         wsd_style=settings.lr_wsd_decay_style,
-        consumed=config.batch.sizes(replicas).consumed_after if by_samples else None,
     )
 
 

@@ -8,6 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,14 +147,25 @@ Written = TypeVar("Written")
 
 @dataclass
 class TrainState:
-    """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it.
+    """The position of the run.
 
-    A checkpoint also says the tokens consumed, which are samples of one length: --seq-length, whatever the schedule.
+    A skipped step counts as a step and its samples as consumed, but the learning rate does not advance: it follows
+    ``updates``, or ``samples_updated`` if the lengths of its schedule are samples. The same holds for samples that a
+    rollback leaves out.
+
+    A checkpoint also stores the tokens consumed, which are samples of one length: --seq-length, whatever the schedule.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        updates: steps that updated the weights.
+        samples_consumed: samples read, or left out after a rollback; the position in the data.
+        samples_skipped: samples consumed of which no update was made.
     """
 
     step: int = 0
     updates: int = 0
     samples_consumed: int = 0
+    samples_skipped: int = 0
 
     @classmethod
     def resumed(cls, state: Mapping[str, Any], tokens_per_sample: int) -> TrainState:
@@ -165,11 +177,18 @@ class TrainState:
         found = cls(**{each.name: saved[each.name] for each in fields(cls)})
         if "tokens_consumed" in saved:
             found.samples_consumed = -(-saved["tokens_consumed"] // tokens_per_sample)
+            ratio = Fraction(found.samples_consumed, max(saved["samples_consumed"], 1))
+            found.samples_skipped = round(found.samples_skipped * ratio)
         return found
 
     def saved(self, tokens_per_sample: int) -> dict[str, int]:
         """Return what a checkpoint says of it."""
         return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
+
+    @property
+    def samples_updated(self) -> int:
+        """Samples of the updates that were made."""
+        return self.samples_consumed - self.samples_skipped
 
     @property
     def skipped(self) -> int:

@@ -116,6 +116,7 @@ class Trainer:
         sizes: the samples of a step over all replicas, by samples consumed.
         lengths: the tokens that the model reads at a time, by tokens consumed.
         progress: steps, updates and samples up to now.
+        length: the limits of the run.
         samples, seq_length: of the step that is being taken, or was the last.
         learning_rate, last_loss: of that step; None ahead of the first.
         stop_text: why the run ends early, once that is agreed on.
@@ -139,7 +140,8 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or Sections()
-        self.lr_scheduler = make_learning_rate(config, world.grid.data.size)
+        self.lr_scheduler = make_learning_rate(config)
+        self.length = config.run_length(world.grid.data.size)
         self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
         self.progress = TrainState()
         self.batches: TimedBatches | None = None
@@ -147,7 +149,7 @@ class Trainer:
         self.seq_length = self.lengths.full
         self.rates = RateTable.of(config).rates
         self.learning_rate: float | None = None
-        self._updates = 0
+        self._lr_position = 0
         self.last_loss: float | None = None
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
@@ -181,7 +183,7 @@ class Trainer:
             raise StopRequest(self.stop_text)
 
     def train(self) -> None:
-        """Step to --train-iters, or until any rank is asked to stop."""
+        """Take steps until a limit of the run is reached, or until any rank is asked to stop."""
         with self.phases.over(STEP):
             while self.has_steps_left:
                 with self.open_batches():  # once, and again each time that the run has gone back to a checkpoint
@@ -190,7 +192,17 @@ class Trainer:
 
     @property
     def has_steps_left(self) -> bool:
-        return self.progress.step < self.config.batch.train_iters and not self.stop_text
+        return self.steps_left > 0 and not self.stop_text
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps until a limit of the run is reached."""
+        return self.length.steps_left(self.progress.step, self.progress.samples_consumed)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step of the run, given the samples consumed up to now."""
+        return self.progress.step + self.steps_left
 
     def open_batches(self) -> AbstractContextManager[Any]:
         """Open this rank's training data at the sample that comes next; the context ends its readers."""
@@ -205,8 +217,9 @@ class Trainer:
         self.seq_length = self.lengths.of_step(start)
         place = self.config.batch.batch_size, self.world.grid.data.size
         self.samples = StepSamples(progress.step + 1, start, count, *place)
-        self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, progress.updates)
-        self._updates = progress.updates
+        by_samples = self.config.optimizer.lr_follows_samples
+        self._lr_position = progress.samples_updated + count if by_samples else progress.updates + 1
+        self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
@@ -215,6 +228,7 @@ class Trainer:
         progress.step += 1
         progress.updates += 0 if result.is_skipped else 1
         progress.samples_consumed += count
+        progress.samples_skipped += count if result.is_skipped else 0
         self.steps_taken += 1
         self.samples_taken[self.seq_length] += count
         self.call("on_after_update", result)
@@ -237,7 +251,7 @@ class Trainer:
     def is_log_step(self) -> bool:
         """Whether the numbers of this step are logged: once per interval, and those of the first step and the last."""
         run, step = self.config.run, self.samples.step
-        return step % run.log_interval == 0 or step in (1, self.config.batch.train_iters)
+        return step % run.log_interval == 0 or step in (1, self.last_step)
 
     def log(self, result: StepResult) -> None:
         """Bring the numbers of a step together. docs/seeing.md has each with its unit and formula."""
@@ -264,7 +278,7 @@ class Trainer:
     def _rates_by_label(self) -> dict[str, float]:
         """Return the rates of the step by what has them, beside that of --lr; the same in every layout."""
         course = self.lr_scheduler
-        return {rate.label: course.between(rate.lr, rate.min_lr).at(self._updates) for rate in self.rates}
+        return {rate.label: course.between(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
 
     def end_step(self, result: StepResult) -> bool:
         """Do what is due behind a step; return False where the run has gone back to a checkpoint."""

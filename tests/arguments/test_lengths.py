@@ -90,3 +90,50 @@ def test_steps_until_is_the_first_step_that_gets_there(
     assert sizes.consumed_after(steps) >= wanted and (steps == 0 or sizes.consumed_after(steps - 1) < wanted)
     within = sizes.steps_within(wanted)
     assert sizes.consumed_after(within) <= wanted < sizes.consumed_after(within + 1)
+
+
+RAMP = "--train-samples 1600 --rampup-batch-size 4 4 48"
+"""Samples after each step: 4, 8, 12, 16, 24, 32, 44, 56, and 16 more after each further one."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay", "wsd"),
+    [
+        ("--lr-warmup-iters 6", 32, 1600, None),
+        ("--lr-warmup-iters 9 --lr-decay-iters 10", 72, 88, None),
+        ("--lr-decay-iters 10 --lr-wsd-decay-iters 2", None, 88, 32),
+        ("--lr-decay-iters 10 --lr-wsd-decay-iters 4", None, 88, 88 - 32),
+        ("--lr-decay-samples 44 --lr-wsd-decay-iters 3", None, 44, 44 - 16),
+        ("--lr-wsd-decay-iters 30", None, 1600, 480),
+    ],
+)
+def test_steps_of_a_ramp_up_become_the_samples_of_those_steps(
+    flags: str, warmup: int | None, decay: int, wsd: int | None
+) -> None:
+    """The warm-up has the first steps, the decay of wsd the last ones: 2 of 16 samples, or 4 of 12, 12, 16 and 16."""
+    found = read(f"{RAMP} --lr-decay-style wsd --warmup 0.01 {flags}").optimizer
+    assert (found.lr_warmup_samples, found.lr_decay_samples, found.lr_wsd_decay_samples) == (warmup, decay, wsd)
+    assert (found.lr_warmup_iters, found.lr_wsd_decay_iters) == (None, None)
+
+
+def test_a_decay_of_wsd_that_is_longer_than_the_whole_is_an_error_with_a_ramp_up_too() -> None:
+    with pytest.raises(ConfigError, match="the decay of wsd must be shorter than the whole"):
+        read(f"{RAMP} --lr-decay-style wsd --lr-decay-iters 6 --lr-wsd-decay-iters 7")
+
+
+def test_tokens_as_the_only_length_give_the_decay() -> None:
+    config = read("--train-tokens 25_601 --warmup 0.1")
+    assert config.optimizer.lr_decay_samples == 25_601 / 16 and config.optimizer.warmup_length == pytest.approx(
+        2560.1 / 16
+    )
+    assert read("--train-tokens 25_601 --lr-decay-iters 7").optimizer.lr_decay_samples is None, "in steps"
+    assert read("--train-tokens 25_601 --train-iters 200").optimizer.lr_decay_samples is None
+    before = read("--train-tokens 25_601 --train-tokens-lr-unit steps").optimizer
+    assert (before.lr_decay_samples, before.lr_decay_iters) == (None, 101)
+
+
+def test_a_warm_up_that_is_whole_but_for_rounding_is_whole() -> None:
+    assert read("--train-iters 100 --warmup 0.07").optimizer.warmup_length == 7
+    assert read("--train-iters 100 --warmup 0.29").optimizer.warmup_length == 29
+    assert read("--train-iters 100 --warmup 0.29 --lr-warmup-rounding down").optimizer.warmup_length == 28
+    assert read("--train-iters 320 --warmup 0.01").optimizer.warmup_length == 3.2

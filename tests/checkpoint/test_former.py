@@ -72,14 +72,37 @@ def test_a_position_in_samples_is_one_in_tokens_of_the_saved_lengths(family: str
     assert config.tokens_per_sample == length
     old = {"step": 3, "updates": 2, "samples_consumed": 24}
     state: dict[str, Any] = {"config": settings, "progress": old}
-    assert former.progress(state) == {**old, "tokens_consumed": 24 * length}
-    assert TrainState.resumed(state, length) == TrainState(**old)
-    assert TrainState.resumed(state, 2 * length) == TrainState(3, 2, 12)
-    assert TrainState.resumed(state, 5 * length) == TrainState(3, 2, 5), "the first that begins at or after"
-    assert former.progress({"progress": old}) == old
-    assert TrainState.resumed({"progress": old}, length) == TrainState(**old)
-    now = {"config": settings, "progress": {**old, "tokens_consumed": 7}}
-    assert former.progress(now)["tokens_consumed"] == 7, "what a checkpoint of today says counts"
+    assert former.progress(state) == {**old, "tokens_consumed": 24 * length, "samples_skipped": 8}
+    assert TrainState.resumed(state, length) == TrainState(**old, samples_skipped=8)
+    assert TrainState.resumed(state, 2 * length) == TrainState(3, 2, 12, 4)
+    assert TrainState.resumed(state, 5 * length) == TrainState(3, 2, 5, 2), "the first that begins at or after"
+    assert former.progress({"progress": old}) == {**old, "samples_skipped": 8}
+    assert TrainState.resumed({"progress": old}, length) == TrainState(**old, samples_skipped=8)
+    now = {"config": settings, "progress": {**old, "tokens_consumed": 7, "samples_skipped": 3}}
+    assert former.progress(now) == now["progress"], "what a checkpoint of today says counts"
+
+
+@pytest.mark.parametrize(
+    ("ramp", "more", "progress", "skipped"),
+    [
+        (None, {}, {"step": 10, "updates": 10, "samples_consumed": 80}, 0),
+        (None, {}, {"step": 10, "updates": 7, "samples_consumed": 80}, 24),
+        # 4 steps of 2 samples, 2 of 4 and 2 of 6, then 8: the former rate had counted the first ones
+        ("2 2 24", {}, {"step": 9, "updates": 6, "samples_consumed": 36}, 36 - 16),
+        # other batch sizes than now: the skipped steps are counted as average ones
+        (None, {}, {"step": 10, "updates": 9, "samples_consumed": 60}, 6),
+        (None, {}, {"step": 10, "updates": 10, "samples_consumed": 60}, 0),
+        # samples 40 to 63 were left out by a rollback
+        (None, {"guard": {"returns": 1}}, {"step": 10, "updates": 9, "samples_consumed": 104}, 104 - 72),
+    ],
+)
+def test_samples_without_an_update_of_an_earlier_checkpoint(
+    ramp: str | None, more: dict[str, Any], progress: dict[str, int], skipped: int
+) -> None:
+    """A learning rate in samples continues where it was: at the samples of as many steps as there were updates."""
+    batch = {"batch_size": 2, "gas": 2, "rampup_batch_size": ramp, "unknown": 1}
+    state = {"config": {"batch": batch}, "layout": {"data": 2}, "progress": progress, **more}
+    assert former.progress(state)["samples_skipped"] == skipped
 
 
 def test_the_stored_checkpoints_are_read() -> None:

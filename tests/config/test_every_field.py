@@ -84,7 +84,8 @@ ACTS_ON = {
         partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
     """,
     "rates": """
-        config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_iters
+        config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_rounding
+        lr_warmup_iters
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
         lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
     """,
@@ -171,6 +172,7 @@ READ_IN = {
     "exit_duration_in_mins": "training/train.py",
     "kill_switch_path": "training/train.py",
     "strict_flags": "arguments/parser.py",
+    "train_tokens_lr_unit": "arguments/translate.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
     "progress": "training/train.py",

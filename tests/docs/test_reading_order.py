@@ -22,9 +22,9 @@ KINDS = {"one stage": "", "two stages": "--pipe-parallel-size 2"}
 STEPS = (
     "--train-iters 4 --log-interval 10 --eval-iters 0"  # the third step is an ordinary one: nothing is logged or saved
 )
-MOST_FILES = {"one stage": 51, "two stages": 61}
+MOST_FILES = {"one stage": 55, "two stages": 65}
 """A step calls into no more: a reader has to know them all."""
-MOST_LINES = {"one stage": 1550, "two stages": 2250}
+MOST_LINES = {"one stage": 1650, "two stages": 2350}
 """Of the functions that a step calls on a rank, docstrings and comments within them included."""
 TOLERANCE = 0.15
 """How far a number of the page may be from what runs, as a share: the pages say about how much there is to read."""

@@ -34,16 +34,16 @@ MIGRATION = (
     ),
     Mutant(
         "the learning rate of a growing batch follows the steps",
-        "megatron/training/setup.py",
-        "        consumed=config.batch.sizes(replicas).consumed_after if by_samples else None,\n",
-        "        consumed=(lambda steps: steps * config.batch.sizes(replicas).full) if by_samples else None,\n",
-        (f"{SCHEDULES}::test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates",),
+        "megatron/training/trainer.py",
+        "progress.samples_updated + count if by_samples",
+        "(progress.updates + 1) * self.sizes.full if by_samples",
+        ("tests/training/test_sample_lengths.py",),
     ),
     Mutant(
         "the warm-up is a fraction of the steps of the run",
         "megatron/optim/lr_scheduler.py",
-        "        length = self.warmup * self.decay_updates\n",
-        "        length = self.warmup * 2 * self.decay_updates\n",
+        "self.warmup * self.decay_updates if",
+        "self.warmup * 2 * self.decay_updates if",
         (f"{SCHEDULES}::test_warm_up_rises_in_equal_steps_to_lr",),
     ),
     Mutant(

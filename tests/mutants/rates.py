@@ -71,8 +71,8 @@ RATES = (
     Mutant(
         "the rate that is logged is that of the next step",
         "megatron/training/trainer.py",
-        "course.between(rate.lr, rate.min_lr).at(self._updates)",
-        "course.between(rate.lr, rate.min_lr).at(self.progress.updates)",
+        "course.between(rate.lr, rate.min_lr).after(self._lr_position)",
+        "course.between(rate.lr, rate.min_lr).after(self._lr_position + 1)",
         (LOGGED,),
     ),
     Mutant(

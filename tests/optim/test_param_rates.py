@@ -46,7 +46,7 @@ def rates_of(extra: str, update: int = 20) -> dict[str, tuple[float, float]]:
     settings = config.optimizer
     how: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "name": settings.optimizer}
     optimizer = build_optimizer(names, rates=own, **how)
-    set_learning_rates(optimizer, make_learning_rate(config), update)
+    set_learning_rates(optimizer, make_learning_rate(config), update + 1)
     groups = [(names[p], g) for g in optimizer.param_groups for p in g["params"]]
     assert len(groups) == len(names)
     return {name: (group["lr"], group["weight_decay"]) for name, group in groups}

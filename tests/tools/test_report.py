@@ -173,6 +173,27 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
         assert dict(zip(HEAD[1:], facts(run), strict=True))["time"] == "0:30"
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"train_samples": 484}, "finished"),  # 480 are consumed, by steps of 8
+        ({"train_samples": 488}, "at sample 480 of 488"),
+        ({"train_tokens": 480 * 128}, "finished"),
+        ({"train_tokens": 480 * 128 + 1}, "at sample 480 of 481"),
+        ({"train_samples": 960, "train_tokens": 700 * 128}, "at sample 480 of 700"),
+    ],
+)
+def test_a_run_limited_by_samples_is_finished_when_they_are_consumed(
+    limits: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["batch"] |= {"train_iters": 99, "seq_length": 128, **limits}
+    (folder / "config.json").write_text(json.dumps(config))
+    text, *values = state(read_run(folder, "run"))
+    assert text.format(*values) == said
+
+
 def test_a_damaged_run_does_not_take_the_page_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,7 +197,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
 
 
 def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any) -> None:
-    this = make("--train-iters 5 --lr-decay-iters 4", skipped=(1, 2))
+    this = make("--train-iters 5 --lr-decay-iters 4 --warmup 0", skipped=(1, 2))
     this.trainer.fit()
     assert this.engine.rates == pytest.approx([0.075, 0.05, 0.05, 0.05, 0.025])
     progress = this.trainer.progress
@@ -207,7 +207,7 @@ def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any
 
 
 def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
-    this = make("--train-iters 6 --lr-decay-iters 4")
+    this = make("--train-iters 6 --lr-decay-iters 4 --warmup 0")
     this.trainer.progress = TrainState(step=4, updates=2, samples_consumed=24)
     this.trainer.fit()
     assert this.engine.read == [("train", 24)] * 2

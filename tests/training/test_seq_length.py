@@ -27,7 +27,7 @@ def test_a_run_that_stops_in_mid_schedule_goes_on_with_its_bits(ranks: int, corp
     assert train_ranks(ranks, flags(corpus, whole, f"{SHORT} {layout}"))[0] == [0] * ranks
     assert train_ranks(ranks, flags(corpus, cut, f"{SHORT} {layout} --exit-interval 4"))[0] == [75] * ranks
     saved = open_latest(cut / CHECKPOINTS, SINGLE).state["progress"]
-    assert saved == {"step": 4, "updates": 4, "samples_consumed": 16, "tokens_consumed": 16 * 32}
+    assert saved == {"step": 4, "updates": 4, "samples_consumed": 16, "samples_skipped": 0, "tokens_consumed": 16 * 32}
     again = flags(corpus, cut, f"{SHORT} {layout} --num-workers 1 --load {cut}")
     assert train_ranks(ranks, again)[0] == [0] * ranks
     assert losses(cut) == losses(whole)
@@ -57,5 +57,11 @@ def test_another_length_goes_on_at_the_same_token_where_it_is_allowed(corpus: Pa
     assert "samples of 16 tokens, of 32 in the checkpoint: going on at sample 24, the first" in text
     assert "seq_length_schedule: saved None, now 0:8;384:16" in text
     saved = open_latest(folder / CHECKPOINTS, SINGLE).state
-    assert saved["progress"] == {"step": 4, "updates": 4, "samples_consumed": 28, "tokens_consumed": 28 * 16}
+    assert saved["progress"] == {
+        "step": 4,
+        "updates": 4,
+        "samples_consumed": 28,
+        "samples_skipped": 0,
+        "tokens_consumed": 28 * 16,
+    }
     assert list(saved["data_order"]["cursors"].values()) == [28]

@@ -86,6 +86,7 @@ ZH = {
     "finished": "已完成",
     "at step {}": "第 {} 步",
     "at step {} of {}": "第 {} 步，共 {} 步",
+    "at sample {} of {}": "第 {} 个样本，共 {} 个样本",
     # charts
     "Loss over steps": "损失（按步数）",
     "Loss over tokens": "损失（按词元数）",

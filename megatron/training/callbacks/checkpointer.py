@@ -41,7 +41,7 @@ from megatron.training.train_state import (
     save_state,
 )
 from megatron.training.train_step import StepResult
-from megatron.training.trainer import Callback
+from megatron.training.trainer import Callback, Trainer
 
 GUARD = "guard"
 """The one state of a callback that lies beside the others in a checkpoint, as it has from the first."""
@@ -140,8 +140,8 @@ class Checkpointer(Callback):
                 warn_of_changes(state, config, world.kind)
             else:
                 warn_of_weights(state.get("config", {}), config, checkpoint.path)
-        if trainer.progress.step >= config.batch.train_iters and not flags.eval_only:
-            log.info(f"all {config.batch.train_iters} steps are done already; raise --train-iters to go on")
+        if not trainer.steps_left and not flags.eval_only:
+            log.info(finished_text(trainer))
 
     @property
     def is_same_run(self) -> bool:
@@ -219,7 +219,7 @@ class Checkpointer(Callback):
             if trainer.stop_text == REGROUP:
                 failure.note_state(failure.REGROUP)
             trainer.stop_text = (
-                f"stopped after step {trainer.progress.step} of {trainer.config.batch.train_iters}: "
+                f"stopped after step {trainer.progress.step} of {trainer.last_step}: "
                 f"{trainer.stop_text}. Everything is saved in {self.saved}.{further}"
             )
 
@@ -398,6 +398,27 @@ class Checkpointer(Callback):
             return background.start(root, step, records, state, **kept)
 
         return save_state(trainer.folder, trainer.progress, write=stage, **given)
+
+
+def finished_text(trainer: Trainer) -> str:
+    """Return the line for a run that has reached one of its limits already."""
+    batch, progress = trainer.config.batch, trainer.progress
+    if batch.train_samples is not None:
+        left = batch.train_samples - progress.samples_consumed
+        if not trainer.sizes.steps_within(batch.train_samples, progress.samples_consumed):
+            size = trainer.sizes.at(progress.samples_consumed)
+            rest = f"; the {left} that remain are less than a step of {size}" if left > 0 else ""
+            return (
+                f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after "
+                f"step {progress.step}{rest}. Raise --train-samples to continue"
+            )
+    steps = trainer.length.steps
+    if batch.train_tokens is not None and (steps is None or progress.step < steps):
+        return (
+            f"the tokens of --train-tokens {batch.train_tokens} are consumed already, after step {progress.step}. "
+            "Raise --train-tokens to continue"
+        )
+    return f"all {steps} steps are done already; raise --train-iters to go on"
 
 
 def callback_states(state: Mapping[str, Any]) -> dict[str, Any]:

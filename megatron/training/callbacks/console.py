@@ -41,8 +41,7 @@ class Console(Callback):
         trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
-        sizes, left = config.batch.sizes(trainer.world.grid.data.size), config.batch.train_iters - trainer.progress.step
-        read = sizes.consumed_after(max(left, 0), trainer.progress.samples_consumed)
+        read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
         monitor = trainer.find(SpeedMonitor)
         rows = report.start_rows(
             config,
@@ -56,6 +55,7 @@ class Console(Callback):
         self.screen.table(trainer.folder.name, rows)
 
     def on_after_update(self, result: StepResult) -> None:
+        self.screen.total_steps = self.trainer.last_step
         self.screen.advance(self.trainer.progress.step, result.loss)
 
     def on_log(self, metrics: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Console(Callback):
             self._says_what_is_fused = False
             log.info(report.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
         epochs = data.epochs_text(trainer.data, trainer.progress.samples_consumed)
-        trainer.print_line(progress_line(trainer.progress.step, trainer.config.batch.train_iters, metrics, epochs))
+        trainer.print_line(progress_line(trainer.progress.step, trainer.last_step, metrics, epochs))
 
     def on_train_end(self) -> None:
         self.close()

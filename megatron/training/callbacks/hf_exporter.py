@@ -83,7 +83,7 @@ class HuggingFaceExporter(Callback):
     def on_save_end(self, step: int, path: Path | None, values: dict[str, object]) -> None:
         """Begin to export the checkpoint ``path`` where its step is due."""
         trainer = self.trainer
-        is_due = step % self.interval == 0 or step == trainer.config.batch.train_iters
+        is_due = step % self.interval == 0 or step == trainer.last_step
         if path is None or trainer.world.rank or not is_due:
             return
         self._finish()

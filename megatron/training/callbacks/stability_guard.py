@@ -229,6 +229,7 @@ class StabilityGuard(Callback):
             raise self._gives_up(reason, f" There is no checkpoint to go back to: {error}") from error
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
+        trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
         self._count_return(step, before)
         if self.history.returns > MOST_RETURNS:
             note = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."

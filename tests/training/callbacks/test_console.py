@@ -22,11 +22,9 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
     monkeypatch.setattr(console, "progress_line", lambda *_: "")
     module = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1, bias=False))
     engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fused={module[0].weight}))
-    progress, batch = SimpleNamespace(step=1, samples_consumed=1), SimpleNamespace(train_iters=2)
+    progress = SimpleNamespace(step=1, samples_consumed=1)
     each: Any = Console("plain", 2, [])
-    each.trainer = SimpleNamespace(
-        engine=engine, data=None, progress=progress, config=SimpleNamespace(batch=batch), print_line=lambda _: None
-    )
+    each.trainer = SimpleNamespace(engine=engine, data=None, progress=progress, last_step=2, print_line=lambda _: None)
     each._says_what_is_fused = True
     for _ in range(2):
         each.on_log({})
