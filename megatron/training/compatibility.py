@@ -98,7 +98,7 @@ RULES = (
         ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
          "precision.min_scale", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), WARNED,
         "master weights and moments are taken over exactly (fp64, and moments to bf16: rounded); a dynamic loss scale "
-        "goes on",
+        "of fp16 resumes in a run that has one, every other combination starts as a new run does",
     ),
     Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",
