@@ -359,14 +359,18 @@ def restore_scaler(scaler: GradScaler, state: Mapping[str, Any], config: Config)
 def _describe_scale(scaler: GradScaler, config: Config) -> str:
     if not scaler.is_dynamic:
         has_scale = config.precision.dtype == "fp16"
-        return f"loss scale: fixed at {scaler.scale:g}" if has_scale else f"loss scale: none in {config.precision.dtype}"
+        return (
+            f"loss scale: fixed at {scaler.scale:g}" if has_scale else f"loss scale: none in {config.precision.dtype}"
+        )
     return f"loss scale: dynamic, starts at {scaler.scale:g}"
 
 
 def _describe_saved_scale(saved: Mapping[str, Any]) -> str:
     if saved["is_dynamic"]:
         return f"the checkpoint has a dynamic one at {saved['scale']:g}"
-    return "the checkpoint has none" if saved["scale"] == 1.0 else f"the checkpoint has a fixed one of {saved['scale']:g}"
+    return (
+        "the checkpoint has none" if saved["scale"] == 1.0 else f"the checkpoint has a fixed one of {saved['scale']:g}"
+    )
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: RestoreOptions) -> None:
