@@ -357,7 +357,7 @@ REFUSED_IN = {
     "zero_optimization.offload_param": _OFFLOAD,
     "optimizer": "the optimizer section takes type and params",
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
-    "optimizer.params": "the optimizer's params here are lr, weight_decay, and betas and eps of AdamW or momentum of SGD",
+    "optimizer.params": "the optimizer's params are lr, weight_decay, and betas and eps of AdamW or momentum of SGD",
 }
 """What to add to the message about an unknown key; other sections list their keys."""
 

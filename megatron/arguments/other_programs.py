@@ -94,8 +94,8 @@ def notes(config: Config, found: Scan) -> Iterator[str]:
         return
     if config.model.loss_average == "micro-batch":
         yield (
-            "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of the "
-            "micro-batches' means"
+            "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of "
+            "the micro-batches' means"
         )
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.model_parallel_size
     if config.model.vocab_size is None or config.model.vocab_size % multiple:

@@ -321,8 +321,8 @@ def restore(
         if taken.optimizer:
             _check_moments(checkpoint)
     records = list(weight_records(module, optimizer))
-    if taken.optimizer and not checkpoint.state["optimizer_steps"]:
-        optimizer.inner.state.clear()  # fp16 had skipped every step: there were no moments
+    if taken.optimizer and not (checkpoint.state["optimizer_steps"] or _has_moments(checkpoint)):
+        optimizer.inner.state.clear()  # fp16 had skipped every step, or SGD had no momentum: there were no moments
     elif taken.optimizer:
         make_moments(optimizer)
         records += optimizer_records(module, optimizer)
@@ -409,8 +409,16 @@ def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
         )
 
 
+def _has_moments(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith("optimizer/") for name in checkpoint.names())
+
+
 def _check_moments(checkpoint: Checkpoint) -> None:
-    if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
+    state = checkpoint.state
+    settings = former.settings(state.get("config", {})).get("optimizer", {})
+    has_momentum = settings.get("optimizer") == "sgd" and settings.get("sgd_momentum")
+    updates = former.progress(state)["updates"] if has_momentum else state["optimizer_steps"]  # SGD counts none
+    if updates and not _has_moments(checkpoint):
         raise CheckpointError(
             f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
             "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."
