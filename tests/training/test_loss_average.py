@@ -6,11 +6,14 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
+from megatron.models.bert.model import BertModelArgs, bert_loss
+from megatron.models.common.model_args import ParallelContext
 from megatron.mpu import get_batch_on_this_cp_rank
 from megatron.mpu.groups import Group
 from megatron.training import global_vars, initialize
@@ -19,8 +22,10 @@ from megatron.training.parity import compare, mock_tokenizer
 from megatron.training.setup import build_engine, make_streams
 from megatron.training.train_step import mean_of_micro_batch, router_weight
 from tds.loss import Weighted
+from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import SEQ, VOCAB, check_fp64, flags, serial, traces
+from tests.parity import bert_runs
 
 MASKED = "--fp64 --eod-mask-loss --loss-average micro-batch"
 BY_TOKEN = "--fp64 --eod-mask-loss --loss-average token"
@@ -153,15 +158,55 @@ def test_the_part_of_each_context_rank_counts_as_a_micro_batch(more: str) -> Non
             torch.testing.assert_close(gradient, shard.cut(gradients[name]), rtol=1e-11, atol=1e-14, msg=name)
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_both_heads_of_bert_add_their_means(context: int) -> None:
+    """Megatron's loss of a micro-batch is the mean over masked tokens plus the mean over samples.
+
+    With context parallelism the tokens of a rank count as a micro-batch; the second head is on the first rank.
+    """
+    torch.manual_seed(0)
+    s, b, v = 6, 3, 11
+    words, scores = torch.randn(s, b, v, dtype=torch.float64), torch.randn(b, 2, dtype=torch.float64)
+    labels, is_random, mask = torch.randint(v, (b, s)), torch.randint(2, (b,)), (torch.rand(b, s) < 0.5).double()
+    sizes = BertModelArgs(
+        num_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=v, max_position_embeddings=s,
+        kv_hidden_size=4, ff_hidden_size=4, loss_average="micro-batch",
+    )  # fmt: skip
+    losses = F.cross_entropy(words.permute(1, 2, 0), labels, reduction="none") * mask
+    parts = [slice(rank * s // context, (rank + 1) * s // context) for rank in range(context)]
+    wanted = sum(losses[:, part].sum() / mask[:, part].sum() for part in parts) / context
+    wanted += F.cross_entropy(scores, is_random)
+    found = scalar(0.0)
+    for rank, part in enumerate(parts):
+        place = ParallelContext(context=Group(tuple(range(context)), rank))
+        given = (words[part], scores), labels[:, part], mask[:, part], is_random, torch.tensor([900, 7])
+        pairs = bert_loss(*given, sizes=sizes, place=place)
+        found += mean_of_micro_batch({name: Weighted(*pair) for name, pair in pairs.items()})["loss"] / context
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-14)
+
+
+@pytest.mark.slow
+def test_bert_and_t5_are_the_same_in_layouts_with_the_same_micro_batches() -> None:
+    micro = "--loss-average micro-batch --fp64 --hidden-dropout 0 --attention-dropout 0"
+    for runs, argv in ((t5_runs.RUNS, t5_runs.VARIANTS["ul2"]), (bert_runs.RUNS, "")):
+        serial_flags = runs.flags(1, 1, micro=2, gas=4, extra=f"{argv} {micro}")
+        (reference,) = run_ranks(1, runs.trace_rank, serial_flags, 1, 2, 2)
+        (by_token,) = run_ranks(1, runs.trace_rank, [*serial_flags, "--loss-average", "token"], 1, 2, 2)
+        assert abs(by_token.losses[0] - reference.losses[0]) > 1e-6
+        assert by_token.eval_losses != reference.eval_losses, "of other weights"
+        for pipe, data in ((2, 1), (1, 2)):
+            split = runs.flags(1, pipe, micro=2, gas=4 // data, extra=f"{argv} {micro}")
+            ranks = run_ranks(2, runs.trace_rank, split, 2, 2, 2)
+            check_fp64(compare(reference, ranks))
+
+
 @pytest.mark.slow
 def test_context_ranks_equal_one_process_where_nothing_is_masked() -> None:
     check_against_one_process(1, 1, 1, 2, 3, "--fp64 --loss-average micro-batch", "")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [(1, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow), pytest.param((1, 1, 2), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_both_averages_are_the_same_without_masks(layout: tuple[int, int, int]) -> None:
     """The losses of routers among them: they are means over all tokens of a micro-batch."""
     by_token, by_micro_batch = (
