@@ -24,7 +24,7 @@ STEPS = (
 )
 MOST_FILES = {"one stage": 51, "two stages": 61}
 """A step calls into no more: a reader has to know them all."""
-MOST_LINES = {"one stage": 1550, "two stages": 2250}
+MOST_LINES = {"one stage": 1550, "two stages": 2350}
 """Of the functions that a step calls on a rank, docstrings and comments within them included."""
 TOLERANCE = 0.15
 """How far a number of the page may be from what runs, as a share: the pages say about how much there is to read."""
