@@ -111,7 +111,7 @@ def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dic
     """Return the settings that the run keeps although their default has changed; one line reports them."""
     implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
     kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in found.values}
-    defaults = {option.name: option.default for _, option in all_options()} | found.implied | flags
+    defaults = {**{option.name: option.default for _, option in all_options()}, **found.implied, **flags}
     if changed := list(describe_kept(kept, defaults, source.optimizer.get("optimizer"))):
         found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")
     return kept
