@@ -14,7 +14,8 @@
 All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
 given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
-given. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process runs on the same
+given. With --loss-average micro-batch the one process takes the same micro-batches (--batch-size samples each), and so
+must every layout that is compared; context ranks equal it only where no token is masked. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process runs on the same
 device. --json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
 Ends with code 0 if everything lies within its bound, else 1.
 """
@@ -28,6 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,14 +138,31 @@ def own_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(flags: list[str], layout: Layout, model: str) -> None:
-    """End with code 2 and the reasons when the layout cannot be."""
+    """End with code 2 and the reasons when the layout cannot be; print the limits of --loss-average micro-batch."""
     from megatron.errors import ConfigError
 
     try:
-        parse_as(model, [*flags, *layout.flags, "--data-path", "none"], layout.world_size)
+        config = parse_as(model, [*flags, *layout.flags, "--data-path", "none"], layout.world_size)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    for line in average_notes(config):
+        print(line, flush=True)
+
+
+def average_notes(config: Any) -> Iterator[str]:
+    """Yield what the comparison cannot show under --loss-average micro-batch."""
+    if config.model.loss_average != "micro-batch":
+        return
+    yield (
+        f"--loss-average micro-batch: both runs take the same micro-batches of {config.batch.batch_size} samples; with "
+        "another --batch-size the losses differ where tokens are masked"
+    )
+    if config.parallel.context_parallel_size > 1:
+        yield (
+            "the part of each context rank counts as a micro-batch, so masked tokens make the losses differ from one "
+            "process; --loss-average token compares them"
+        )
 
 
 def parse_as(model: str, flags: list[str], world_size: int) -> Any:

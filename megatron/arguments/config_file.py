@@ -222,7 +222,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
         values = {**_former_defaults(text.values, found), **values}
         values = _begin_anew(_without_derived(values, found.family), Path(path))
         if "deepspeed_config" not in found.values:
-            inner = JsonText(path, dict(text.values.get("deepspeed") or {}), {})
+            inner = JsonText(path, _without_max_grad_norm(text.values.get("deepspeed") or {}), {})
             taken.deepspeed, problems, _ = good_keys(inner)
             found.problems += problems
             values["deepspeed_config"] = None
@@ -473,6 +473,15 @@ def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     if changed := list(describe_kept(former, defaults)):
         found.notes.append(f"settings of that run, which had no such entry yet: {', '.join(changed)}")
     return former
+
+
+def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a run without a key that earlier versions accepted although it had no effect."""
+    section = json.get("optimizer")
+    if not isinstance(section, dict) or not isinstance(section.get("params"), dict):
+        return dict(json)
+    params = {name: value for name, value in section["params"].items() if name != "max_grad_norm"}
+    return {**json, "optimizer": {**section, "params": params}}
 
 
 def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:

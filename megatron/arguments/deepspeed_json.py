@@ -267,7 +267,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    kind = section.get("type", "AdamW")
+    kind, params = section.get("type", "AdamW"), section.get("params", {})
+    if isinstance(params, dict) and "max_grad_norm" in params:
+        place = text.where("optimizer", "params", "max_grad_norm")
+        yield f"{place}: optimizer.params.max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"
+    if isinstance(kind, str) and kind.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
+        other = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[kind.lower()]]
+        for name in params:
+            if name in other:
+                place = text.where("optimizer", "params", name)
+                yield f"{place}: optimizer.params.{name} is no parameter of {kind} in DeepSpeed. Remove the key"
     if isinstance(kind, str) and kind.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
@@ -324,6 +333,10 @@ def resolve(
         from_file: fields of ``found`` that the file of --config says, not the command line: they win over the JSON.
     """
     explicit, defaults = dict(found.values), dict(defaults or {})
+    if implied := {name: value for name, value in found.implied.items() if name not in defaults}:
+        listed = ", ".join(f"{name} {value:g}" for name, value in implied.items())
+        found.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
+        defaults |= implied
     options = {option.name: option for _, option in all_options()}
     has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
     stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
@@ -397,6 +410,24 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
         stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
     return stated
+
+
+def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Return field -> DeepSpeed's default for every parameter that the optimizer section of the JSON omits.
+
+    DeepSpeed builds an optimizer from the section only if it has a type. "auto" stands for the flags' value.
+
+    Args:
+        known: fields that flags or defaults of the program give.
+    """
+    section = json.get("optimizer", {})
+    if not _is_stated(section.get("type")):
+        return {}
+    params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
+    fields = {name: key.field for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items()}
+    omitted = {fields[name]: value for name, value in implied.items() if name not in params}
+    usual = {option.name: option.default for _, option in all_options()}
+    return {name: value for name, value in omitted.items() if name not in known and value != usual[name]}
 
 
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

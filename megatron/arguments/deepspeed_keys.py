@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tds.schedule import PLACEMENTS
@@ -141,12 +142,43 @@ OPTIMIZER_PARAMS = {
     "weight_decay": Key(NUMBER, "weight_decay"),
     "eps": Key(NUMBER, "adam_eps"),
     "betas": Key(BETAS),
-    **_neutral("AdamW is one kernel where the device has one", "torch_adam", "fused", "foreach", "capturable"),
-    **_neutral("gradient_clipping and --clip-grad clip", "max_grad_norm"),
-    **_held("decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode"),
+    "momentum": Key(NUMBER, "sgd_momentum"),
+    **_neutral("the update is one kernel where the device has one", "torch_adam", "fused", "foreach", "capturable"),
+    **_neutral("gradients are freed after each step", "set_grad_none"),
+    **_neutral("nothing differentiates an update", "differentiable"),
+    **_held(
+        "decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode", "adamw_mode",
+        "decoupled_weight_decay",
+    ),
     **_held("Adam corrects its bias", True, "Adam corrects its bias: use true, or remove the key", "bias_correction"),
     **_held("Adam has one mean of squares", False, "Adam has one mean of squares: use false", "amsgrad"),
-}
+    **_held("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
+    **_held("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
+    **_held("gradients are added in full", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
+    **_held("the momentum is the usual one", False, "SGD has no Nesterov momentum: use false", "nesterov"),
+}  # fmt: skip
+OTHER_PARAMS = {
+    "adamw": ("momentum", "dampening", "nesterov"),
+    "sgd": (
+        "betas", "eps", "torch_adam", "adam_w_mode", "adamw_mode", "decoupled_weight_decay", "bias_correction",
+        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states",
+    ),
+}  # fmt: skip
+"""Optimizer -> keys of ``OPTIMIZER_PARAMS`` that DeepSpeed does not accept for it."""
+
+
+def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
+    """Return parameter -> value that DeepSpeed's optimizer of type ``kind`` has where ``params`` omits it.
+
+    ``torch_adam`` selects torch's AdamW, whose weight decay is 0.01 by default. Types as DeepSpeed accepts them, so
+    that the defaults of betas and eps, which are those of our flags, are left out.
+
+    Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
+    """
+    if OPTIMIZER_TYPES[kind.lower()] == "sgd":
+        return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}
+    return {"lr": 1e-3, "weight_decay": 0.01 if params.get("torch_adam") is True else 0.0}
+
 
 PIPELINE = {
     "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
@@ -325,7 +357,7 @@ REFUSED_IN = {
     "zero_optimization.offload_param": _OFFLOAD,
     "optimizer": "the optimizer section takes type and params",
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
-    "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",
+    "optimizer.params": "the optimizer's params are lr, weight_decay, and betas and eps of AdamW or momentum of SGD",
 }
 """What to add to the message about an unknown key; other sections list their keys."""
 

@@ -95,6 +95,8 @@ class Scan:
     rest: list[str] = field(default_factory=list)  # words for extra_args_provider
     neutral: dict[str, str] = field(default_factory=dict)  # flag or key -> why what it asks for holds
     converted: dict[str, Any] = field(default_factory=dict)  # flag in another trainer's units -> its value
+    implied: dict[str, Any] = field(default_factory=dict)  # field -> DeepSpeed's default for a key that the JSON omits
+    follows_megatron: bool = False  # the script is one of Megatron's programs
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:

@@ -45,6 +45,7 @@ CONVERTED_ROWS = (
     _converted("--pad-vocab-size-to", "the rows of the table, all of them real", "vocab_size", "int"),
     _converted("--padded-vocab-size", "the rows of the table, all of them real", "vocab_size", "int"),
     _converted("--num-unique-layers", "must be --num-layers: layers share no weights", "num_layers", "int"),
+    _converted("--calculate-per-token-loss", "token", "loss_average"),
     # layout and memory
     _converted("--no-pipeline-parallel", "no pipeline", "pipe_parallel_size"),
     _converted("--use-distributed-optimizer", "ZeRO 1, unless a stage is given", "zero_stage"),

@@ -112,7 +112,6 @@ GROUPS = {
         --no-pin-cpu-grads --no-pin-cpu-params --use-pin-memory""",
     "the learning rate follows the step and the flags given now": """
         --override-lr-scheduler --override-opt-param-scheduler --override-opt_param-scheduler""",
-    "the loss is the mean over all tokens of a step that count": "--calculate-per-token-loss",
     "loss and gradient norm are looked at in every step; see --stability-guard": """
         --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss
         --check-for-large-grads""",
@@ -311,7 +310,6 @@ HELD = (
     _held("--ds-sequence-parallel-size", "1", "sequences stay whole", _WHOLE),
     _held("--softmax-type", "vanilla", "it is the usual softmax", "attention has the usual softmax; use vanilla"),
     _held("--rope-type", "rope", "it is the usual rotation", "use --rotary-scaling"),
-    _held("--sgd-momentum", "0", "SGD has no momentum here", "SGD has no momentum here; use 0, or --optimizer adamw"),
     _held(
         "--weight-decay-incr-style",
         "constant",

@@ -13,7 +13,7 @@ Source: Megatron-LM, arguments.py, and the configurations that its groups of fla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from megatron.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from megatron.arguments.flag_values import Scan
+    from megatron.config.config import Config
 
 MEGATRON: Mapping[str, Any] = MappingProxyType(
     {
@@ -35,6 +36,8 @@ MEGATRON: Mapping[str, Any] = MappingProxyType(
         "eval_interval": 1000,
         "log_interval": 100,
         "split": "969,30,1",
+        "loss_average": "micro-batch",
+        "weight_decay": 0.01,  # also ours; there the optimizer section of a DeepSpeed JSON is not read
         "num_workers": 2,
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
@@ -43,7 +46,10 @@ MEGATRON: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Field -> default of Megatron's programs, where it is not ours."""
-GPT: Mapping[str, Any] = MappingProxyType({**MEGATRON, "hidden_bias": True})
+_SGD_AND_MUON = {
+    "sgd_momentum": 0.9, "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"
+}  # fmt: skip
+GPT: Mapping[str, Any] = MappingProxyType({**MEGATRON, **_SGD_AND_MUON, "hidden_bias": True})
 _PIECES = {"tokenizer_type": "BertWordPieceLowerCase", "layernorm_epsilon": 1e-5}
 BERT: Mapping[str, Any] = MappingProxyType(
     {**{name: value for name, value in MEGATRON.items() if name != "untie_embeddings"}, **_PIECES}
@@ -73,9 +79,27 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
                 "positions come with --position-embedding-type relative"
             )
         defaults = T5
+    found.follows_megatron = any(dict(defaults) == dict(one) for one in (GPT, BERT, T5))
     left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
     starts_anew = "load" in found.values and "--exit-on-missing-checkpoint" not in found.converted
     needs_one = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
     if needs_one or not starts_anew:
         left_out.add("load_if_exists")
     return {name: value for name, value in defaults.items() if name not in left_out}
+
+
+def notes(config: Config, found: Scan) -> Iterator[str]:
+    """Yield what differs from Megatron-LM in a run whose script is one of its programs'."""
+    if not found.follows_megatron:
+        return
+    if config.model.loss_average == "micro-batch":
+        yield (
+            "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of "
+            "the micro-batches' means"
+        )
+    multiple = config.model.make_vocab_size_divisible_by * config.parallel.model_parallel_size
+    if config.model.vocab_size is None or config.model.vocab_size % multiple:
+        yield (
+            f"rows that pad the vocabulary to a multiple of {multiple} stay outside the softmax; in Megatron-LM they "
+            "take part in it"
+        )

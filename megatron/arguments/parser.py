@@ -94,11 +94,12 @@ def parse(
     defaults = other_programs.defaults_of(found, defaults or {})
     defaults = flag_values.default_values(defaults, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
+    json = from_file.deepspeed or _read_json(found, defaults)
+    stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
+    found.implied = deepspeed_json.implied_values(stated, {**defaults, **found.values})
     if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):
         defaults = {**defaults, **checkpoint_args(found, defaults)}
     extra = _extra_values(extra_parser, found)
-    json = from_file.deepspeed or _read_json(found, defaults)
-    stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     values = deepspeed_json.resolve(found, stated, world_size, defaults, from_file.places)
     limits = translate.lengths(found, values, world_size)
     translate.what_holds(found, values, family)
@@ -124,7 +125,7 @@ def parse(
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(own)):
         raise_all(flag_values.with_variables(problems, env))
-    return _with_notes(config, found.notes, world_size)
+    return _with_notes(config, [*found.notes, *other_programs.notes(config, found)], world_size)
 
 
 def help_text(

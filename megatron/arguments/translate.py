@@ -95,6 +95,8 @@ def fields_of(found: Scan) -> None:
             found.values.setdefault("fim_rate", 0.5)
         elif flag == "--skip-train":
             found.values |= {"eval_only": True} if "load" in found.values else {"train_iters": 0}
+        elif flag == "--calculate-per-token-loss":
+            give(found, "loss_average", "token", spelling)
         elif flag == "--save-retain-interval":
             give(found, "keep_every", value, spelling)
             found.values.setdefault("keep_last", 1)
@@ -362,11 +364,13 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 values.pop(name, None)
                 del found.values[name]
                 found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
-    if values.get("optimizer") != "muon":
-        for name in [name for name in found.values if name.startswith("muon_")]:
+    for optimizer in ("muon", "sgd"):
+        if values.get("optimizer") == optimizer:
+            continue
+        for name in [name for name in found.values if name.startswith(f"{optimizer}_")]:
             values.pop(name, None)
             del found.values[name]
-            found.neutral[found.spelling[name]] = "it acts with --optimizer muon only"
+            found.neutral[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
             found.neutral[found.spelling[name]] = "random tokens come from no file"

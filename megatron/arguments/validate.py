@@ -458,6 +458,12 @@ def notes_of(config: Config, world_size: int) -> list[str]:
             f"warning: {m} micro-batches on {p} stages leave the stages idle {idle:.0%} of the time; "
             f"raise --gas to {4 * p} for {less:.0%}"
         )
+    decay_iters = config.optimizer.lr_decay_iters
+    if config.optimizer.lr_decay_style == "inverse-square-root" and 0 < decay_iters < config.batch.train_iters:
+        notes.append(
+            f"--lr-decay-style inverse-square-root continues to fall after --lr-decay-iters {decay_iters}; Megatron-LM stays at "
+            "--min-lr from there on"
+        )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
     beta2 = config.optimizer.adam_beta2

@@ -59,12 +59,14 @@ class Source:
         place: the file that says it.
         stated: the fields that it says; of a run of an earlier version fewer than the model has.
         kept: field -> value of the settings that a continued run keeps (``config.changed_defaults``).
+        optimizer: field -> value of the optimizer section of a run; empty for a Hugging Face folder.
     """
 
     place: Path | str
     config: Config
     stated: Container[str]
     kept: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, Any]:
         """Return field -> value of what the source brings."""
@@ -110,9 +112,10 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the run keeps although their default has changed; one line reports them."""
-    kept = {name: value for name, value in source.kept.items() if name not in found.values}
-    defaults = {option.name: flags.get(option.name, option.default) for _, option in all_options()}
-    if changed := list(describe_kept(kept, defaults)):
+    implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
+    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in found.values}
+    defaults = {**{option.name: option.default for _, option in all_options()}, **found.implied, **flags}
+    if changed := list(describe_kept(kept, defaults, source.optimizer.get("optimizer"))):
         found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")
     return kept
 
@@ -157,9 +160,9 @@ def read_source(path: Path | str, family: str) -> Source | None:
     except CheckpointError:
         return None
     _require_family(config.family, family, f"{place}: family {config.family}")
-    sections = former.settings(state["config"]).values()
-    stated = {name for section in sections if isinstance(section, dict) for name in section}
-    return Source(place, config, stated, kept_settings(state["config"]))
+    settings = former.settings(state["config"])
+    stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
+    return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
 
 
 def is_huggingface(path: Path) -> bool:

@@ -18,16 +18,23 @@ class ChangedDefault(NamedTuple):
         section: section of the configuration, such as ``"optimizer"``.
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
+        optimizer: the only optimizer that uses the field; "": every run does.
     """
 
     section: str
     field: str
     former: Any
+    optimizer: str = ""
 
 
 CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
     ChangedDefault("optimizer", "lr_warmup_rounding", "down"),
     ChangedDefault("optimizer", "train_tokens_lr_unit", "steps"),
+    ChangedDefault("model", "loss_average", "token"),
+    ChangedDefault("optimizer", "sgd_momentum", 0.0, "sgd"),
+    ChangedDefault("optimizer", "muon_momentum", 0.95, "muon"),
+    ChangedDefault("optimizer", "muon_nesterov", True, "muon"),
+    ChangedDefault("optimizer", "muon_scale_mode", "match_rms_adamw", "muon"),
 )
 """One row per setting; rows are never removed while checkpoints of that age must load."""
 
@@ -46,10 +53,15 @@ def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {row.field: _section(saved, row).get(row.field, row.former) for row in CHANGED_DEFAULTS}
 
 
-def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
-    """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run."""
+def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str | None = None) -> Iterator[str]:
+    """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run.
+
+    Args:
+        optimizer: name of the run's optimizer; settings of other optimizers are left out. None: all are described.
+    """
+    unused = {row.field for row in CHANGED_DEFAULTS if optimizer is not None and row.optimizer not in ("", optimizer)}
     for field, value in kept.items():
-        if value != defaults[field]:
+        if value != defaults[field] and field not in unused:
             yield f"{field.replace('_', '-')} {value} (a new run: {defaults[field]})"
 
 

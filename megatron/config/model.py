@@ -99,6 +99,13 @@ class ModelConfig(DecoderFeatures):
         minimum=0,
         aliases=("--output-z-loss-coeff",),
     )
+    loss_average: str = option(
+        "token",
+        "how the losses of a step are averaged; token: over all tokens of the step that count; micro-batch: over the "
+        "micro-batches of all replicas, each the mean over its own tokens, as Megatron-LM does without "
+        "--calculate-per-token-loss. Evaluations average over tokens",
+        choices=("token", "micro-batch"),
+    )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
     )

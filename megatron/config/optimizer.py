@@ -161,6 +161,9 @@ class OptimizerConfig:
         "the same of its mean of squared gradients; a mean in bf16 cannot fall by --adam-beta2 above 0.996",
         choices=("fp32", "bf16"),
     )
+    sgd_momentum: float = option(
+        0.0, "with --optimizer sgd: factor of the sum of former gradients; 0: none", minimum=0, below=1
+    )
     muon_momentum: float = option(0.95, "with --optimizer muon: decay of the mean of gradients", minimum=0, below=1)
     muon_nesterov: bool = option(
         True,
@@ -242,6 +245,11 @@ class OptimizerConfig:
     def bf16_states(self) -> tuple[str, ...]:
         """AdamW's states that are kept in bf16, by their names in checkpoints."""
         return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+
+    @property
+    def state_type(self) -> str:
+        """Name of the layout of the optimizer's states: ``optimizer``, or "momentum" for SGD with momentum."""
+        return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the optimizer alone."""

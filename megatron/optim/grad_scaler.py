@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -14,7 +15,7 @@ class GradScaler:
 
     Args:
         scale: the factor now; a power of two.
-        is_dynamic: False keeps ``scale`` for ever.
+        is_dynamic: follow overflows; False keeps ``scale``.
         floor: the smallest factor; an overflow there is not the scale's fault.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
@@ -30,6 +31,7 @@ class GradScaler:
 
     def __post_init__(self) -> None:
         self.overflows_left = self.overflows_left or self.hysteresis
+        self._initial_scale = self.scale
 
     @property
     def is_fixed(self) -> bool:
@@ -61,11 +63,25 @@ class GradScaler:
             self.overflows_left = self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
+        """Return the state for a checkpoint, as JSON can hold it."""
+        return {
+            "scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left,
+            "is_dynamic": self.is_dynamic, "hysteresis": self.hysteresis,
+        }  # fmt: skip
 
-    def load(self, state: dict[str, float]) -> None:
-        """Go on from ``state``."""
-        self.scale = float(state["scale"])
+    def load(self, state: Mapping[str, float]) -> None:
+        """Resume from ``state`` if this scaler and the saved one are dynamic; restart from the initial scale otherwise.
+
+        ``window``, ``hysteresis`` and ``floor`` stay as configured: a saved scale below ``floor`` is raised to it, and
+        overflows that have used up hysteresis still count against a changed one.
+
+        Args:
+            state: what ``state`` returned. A state without ``is_dynamic`` does not resume.
+        """
+        self.scale, self.good_steps, self.overflows_left = self._initial_scale, 0, self.hysteresis
+        if not (self.is_dynamic and state.get("is_dynamic")):
+            return
+        self.scale = max(float(state["scale"]), self.floor)
         self.good_steps = int(state["good_steps"])
-        self.overflows_left = int(state["overflows_left"])
+        used = int(state.get("hysteresis", self.hysteresis)) - int(state["overflows_left"])
+        self.overflows_left = max(self.hysteresis - used, 1)

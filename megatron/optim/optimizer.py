@@ -54,7 +54,7 @@ def state_of(optimizer: Holder) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_state(optimizer: Holder, state: Mapping[str, Any]) -> None:
-    """Copy what ``state_of`` returned into masters, states and loss scale; rates and decay stay those of now.
+    """Copy what ``state_of`` returned into masters, states and a dynamic loss scale; rates and decay stay those of now.
 
     Raises:
         ValueError: it is of other parameters; nothing has been changed then.

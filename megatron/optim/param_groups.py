@@ -5,7 +5,7 @@
 | adamw | ``torch.optim.AdamW``, with states in bf16 ``megatron.optim.adam`` | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
 | muon | ``torch.optim.Muon`` on matrices of layers, AdamW on all else (``megatron.optim.muon``) | a momentum [m, n] |
-| sgd | ``torch.optim.SGD``, without momentum | none |
+| sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
 
 Adafactor moves a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` in units of its update, whose RMS is cut at
 1; n is the number of the update, and the mean squares forget at ``1 - n^-0.8``. Of T5's recipe that is all but the
@@ -92,6 +92,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
+    momentum: float = 0.0,
     dtype: torch.dtype = torch.float32,
     clip_grad: float = 0.0,
     scaler: GradScaler | None = None,
@@ -116,6 +117,7 @@ def build_optimizer(
 
     Args:
         betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
+        momentum: of SGD.
         adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
         muon: how Muon moves matrices.
         rates: of parameters that have settings of their own.
@@ -143,7 +145,7 @@ def build_optimizer(
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if name == "sgd":
-            return torch.optim.SGD(groups, lr=lr)
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum)
         if name == "adafactor":
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         if name == "muon":

@@ -142,7 +142,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         offload_parameters=optimizer.offload_parameters,
         waiting=memory.waiting_of(config),
         dtype=config.precision.dtype or "bf16",
-        optimizer=optimizer.optimizer,
+        optimizer=optimizer.state_type,
         num_bf16_states=len(optimizer.bf16_states),
         overlaps_sums=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,

@@ -91,11 +91,13 @@ RULES = (
         "the course given now holds, at the number of updates, or of their samples, of the checkpoint",
     ),
     Rule(
-        "--weight-decay, --weight-decay-by-name, --adam-*, --muon-*, --clip-grad, --z-loss",
+        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --clip-grad, --z-loss, "
+        "--loss-average",
         ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
          "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
-         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "model.z_loss"), WARNED,
+         "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "optimizer.sgd_momentum", "model.z_loss",
+         "model.loss_average"), WARNED,
         "holds from the next step on",
     ),
     Rule(
@@ -103,7 +105,7 @@ RULES = (
         ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
          "precision.min_scale", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), WARNED,
         "master weights and moments are taken over exactly (fp64, and moments to bf16: rounded); a dynamic loss scale "
-        "goes on",
+        "of fp16 resumes in a run that has one, every other combination starts as a new run does",
     ),
     Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",

@@ -25,7 +25,7 @@ from megatron.mpu.groups import Group
 from megatron.mpu.topology import Topology
 from megatron.training.compatibility import layout_text
 from megatron.training.initialize import World
-from megatron.training.train_state import RestoreOptions, TrainState
+from megatron.training.train_state import RestoreOptions, TrainState, restore_scaler
 from tds.engine.checkpointing import make_safe
 
 # A run folder in DeepSpeed's own layout (``--checkpoint-format deepspeed``): its names, its commit, the way back.
@@ -215,6 +215,8 @@ def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, t
     gather_verdict(
         world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None
     )
+    if taken.optimizer:  # the files of earlier versions do not name the type of the scaler, their manifest does
+        restore_scaler(engine.optimizer.scaler, checkpoint.state, config)
     if taken.generators and layout_text(checkpoint.state["layout"], topology) is None:
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
     return TrainState.resumed(checkpoint.state, config.tokens_per_sample) if taken.counters else TrainState()

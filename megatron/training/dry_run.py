@@ -167,6 +167,8 @@ def plan_rows(
         yield "holds anyway", neutral_text(config)
     if config.optimizer.optimizer == "muon":
         yield "optimizer", _muon_text(config, topology)
+    if config.optimizer.optimizer == "sgd":
+        yield "optimizer", f"SGD, momentum {config.optimizer.sgd_momentum:g}"
     if states := config.optimizer.bf16_states:
         yield "AdamW's states", f"{' and '.join(states)} in bf16; updates are computed in the masters' format"
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"

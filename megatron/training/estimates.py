@@ -33,7 +33,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         num_micro_batches=batch.gas,
         tensor=topology.tensor,
         dtype=dtype if dtype in BYTES else "fp32",
-        optimizer=config.optimizer.optimizer,
+        optimizer=config.optimizer.state_type,
         num_bf16_states=len(config.optimizer.bf16_states),
         zero=zero_of(config, topology.data_context),
         checkpoint_activations=config.parallel.checkpoint_activations,

@@ -69,7 +69,7 @@ def start_rows(
     yield from device_setup.document_rows(config, world.device)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
-    yield "loss", _loss_row(module)
+    yield "loss", _loss_row(module, config.model.loss_average)
     yield from device_setup.determinism_rows(config, world.kind)
     yield from data_rows
     yield "run folder", str(folder)
@@ -87,8 +87,10 @@ def _saves_row(flags: CheckpointConfig) -> str:
     return f"{when + kept + ', ' if when else ''}at the end, and when stopped{how}"
 
 
-def _loss_row(module: torch.nn.Module) -> str:
-    """Say how the losses of micro-batches become one: a model that knows says so by ``loss_weighting = "tokens"``."""
+def _loss_row(module: torch.nn.Module, average: str) -> str:
+    """Describe the average over micro-batches; a model that weighs by tokens has ``loss_weighting = "tokens"``."""
+    if average == "micro-batch":
+        return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"
     if getattr(module, "loss_weighting", None) == "tokens":
         return "mean over the valid tokens of the global batch"
     return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"

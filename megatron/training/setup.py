@@ -272,12 +272,13 @@ def build_engine(
     numbers: dict[str, Any] = {
         "share": batch.share(replicas, world.grid.data.rank),
         "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
+        "averages_micro_batches": config.model.loss_average == "micro-batch",
     }
     if config.model.num_experts:
         numbers["routers"] = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
     built: StepEngine
     if config.parallel.has_pipeline:
-        built = PipelineStepEngine(engine, streams=streams, **numbers)
+        built = PipelineStepEngine(engine, grid=world.grid, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
     return built
@@ -367,6 +368,7 @@ def make_optimizer(
         weight_decay=settings.weight_decay,
         betas=(settings.adam_beta1, settings.adam_beta2),
         epsilon=settings.adam_eps,
+        momentum=settings.sgd_momentum,
         dtype=device.DTYPES[_known(precision.dtype)],
         clip_grad=settings.clip_grad,
         scaler=make_scaler(config),

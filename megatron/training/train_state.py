@@ -35,6 +35,7 @@ from megatron.models.common.parameters import named_modules
 from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.optim.grad_scaler import GradScaler
 from megatron.training.compatibility import data_settings_changed, layout_text, machine
 from megatron.training.initialize import World
 
@@ -339,8 +340,8 @@ def restore(
         if taken.optimizer:
             _check_moments(checkpoint)
     records = list(weight_records(module, optimizer))
-    if taken.optimizer and not checkpoint.state["optimizer_steps"]:
-        optimizer.inner.state.clear()  # fp16 had skipped every step: there were no moments
+    if taken.optimizer and not (checkpoint.state["optimizer_steps"] or _has_moments(checkpoint)):
+        optimizer.inner.state.clear()  # fp16 had skipped every step, or SGD had no momentum: there were no moments
     elif taken.optimizer:
         make_moments(optimizer)
         records += optimizer_records(module, optimizer)
@@ -349,11 +350,46 @@ def restore(
     _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
     optimizer.copy_masters_to_parameters()
     if taken.optimizer:
-        optimizer.scaler.load(checkpoint.state["scaler"])
+        restore_scaler(optimizer.scaler, checkpoint.state, config)
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
     if taken.generators and layout_text(checkpoint.state["layout"], world.grid.topology) is None:
         restore_rng(checkpoint, world)
     return TrainState.resumed(checkpoint.state, config.tokens_per_sample) if taken.counters else TrainState()
+
+
+def restore_scaler(scaler: GradScaler, state: Mapping[str, Any], config: Config) -> None:
+    """Resume the loss scale of a checkpoint if both scales are dynamic; keep that of a new run otherwise.
+
+    One line reports a loss scale that differs from the checkpoint's.
+
+    Args:
+        state: state of the checkpoint.
+    """
+    saved = dict(state.get("scaler") or {"scale": 1.0, "is_dynamic": False})  # empty in averaged and imported ones
+    if "is_dynamic" not in saved:  # written by an earlier version
+        precision = former.settings(state.get("config", {})).get("precision", {})
+        saved["is_dynamic"] = precision.get("dtype") == "fp16" and not precision.get("loss_scale")
+        saved["hysteresis"] = precision.get("hysteresis", scaler.hysteresis)
+    scaler.load(saved)
+    if (scaler.is_dynamic, scaler.scale) != (saved["is_dynamic"], saved["scale"]):
+        log.info(f"{_describe_scale(scaler, config)}; {_describe_saved_scale(saved)}")
+
+
+def _describe_scale(scaler: GradScaler, config: Config) -> str:
+    if not scaler.is_dynamic:
+        has_scale = config.precision.dtype == "fp16"
+        return (
+            f"loss scale: fixed at {scaler.scale:g}" if has_scale else f"loss scale: none in {config.precision.dtype}"
+        )
+    return f"loss scale: dynamic, starts at {scaler.scale:g}"
+
+
+def _describe_saved_scale(saved: Mapping[str, Any]) -> str:
+    if saved["is_dynamic"]:
+        return f"the checkpoint has a dynamic one at {saved['scale']:g}"
+    return (
+        "the checkpoint has none" if saved["scale"] == 1.0 else f"the checkpoint has a fixed one of {saved['scale']:g}"
+    )
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: RestoreOptions) -> None:
@@ -392,8 +428,16 @@ def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
         )
 
 
+def _has_moments(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith("optimizer/") for name in checkpoint.names())
+
+
 def _check_moments(checkpoint: Checkpoint) -> None:
-    if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
+    state = checkpoint.state
+    settings = former.settings(state.get("config", {})).get("optimizer", {})
+    has_momentum = settings.get("optimizer") == "sgd" and settings.get("sgd_momentum")
+    updates = former.progress(state)["updates"] if has_momentum else state["optimizer_steps"]  # SGD counts none
+    if updates and not _has_moments(checkpoint):
         raise CheckpointError(
             f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
             "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."

@@ -149,6 +149,41 @@ def reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, A
     return read
 
 
+def mean_of_micro_batch(loss: Any) -> Any:
+    """Return ``loss`` with the loss to train on as the mean over its micro-batch, for ``--loss-average micro-batch``.
+
+    The engines average such a scalar over the micro-batches of all replicas and context ranks, each with the same
+    weight. A micro-batch in which nothing is counted has the mean 0. Losses that are only reported stay as they are.
+
+    Args:
+        loss: in a form that a loss function may return, pairs as ``Weighted``.
+
+    Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``.
+    """
+    if isinstance(loss, Weighted):
+        count = torch.as_tensor(loss.count, device=loss.total.device)
+        return loss.total / count.to(loss.total.dtype).clamp(min=1)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    losses = named_losses(loss, 0)
+    trained = next(iter(losses))
+    return {**losses, trained: mean_of_micro_batch(losses[trained])}
+
+
+def router_weight(micro_batch_tokens: int, micro_batches: float, ranks: int, *, is_weighted: bool) -> float:
+    """Return the divisor of a router's loss of one token in a backward, which matches that of the trained loss.
+
+    Args:
+        micro_batch_tokens: tokens of a micro-batch on all replicas together.
+        micro_batches: mean number of micro-batches of a replica.
+        ranks: data-parallel times context-parallel ranks, over which the gradients are averaged.
+        is_weighted: the trained loss is a sum over tokens; otherwise each micro-batch's is a mean.
+    """
+    if is_weighted:
+        return nominal_weight(micro_batch_tokens * micro_batches)
+    return micro_batches * micro_batch_tokens / ranks
+
+
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
     """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
     return {
@@ -161,7 +196,8 @@ def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
 # One optimizer step and one evaluation, on either engine: DeepSpeed's without a pipeline, ours with one.
 #
 # Both leave the same thing behind: gradients that are the mean over the valid tokens of the global batch (or over
-# micro-batches, for a loss that is a plain scalar), summed over the replicas, then one ``optimizer.step()``.
+# micro-batches, for a loss that is a plain scalar and with --loss-average micro-batch), summed over the replicas, then
+# one ``optimizer.step()``.
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -222,6 +258,7 @@ class SingleStageEngine:
         streams: DropoutStreams,
         share: Share,
         micro_batch_tokens: int,
+        averages_micro_batches: bool = False,
         routers: Routers | None = None,
     ) -> None:
         """Take over ``engine``.
@@ -230,6 +267,7 @@ class SingleStageEngine:
             share: this replica's of a step for which nothing else is said, and of an evaluation.
             micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
                 weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
+            averages_micro_batches: train on the mean of the micro-batches' means (``mean_of_micro_batch``).
             routers: of this rank's layers with experts; None: the model is dense.
         """
         self.engine = engine
@@ -238,6 +276,7 @@ class SingleStageEngine:
         self.forward_step = forward_step
         self.grid, self.streams = grid, streams
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
+        self.averages_micro_batches = averages_micro_batches
         self.routers = routers
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
@@ -265,11 +304,13 @@ class SingleStageEngine:
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
-            trained = meter.add(as_weighted(loss), micro_batch)
+            loss = as_weighted(loss)
+            loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
+            trained = meter.add(loss, micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = trained.detach()
             if self.routers is not None:
-                self._scale_routers(self.routers, number)
+                self._scale_routers(self.routers, mean)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
@@ -308,11 +349,10 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
-    def _scale_routers(self, routers: Routers, number: int) -> None:
-        """Let the losses of routers have the weight that the last of ``number`` micro-batches gives a token."""
-        weight = nominal_weight(self.micro_batch_tokens * number)
-        if not self.has_weighted_loss:  # each micro-batch's is a mean over its tokens
-            weight = number * self.micro_batch_tokens / self.grid.data_context.size
+    def _scale_routers(self, routers: Routers, micro_batches: float) -> None:
+        """Scale the routers' losses of a token as the trained loss, with a mean of ``micro_batches`` on a replica."""
+        ranks, is_weighted = self.grid.data_context.size, bool(self.has_weighted_loss)
+        weight = router_weight(self.micro_batch_tokens, micro_batches, ranks, is_weighted=is_weighted)
         routers.set_scale(self.optimizer.loss_scale / weight)
 
     def _agree(self, meter: LossMeter) -> LossReduction:
@@ -333,15 +373,16 @@ class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
     def __init__(
-        self, engine: Any, *, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
-        routers: Routers | None = None,
+        self, engine: Any, *, grid: Grid, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
+        averages_micro_batches: bool = False, routers: Routers | None = None,
     ) -> None:  # fmt: skip
         """As ``SingleStageEngine``."""
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
-        self.streams = streams
+        self.grid, self.streams = grid, streams
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
+        self.averages_micro_batches = averages_micro_batches
         self.routers, self.device = routers, torch.device(engine.device)
         self._step, self._first, self._micro_batch = 0, share.first, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
@@ -365,7 +406,9 @@ class PipelineStepEngine:
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            self.routers.set_scale(scale / self.engine.nominal_weight)
+            ranks, is_weighted = self.grid.data_context.size, not self.averages_micro_batches
+            weight = router_weight(self.micro_batch_tokens, mean, ranks, is_weighted=is_weighted)
+            self.routers.set_scale(scale / weight)
         with _raising_data_error():
             self.engine.train_batch(data)
         result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
@@ -400,6 +443,7 @@ class PipelineStepEngine:
         def noted(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
             if torch.is_grad_enabled():
+                loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
                 trained = next(iter(named_losses(loss, self._micro_batch).values()))
                 self.has_weighted_loss = is_weighted(trained)
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()

@@ -55,10 +55,11 @@ NEEDS = {
     },
     "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
     **{
-        flag: ["--optimizer", "muon"]
+        flag: ["--optimizer", optimizer]
+        for optimizer in ("muon", "sgd")
         for option in options_of(OptimizerConfig)
         for flag in option.flags
-        if option.name.startswith("muon_")
+        if option.name.startswith(f"{optimizer}_")
     },
     "--min-lr": ["--lr", "1"],
     "--lr-head": ["--lr-embedding", "0.4"],

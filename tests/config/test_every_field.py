@@ -92,7 +92,7 @@ ACTS_ON = {
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        muon_split_qkv_heads exp_avg_dtype exp_avg_sq_dtype
+        muon_split_qkv_heads sgd_momentum exp_avg_dtype exp_avg_sq_dtype
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
@@ -139,6 +139,7 @@ ACTS_ON = {
 }
 """Observable -> the fields that change it."""
 READ_IN = {
+    "loss_average": "training/setup.py",
     "expert_model_parallel_size": "config/experts.py",
     "expert_tensor_parallel_size": "config/experts.py",
     "distributed_backend": "training/initialize.py",

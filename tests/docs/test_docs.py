@@ -166,6 +166,7 @@ def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
         "migration.md",
         "checkpoints.md",
         "moe.md",
+        "tuning.md",
     ):  # of other code bases: tests/docs/test_migration.py looks at each
         known |= {*CPM_FLAGS, *ROWS}
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known

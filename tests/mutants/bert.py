@@ -105,8 +105,8 @@ BERT = (
     Mutant(
         "the second mean weighs by the micro-batch's own tokens",
         "megatron/models/bert/model.py",
-        "    if step_predictions is None:\n",
-        "    if step_predictions is not None:\n",
+        "    elif step_predictions is None:\n",
+        "    elif step_predictions is not None:\n",
         (OTHERS,),
     ),
     Mutant(

@@ -69,8 +69,8 @@ CONFIG_FILE = (
     Mutant(
         "the folder's sizes lose against our default",
         BRING,
-        "    return brought if starts_new_run else",
-        "    return {} if starts_new_run else",
+        "    return brought if starts_new_run else {**brought, **_keep_settings(found, source, flags)}\n",
+        "    return {}\n",
         (f"{ARGS}::test_a_run_brings_every_size_to_all_ways_of_starting_from_it[mpt]",),
         refuses=True,
     ),

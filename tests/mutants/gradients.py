@@ -65,8 +65,8 @@ GRADIENTS = (
     Mutant(
         "the mean of means is taken, in one stage",
         "megatron/training/train_step.py",
-        "            trained = meter.add(as_weighted(loss), micro_batch)\n",
-        "            trained = meter.add(loss[0] / loss[1], micro_batch)\n",
+        "            loss = as_weighted(loss)\n",
+        "            loss = loss[0] / loss[1]\n",
         (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[--eod-mask-loss --reset-attention-mask]",),
     ),
     Mutant(

@@ -44,7 +44,7 @@ RESUMED = (
     Mutant(
         "the loss scale is not restored",
         "megatron/training/train_state.py",
-        '        optimizer.scaler.load(checkpoint.state["scaler"])\n',
+        "        restore_scaler(optimizer.scaler, checkpoint.state, config)\n",
         "",
         (f"{FP16}::test_loss_scale_and_counters_survive_a_stop[8]",),
     ),

@@ -61,7 +61,7 @@ def tags(folder: Path) -> list[str]:
         (1, 1, 2, "--bf16"),
         pytest.param(2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(1, 2, 4, "--bf16 --pipeline-chunks 1", marks=pytest.mark.slow),
-        pytest.param(2, 1, 4, "--optimizer sgd", marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, "--optimizer sgd --sgd-momentum 0.9", marks=pytest.mark.slow),
     ],
     ids=["1-1-2 bf16", "2-2-4", "1-2-4 bf16", "2-1-4 sgd"],
 )

@@ -6,6 +6,7 @@ import errno
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -38,6 +39,8 @@ STATE = {
 
 class Engine:
     """What is asked of an engine: two files, through its checkpoint engine."""
+
+    optimizer = SimpleNamespace(scaler=GradScaler())
 
     def __init__(self, value: float = 0.0, rank: int = 0) -> None:
         self.checkpoint_engine, self.value, self.rank = TorchCheckpointEngine(), value, rank

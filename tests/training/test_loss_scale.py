@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import log
+from megatron.arguments import parse
 from megatron.checkpoint import open_latest
+from megatron.config import Config
 from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.optim.grad_scaler import GradScaler
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
+from megatron.training.setup import make_scaler
+from megatron.training.train_state import CHECKPOINTS, restore_scaler
 from tests.helpers import runs, t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import flags, serial, trace_rank
@@ -154,3 +159,95 @@ def test_loss_scale_and_counters_survive_a_stop(stop: int, whole: Path, corpus: 
     assert scaler["good_steps"] % 3 if stop == 8 else scaler["overflows_left"] == 1
     assert train(corpus, tmp_path / "cut", f"--load {tmp_path / 'cut'}") == [0, 0]
     assert recorded(tmp_path / "cut") == recorded(whole)
+
+
+PRECISIONS = {
+    "bf16": "--bf16",
+    "fp32": "--fp32",
+    "dynamic": f"{FP16} --initial-scale-power 12 --loss-scale-window 50",
+    "fixed": f"{FP16} --loss-scale 128",
+}
+NEW_RUN = {"bf16": 1.0, "fp32": 1.0, "dynamic": 2.0**12, "fixed": 128.0}
+
+
+def used_scaler(precision: str) -> tuple[GradScaler, Config]:
+    """Return the scaler of a run that has had one overflow, and the run's configuration."""
+    config = parse(PRECISIONS[precision].split(), world_size=1, env={})
+    scaler = make_scaler(config)
+    for has_overflow in (True, True, False):
+        scaler.update(has_overflow)
+    return scaler, config
+
+
+@pytest.mark.parametrize("is_former", [False, True], ids=["present state", "state of 8c23b9e6"])
+@pytest.mark.parametrize("now", PRECISIONS)
+@pytest.mark.parametrize("saved", PRECISIONS)
+def test_a_loss_scale_is_resumed_only_by_a_dynamic_scaler_from_a_dynamic_scaler(
+    saved: str, now: str, is_former: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(log, "info", lines.append)
+    before, saved_config = used_scaler(saved)
+    scaler, config = used_scaler(now)
+    state = before.state()
+    if is_former:
+        state = {name: state[name] for name in ("scale", "good_steps", "overflows_left")}
+    restore_scaler(scaler, {"scaler": state, "config": saved_config.to_dict()}, config)
+    if saved == now == "dynamic":
+        assert (scaler.scale, scaler.good_steps, scaler.overflows_left) == (2.0**11, 1, 1)
+    else:
+        assert (scaler.scale, scaler.good_steps, scaler.overflows_left) == (NEW_RUN[now], 0, 2)
+    changes = {"bf16": "none", "fp32": "none"}
+    assert len(lines) == (changes.get(saved, saved) != changes.get(now, now))
+    for line in lines:
+        assert f"{NEW_RUN[now]:g}" in line or "none in" in line
+        assert f"{before.scale:g}" in line or "the checkpoint has none" in line
+
+
+@pytest.mark.parametrize(
+    ("flags_now", "expected"),
+    [("--min-scale 4096", (4096.0, 1)), ("--hysteresis 1", (2.0**11, 1)), ("--hysteresis 4", (2.0**11, 3)),
+     ("--loss-scale-window 7", (2.0**11, 1))],
+)  # fmt: skip
+def test_a_resumed_dynamic_scale_follows_the_present_flags(flags_now: str, expected: tuple[float, int]) -> None:
+    before, saved_config = used_scaler("dynamic")
+    config = parse(f"{PRECISIONS['dynamic'].replace('--loss-scale-window 50', '')} {flags_now}".split(), world_size=1,
+                   env={})  # fmt: skip
+    scaler = make_scaler(config)
+    restore_scaler(scaler, {"scaler": before.state(), "config": saved_config.to_dict()}, config)
+    assert (scaler.scale, scaler.overflows_left) == expected
+    assert (scaler.window, scaler.hysteresis) == (config.precision.loss_scale_window, config.precision.hysteresis)
+
+
+def test_a_checkpoint_without_a_scaler_restarts_the_scale() -> None:
+    """An averaged or imported checkpoint has an empty entry."""
+    scaler, config = used_scaler("dynamic")
+    restore_scaler(scaler, {"scaler": {}, "config": config.to_dict()}, config)
+    assert scaler.scale == NEW_RUN["dynamic"]
+
+
+LAYOUT_OF_RESUME = [
+    pytest.param("", 1),
+    pytest.param("--checkpoint-format deepspeed", 1, marks=pytest.mark.slow),
+    pytest.param("--pipe-parallel-size 2", 2, marks=pytest.mark.slow),
+    pytest.param("--pipe-parallel-size 2 --checkpoint-format deepspeed", 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUT_OF_RESUME)
+def test_runs_that_change_their_precision_have_the_scale_of_a_new_run(
+    layout: str, ranks: int, corpus: Path, tmp_path: Path
+) -> None:
+    def scales(extra: str) -> list[float]:
+        argv = runs.flags(corpus, tmp_path / "run", f"{extra} {layout} --eval-iters 0")
+        assert runs.train_ranks(ranks, argv, allow_fp16_on_cpu)[0] == [0] * ranks
+        records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+        return [r["loss_scale"] for r in records]
+
+    again = f"--load {tmp_path / 'run'}"
+    assert scales("--bf16 --train-iters 1") == [1.0]
+    assert scales(f"{PRECISIONS['dynamic']} --train-iters 2 {again}")[1:] == [2.0**12]
+    if layout:
+        assert scales(f"{PRECISIONS['fixed']} --train-iters 3 {again}")[2:] == [128.0]
+        assert scales(f"{PRECISIONS['dynamic']} --train-iters 4 {again}")[3:] == [2.0**12]
+        assert scales(f"--fp32 --train-iters 5 {again}")[4:] == [1.0]

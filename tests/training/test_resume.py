@@ -84,12 +84,15 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
         (pretrain_gpt2, 2, 2, 4, ""),
         pytest.param(pretrain_gpt2, 1, 1, 2, "", marks=pytest.mark.slow),
         pytest.param(pretrain_gpt2, 1, 2, 4, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            pretrain_gpt2, 1, 1, 2, "--optimizer sgd --sgd-momentum 0.9 --zero-stage 1", marks=pytest.mark.slow
+        ),
         pytest.param(pretrain_t5, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_llama, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_bert, 2, 2, 4, "", marks=pytest.mark.slow),
     ],
-    ids=["1-1-1", "2-2-4", "1-1-2", "context", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
+    ids=["1-1-1", "2-2-4", "1-1-2", "context", "sgd", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
 )
 def test_killed_and_resumed_run_is_bit_for_bit_the_same(
     script: ModuleType, tensor: int, pipe: int, world_size: int, more: str, corpus: Path, tmp_path: Path

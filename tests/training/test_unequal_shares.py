@@ -43,15 +43,21 @@ def numbers(folder: Path) -> list[tuple[str, int, float, float]]:
     return [(r["kind"], r["step"], r["loss"], r.get("grad_norm", 0.0)) for r in records]
 
 
-def check(place: Path, ranks: int, most: int, total: int, layout: str, *plants: Callable[[int], None]) -> str:
-    """Train with ``total`` micro-batches a step on ``ranks`` of ``most`` and in one process; return what was said."""
+def check(
+    place: Path, ranks: int, most: int, total: int, layout: str, *plants: Callable[[int], None], common: str = ""
+) -> str:
+    """Train with ``total`` micro-batches a step on ``ranks`` of ``most`` and in one process; return what was said.
+
+    Args:
+        common: flags of both runs.
+    """
     corpus, replica = write_corpus(place), 2 if "parallel-size 2" in layout else 1
     assert not total % (most // replica)
     runs = {"one": (1, f"--gas {total}", plants), "cut": (
         ranks, f"--gas {total // (most // replica)} {layout}", (of_at_most(most), *plants),
     )}  # fmt: skip
     for name, (number, extra, every) in runs.items():
-        argv = flags(corpus, place / name, f"{FIXED} {DROPOUT} {extra}")
+        argv = flags(corpus, place / name, f"{FIXED} {DROPOUT} {common} {extra}")
         codes = start_script(number, argv, place / f"{name}.log", together(*every))
         assert codes == [0] * number, (place / f"{name}.log").read_text()
     one, cut = numbers(place / "one"), numbers(place / "cut")
@@ -94,3 +100,21 @@ def test_layouts_with_unequal_replicas_equal_one_process(
 @pytest.mark.parametrize("layout", ["", "--pipe-parallel-size 2"])
 def test_plain_means_of_micro_batches_weigh_the_same_on_unequal_replicas(layout: str, tmp_path: Path) -> None:
     check(tmp_path, 4 if layout else 3, 6 if layout else 4, 9 if layout else 8, layout, with_plain_losses)
+
+
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "--pipe-parallel-size 2"])
+@pytest.mark.parametrize("common", ["", EXPERTS])
+@pytest.mark.parametrize("average", ["token", "micro-batch"])
+def test_both_averages_of_losses_are_right_on_unequal_replicas(
+    average: str, common: str, layout: str, tmp_path: Path
+) -> None:
+    """With experts the divisor of the routers' losses is that of the mean share, not of a replica's own."""
+    ranks, most, total = (4, 6, 9) if layout else (3, 11, 11)
+    common = f"--loss-average {average} --eod-mask-loss {common}"
+    check(tmp_path, ranks, most, total, layout, common=common)

@@ -65,7 +65,7 @@ def bert_loss(
     is_random: torch.Tensor | None = None,
     step_predictions: torch.Tensor | None = None,
     *,
-    sizes: ModelArgs,
+    sizes: BertModelArgs,
     place: ParallelContext,
 ) -> Pair | dict[str, Pair]:
     """Return (sum, count) over the masked tokens; with two heads both losses and, as "loss", what is trained on.
@@ -85,7 +85,10 @@ def bert_loss(
     wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
     following = F.cross_entropy(scores.to(wide), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
-    if step_predictions is None:
+    if sizes.loss_average == "micro-batch" and torch.is_grad_enabled():
+        # Each context rank divides by its own masked tokens, and the ranks' quotients are averaged.
+        share = num_masked.clamp(min=1) * place.context.size / num_samples
+    elif step_predictions is None:
         share = all_reduce(num_masked.clone(), place.context) / num_samples
     else:
         predictions, samples = step_predictions.to(wide)  # not fp64, which some devices lack
@@ -106,6 +109,7 @@ class BertModelArgs(ModelArgs):
     family: str = "bert"
     binary_head: bool = True
     num_token_types: int = 2
+    loss_average: str = "token"
 
 
 def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelArgs:

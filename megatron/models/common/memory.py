@@ -102,16 +102,17 @@ class State:
 
     @classmethod
     def of(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
-        """Return the bytes for weights of ``dtype`` under the optimizer of that name.
+        """Return the bytes of a parameter.
 
         Args:
+            optimizer: ``OptimizerConfig.state_type``.
             num_bf16_states: of AdamW's two.
         """
         width = BYTES[dtype]
         wide = max(width, 4)
         master = wide if width < 4 else 0
         moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]
-        states = moments if optimizer in ("adamw", "muon") else 0
+        states = {"adamw": moments, "muon": moments, "momentum": wide}.get(optimizer, 0)
         return cls(width, wide, master + states, states - wide if optimizer == "muon" else 0)
 
     def memory(

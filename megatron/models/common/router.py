@@ -44,7 +44,8 @@ from tds.gradients import is_running
 #
 # f is the share of an expert in all choices of the global batch *before*: that of the one at work is not known when a
 # pipeline's first backward runs. In the first step it is 1 / E. All tokens count here, padding and those that the loss
-# mask leaves out too; Megatron's --calculate-per-token-loss divides in the same way. The choices are those of the
+# mask leaves out too; Megatron's --calculate-per-token-loss divides in the same way. With --loss-average micro-batch W
+# is the number of all tokens of the step, and a loss the mean over them. The choices are those of the
 # router, ahead of what a capacity drops. Evaluation and recompute count nothing.
 #
 # Source: Shazeer et al. 2017 (top-k); Fedus et al. 2021, "Switch transformers", section 2.2 (load balancing); Zoph et

@@ -141,8 +141,8 @@ def test_memory_counts_states_activations_in_flight_and_logits():
     assert short.activations + short.logits == 14 * hidden + hidden // 4 + 2048 * 768 * (16 * 4 + 2)
 
 
-@pytest.mark.parametrize(("optimizer", "of_parameter"), [("adamw", 12), ("adafactor", 4), ("sgd", 4)])
-def test_only_adam_keeps_moments_beside_the_masters(optimizer, of_parameter):
+@pytest.mark.parametrize(("optimizer", "of_parameter"), [("adamw", 12), ("adafactor", 4), ("sgd", 4), ("momentum", 8)])
+def test_moments_are_counted_in_addition_to_the_masters(optimizer, of_parameter):
     (memory,) = SMALL.memory_per_stage([0, 15], micro_batch_size=1, dtype="bf16", optimizer=optimizer)
     assert memory.optimizer == of_parameter * SMALL.num_parameters
 

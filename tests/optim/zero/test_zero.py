@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16, clipped": {"dtype": torch.bfloat16, "clip_grad": 0.5},
     "fp16": {"dtype": torch.float16},
     "sgd, clipped": {"name": "sgd", "clip_grad": 0.5},
+    "sgd with momentum": {"name": "sgd", "momentum": 0.9},
 }
 
 

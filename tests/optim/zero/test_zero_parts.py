@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, recomputed": {"dtype": torch.bfloat16, "recomputes": True},
     "fp16": {"dtype": torch.float16},
-    "sgd": {"name": "sgd"},
+    "sgd": {"name": "sgd", "momentum": 0.9},
     "fp64, clipped": {"dtype": torch.float64, "clip_grad": 0.5},
 }
 SIDES: tuple[dict[str, Any], ...] = (

@@ -1,0 +1,64 @@
+"""SGD with momentum equals ``torch.optim.SGD``, in every type of master and after a restored state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.arguments import parse
+from megatron.optim import MixedPrecisionOptimizer, build_optimizer
+
+STEPS = 5
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (4,))]
+
+
+def weights() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(value) for value in gradients(99)]
+
+
+def step(optimizer: MixedPrecisionOptimizer, parameters: list[torch.nn.Parameter], number: int) -> None:
+    for parameter, gradient in zip(parameters, gradients(number), strict=True):
+        optimizer.gradient_of(parameter).copy_(gradient)  # type: ignore[union-attr]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_updates_are_those_of_torch(momentum: float) -> None:
+    ours, theirs = weights(), weights()
+    optimizer = build_optimizer(
+        ours, name="sgd", lr=0.1, weight_decay=0.01, momentum=momentum, dtype=torch.float64
+    )  # fmt: skip
+    groups = [{"params": theirs[:1], "weight_decay": 0.01}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+    for number in range(STEPS):
+        step(optimizer, ours, number)
+        for parameter, gradient in zip(theirs, gradients(number), strict=True):
+            parameter.grad = gradient
+        reference.step()
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    keys = {key for state in optimizer.inner.state.values() for key, value in state.items() if value is not None}
+    assert keys == ({"momentum_buffer"} if momentum else set())
+
+
+def test_momentum_survives_a_state_dict() -> None:
+    first, second = weights(), weights()
+    one, other = (build_optimizer(each, name="sgd", momentum=0.9, dtype=torch.float64) for each in (first, second))
+    step(one, first, 0)
+    other.load_state_dict(one.state_dict())
+    for optimizer, parameters in ((one, first), (other, second)):
+        step(optimizer, parameters, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [("", "sgd"), ("--sgd-momentum 0.9", "momentum"), ("--optimizer adamw --sgd-momentum 0.9", "adamw")],
+)
+def test_states_are_named_by_what_they_hold(line: str, state: str) -> None:
+    config = parse(f"--optimizer sgd {line}".split(), world_size=1, env={})
+    assert config.optimizer.state_type == state
+    assert ("--sgd-momentum 0.9" in config.neutral) == (state == "adamw")
