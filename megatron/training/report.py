@@ -88,7 +88,10 @@ def _saves_row(flags: CheckpointConfig) -> str:
 
 
 def _loss_row(module: torch.nn.Module) -> str:
-    """Say how the losses of micro-batches become one: a model that knows says so by ``loss_weighting = "tokens"``."""
+    """Return how the losses of micro-batches are averaged. A model may declare it by its ``loss_weighting``.
+
+    That is "tokens", or "micro-batches" for a loss function that returns means.
+    """
     if getattr(module, "loss_weighting", None) == "tokens":
         return "mean over the valid tokens of the global batch"
     return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"

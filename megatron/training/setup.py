@@ -277,7 +277,7 @@ def build_engine(
         numbers["routers"] = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
     built: StepEngine
     if config.parallel.has_pipeline:
-        built = PipelineStepEngine(engine, streams=streams, **numbers)
+        built = PipelineStepEngine(engine, grid=world.grid, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
     return built

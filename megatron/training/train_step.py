@@ -203,6 +203,16 @@ def nominal_weight(tokens_per_step: float) -> float:
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
 
 
+def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
+    """Return the number that the loss of one token is divided by in the backward, before loss scaling.
+
+    Args:
+        tokens_per_step: over all replicas.
+        is_mean: the loss of a micro-batch is the mean over its tokens, not a pair (sum, count).
+    """
+    return tokens_per_step / grid.data_context.size if is_mean else nominal_weight(tokens_per_step)
+
+
 def set_micro_batches(engine: Any, number: int) -> None:
     """Tell an engine of DeepSpeed's kind how many micro-batches its next step has."""
     now = engine.gradient_accumulation_steps()
@@ -269,7 +279,7 @@ class SingleStageEngine:
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = trained.detach()
             if self.routers is not None:
-                self._scale_routers(self.routers, number)
+                self._scale_routers(self.routers, mean)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if works_in_backward and micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
@@ -308,11 +318,15 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
-    def _scale_routers(self, routers: Routers, number: int) -> None:
-        """Let the losses of routers have the weight that the last of ``number`` micro-batches gives a token."""
-        weight = nominal_weight(self.micro_batch_tokens * number)
-        if not self.has_weighted_loss:  # each micro-batch's is a mean over its tokens
-            weight = number * self.micro_batch_tokens / self.grid.data_context.size
+    def _scale_routers(self, routers: Routers, mean_micro_batches: float) -> None:
+        """Scale the router losses of a token by the weight that its cross entropy has in the backward.
+
+        Args:
+            mean_micro_batches: of a step, averaged over the replicas.
+        """
+        weight = token_weight(
+            self.micro_batch_tokens * mean_micro_batches, self.grid, is_mean=not self.has_weighted_loss
+        )
         routers.set_scale(self.optimizer.loss_scale / weight)
 
     def _agree(self, meter: LossMeter) -> LossReduction:
@@ -333,7 +347,7 @@ class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
     def __init__(
-        self, engine: Any, *, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
+        self, engine: Any, *, grid: Grid, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
         routers: Routers | None = None,
     ) -> None:  # fmt: skip
         """As ``SingleStageEngine``."""
@@ -343,6 +357,7 @@ class PipelineStepEngine:
         self.streams = streams
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.routers, self.device = routers, torch.device(engine.device)
+        self.grid = grid
         self._step, self._first, self._micro_batch = 0, share.first, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -365,7 +380,8 @@ class PipelineStepEngine:
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            self.routers.set_scale(scale / self.engine.nominal_weight)
+            tokens = self.micro_batch_tokens * mean
+            self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._declares_means))
         with _raising_data_error():
             self.engine.train_batch(data)
         result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
@@ -402,11 +418,27 @@ class PipelineStepEngine:
             if torch.is_grad_enabled():
                 trained = next(iter(named_losses(loss, self._micro_batch).values()))
                 self.has_weighted_loss = is_weighted(trained)
+                if self.routers is not None and self.has_weighted_loss == self._declares_means:
+                    raise ValueError(self._other_loss_text())
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
             return loss
 
         noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
         return noted
+
+    @property
+    def _declares_means(self) -> bool:
+        """True if the model declares that its loss function returns means; stages without the loss rely on it."""
+        return getattr(self.module, "loss_weighting", None) == "micro-batches"
+
+    def _other_loss_text(self) -> str:
+        actual = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
+        return (
+            f"the loss function of {type(self.module).__name__} returns {actual}, but its attribute loss_weighting is "
+            f"{getattr(self.module, 'loss_weighting', None)!r}. Every stage of a pipeline with experts weights the "
+            "losses of its routers by this attribute. Set loss_weighting = "
+            f'"{"tokens" if self.has_weighted_loss else "micro-batches"}" on the model.'
+        )
 
 
 def with_router_losses(
