@@ -300,7 +300,9 @@ def test_the_way_back_leads_past_a_damaged_newest_checkpoint_twice(file: str, co
     assert seen.steps == [*range(8), *range(3, 8), *range(3, 12)]
     assert seen.firsts == [4 * n for n in range(8 + 5 + 9)]
     assert seen.digests[3] == seen.digests[8] == seen.digests[13]
-    back = [r for r in read_journal(folder / NAME) if r["event"] == "went back"]
+    journal = read_journal(folder / NAME)
+    assert [r["number"] for r in journal] == [1, 2, 3, 4, 5, 6]
+    back = [r for r in journal if r["event"] == "went back"]
     assert [(r["step"], r["to_step"], r["first_sample"], r["last_sample"]) for r in back] == [
         (8, 3, 12, 31), (8, 3, 12, 51),
     ]  # fmt: skip
