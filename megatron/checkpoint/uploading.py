@@ -163,6 +163,8 @@ class Uploads:
             return
         try:
             do(folder)
+        except FileNotFoundError:  # rank 0 has removed the folder to queue a checkpoint of the same name
+            return
         except (DataError, OSError) as error:
             self._failed[name] = str(error)
             shown = name.removeprefix(_NEW).replace("+", "/")
@@ -175,12 +177,20 @@ class Uploads:
         os.replace(new, new.with_name(f"{kind}+{name}"))
 
     def _send(self, folder: Path) -> None:
-        """Send the files of this rank; on rank 0 the marker, when all else has gone."""
+        """Send the files of this rank; on rank 0 the marker, when all else has gone.
+
+        Rank 0 may replace the folder by a checkpoint of the same name at any time. A file is removed only if it is the
+        one that was sent, and the files are listed again until none is left.
+        """
         kind, name = folder.name.split("+")
         target = object_store.join(self._target, kind, name)
-        for file in self._own(folder):
-            object_store.upload(file, object_store.join(target, file.name))
-            files.remove_file(file)
+        while own := self._own(folder):
+            for file in own:
+                with suppress(FileNotFoundError):
+                    sent = _identity(file)
+                    object_store.upload(file, object_store.join(target, file.name))
+                    if _identity(file) == sent:
+                        files.remove_file(file)
         marker = folder / MARKERS[kind]
         if self._rank or [file.name for file in folder.iterdir()] not in ([marker.name], []):
             return
@@ -209,6 +219,12 @@ class Uploads:
     def _listed(self, opening: str) -> list[Path]:
         found: Iterator[Path] = self._queue.glob(f"{opening}*+*") if self._queue.is_dir() else iter(())
         return sorted((path for path in found if path.name.startswith(opening or tuple(MARKERS))), reverse=True)
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """Return inode and modification time, which tell a file from one that has replaced it."""
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _writer_of(name: str) -> int:

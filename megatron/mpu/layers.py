@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import (
     AsyncHandle,
@@ -363,9 +364,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return embedding_lookup(tokens, self.weight)
         local = tokens - self.start
         elsewhere = (local < 0) | (local >= self.num_real)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [..., h]
+        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)  # [..., h]
         own = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return leave_tensor_region(own, self.group, self.sequence_parallel)

@@ -88,7 +88,10 @@ def _saves_row(flags: CheckpointConfig) -> str:
 
 
 def _loss_row(module: torch.nn.Module, average: str) -> str:
-    """Describe the average over micro-batches; a model that weighs by tokens has ``loss_weighting = "tokens"``."""
+    """Return how the losses of micro-batches are averaged. A model may declare it by its ``loss_weighting``.
+
+    That is "tokens", or "micro-batches" for a loss function that returns means.
+    """
     if average == "micro-batch":
         return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"
     if getattr(module, "loss_weighting", None) == "tokens":

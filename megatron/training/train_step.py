@@ -170,20 +170,6 @@ def mean_of_micro_batch(loss: Any) -> Any:
     return {**losses, trained: mean_of_micro_batch(losses[trained])}
 
 
-def router_weight(micro_batch_tokens: int, micro_batches: float, ranks: int, *, is_weighted: bool) -> float:
-    """Return the divisor of a router's loss of one token in a backward, which matches that of the trained loss.
-
-    Args:
-        micro_batch_tokens: tokens of a micro-batch on all replicas together.
-        micro_batches: mean number of micro-batches of a replica.
-        ranks: data-parallel times context-parallel ranks, over which the gradients are averaged.
-        is_weighted: the trained loss is a sum over tokens; otherwise each micro-batch's is a mean.
-    """
-    if is_weighted:
-        return nominal_weight(micro_batch_tokens * micro_batches)
-    return micro_batches * micro_batch_tokens / ranks
-
-
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
     """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
     return {
@@ -237,6 +223,16 @@ def nominal_weight(tokens_per_step: float) -> float:
     Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
     """
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
+
+
+def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
+    """Return the number that the loss of one token is divided by in the backward, before loss scaling.
+
+    Args:
+        tokens_per_step: over all replicas.
+        is_mean: the loss of a micro-batch is the mean over its tokens, not a pair (sum, count).
+    """
+    return tokens_per_step / grid.data_context.size if is_mean else nominal_weight(tokens_per_step)
 
 
 def set_micro_batches(engine: Any, number: int) -> None:
@@ -349,10 +345,15 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
-    def _scale_routers(self, routers: Routers, micro_batches: float) -> None:
-        """Scale the routers' losses of a token as the trained loss, with a mean of ``micro_batches`` on a replica."""
-        ranks, is_weighted = self.grid.data_context.size, bool(self.has_weighted_loss)
-        weight = router_weight(self.micro_batch_tokens, micro_batches, ranks, is_weighted=is_weighted)
+    def _scale_routers(self, routers: Routers, mean_micro_batches: float) -> None:
+        """Scale the router losses of a token by the weight that its cross entropy has in the backward.
+
+        Args:
+            mean_micro_batches: of a step, averaged over the replicas.
+        """
+        weight = token_weight(
+            self.micro_batch_tokens * mean_micro_batches, self.grid, is_mean=not self.has_weighted_loss
+        )
         routers.set_scale(self.optimizer.loss_scale / weight)
 
     def _agree(self, meter: LossMeter) -> LossReduction:
@@ -406,9 +407,8 @@ class PipelineStepEngine:
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            ranks, is_weighted = self.grid.data_context.size, not self.averages_micro_batches
-            weight = router_weight(self.micro_batch_tokens, mean, ranks, is_weighted=is_weighted)
-            self.routers.set_scale(scale / weight)
+            tokens = self.micro_batch_tokens * mean
+            self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
         with _raising_data_error():
             self.engine.train_batch(data)
         result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
@@ -446,11 +446,30 @@ class PipelineStepEngine:
                 loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
                 trained = next(iter(named_losses(loss, self._micro_batch).values()))
                 self.has_weighted_loss = is_weighted(trained)
+                if self.routers is not None and self.has_weighted_loss == self._trains_on_means:
+                    raise ValueError(self._other_loss_text())
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
             return loss
 
         noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
         return noted
+
+    @property
+    def _trains_on_means(self) -> bool:
+        """True if each micro-batch is trained on its mean: by --loss-average, or as the model declares.
+
+        Stages without the loss rely on it.
+        """
+        return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
+
+    def _other_loss_text(self) -> str:
+        actual = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
+        return (
+            f"the loss function of {type(self.module).__name__} returns {actual}, but its attribute loss_weighting is "
+            f"{getattr(self.module, 'loss_weighting', None)!r}. Every stage of a pipeline with experts weights the "
+            "losses of its routers by this attribute. Set loss_weighting = "
+            f'"{"tokens" if self.has_weighted_loss else "micro-batches"}" on the model.'
+        )
 
 
 def with_router_losses(

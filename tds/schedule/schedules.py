@@ -237,7 +237,7 @@ def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Actio
 # | interleaved, c chunks | 2(p-i-1) + (c-1)p + 1 chunks of 1/c | (p-1)(F+B+W)/c if p divides m |
 # | zb-h1, c chunks | i more than interleaved | (p-1)(F+B-W)/c if p divides m |
 # | zb-v, 2 chunks in a V | min(2p, i + 1 + m, 2m) chunks of 1/2 | (p-1)F/2 at F = B = W if m >= 2p-1 |
-# | dualpipev, 2 chunks in a V | 1 more | p F/2 at F = B = W if m >= 2p and p > 2 |
+# | dualpipev, 2 chunks in a V | 1 more | (p - 1) F/2 at F = B = W if m >= 2p |
 #
 # F, B and W are the times of a forward, a backward for the input and one for the weights. All add up the gradients of
 # each weight by rising micro-batch: the results are the same to the bit. Sources are in the files of the orders.

@@ -27,7 +27,7 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 # | interleaved | >1 | 2 (p - i - 1) + (c - 1) p + 1 chunks | m max(T) + (sum(T) - max(T)) / c | (p - 1) / (c m + p - 1) |  # noqa: E501
 # | zb-h1 | >1 | i chunks more | m max(T) + (sum(T) - max(T)) / (3 c) at F = B = W | (p - 1) / (3 c m + p - 1) |
 # | zb-v | 2 | min(2 p, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |
-# | dualpipev | 2 | min(2 p + 1, i + 1 + m) chunks | m max(T) + p mean(T) / 6 at F = B = W | p / (6 m + p) |
+# | dualpipev | 2 | min(2 p + 1, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |  # noqa: E501
 #
 # Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and
 # interleaved (c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that, and zb-h1 with
@@ -148,7 +148,7 @@ def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
     short = 2 * max(p - m, 0)
     if schedule == "zb-v":
         return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short) / 6
-    return (p + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
+    return (p - (m >= 2 * p) + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
 
 
 EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}

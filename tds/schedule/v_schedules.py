@@ -142,10 +142,9 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
         order.add_whole(UP)
         order.add(Forward, UP)
         order.add_whole(DOWN)
-    for turn in range(stage + 1):
-        is_put_off = 2 * turn > stage  # from the middle on
+    for turn in range(stage + 1):  # from the middle on backwards are split; on an even stage that is between the chunks
         for chunk in (UP, DOWN):
-            if is_put_off:
+            if 2 * turn + (chunk == DOWN) > stage:
                 order.add(BackwardInput, chunk)
             else:
                 order.add_whole(chunk)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,54 @@ def test_what_a_start_has_left_is_uploaded_by_the_next_one_also_when_it_was_dele
         file.unlink()  # as --keep-last does
     assert upload(tmp_path) == []
     assert contents(fetch_newest(TARGET, tmp_path / "new", SINGLE)) == expected
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_one_that_is_being_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """Training went back and saved the step once more, while the first file of the former one was on its way."""
+    path = two_ranks(tmp_path, b"former")
+    is_sending, may_go_on = threading.Event(), threading.Event()
+    answer = MemoryFileSystem.put_file
+
+    def put_file(self: MemoryFileSystem, source: str, name: str) -> None:
+        answer(self, source, name)
+        if name.endswith("rank-00001.safetensors") and not may_go_on.is_set():
+            is_sending.set()
+            assert may_go_on.wait(20)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    ranks = [Uploads(tmp_path, TARGET, rank, 2, lambda kind, name: None) for rank in (0, 1)]
+    for uploads in ranks:
+        uploads.add(CHECKPOINTS, path)
+    assert is_sending.wait(20)
+    shutil.rmtree(path)
+    two_ranks(tmp_path, b"latter")
+    for uploads in ranks:
+        uploads.add(CHECKPOINTS, path)
+    ranks[0].begin()  # rank 1 is still busy with its file of the former checkpoint
+    may_go_on.set()
+    for uploads in ranks:
+        uploads.finish(print)
+    ranks[1].close()
+    assert ranks[0].close() == []
+    assert contents(fetch_newest(TARGET, tmp_path / "new", SINGLE)) == contents(path)
+    assert "NOT UPLOADED" not in capfd.readouterr().err
+
+
+def two_ranks(folder: Path, text: bytes) -> Path:
+    """Write a checkpoint of step 10 whose two files hold ``text``."""
+    path = folder / CHECKPOINTS / "step-00000010"
+    path.mkdir(parents=True)
+    written = {}
+    for rank in range(2):
+        name, data = f"rank-0000{rank}.safetensors", text + bytes([rank])
+        (path / name).write_bytes(data)
+        written[name] = [len(data), f"{zlib.crc32(data):08x}"]
+    fields = json.dumps({"state": {"text": text.decode()}, "files": written, "index": {}})
+    body = b'"format_version": 1, "sequence": 1, "step": 10,\n' + fields[1:].encode()
+    (path / MANIFEST_NAME).write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
+    return path
 
 
 def test_an_object_that_came_short_is_sent_again(

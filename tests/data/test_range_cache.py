@@ -210,6 +210,20 @@ def test_a_damaged_block_is_fetched_again_and_said(
     assert block.read_bytes() == content and "its checksum does not fit; it is fetched again" in capfd.readouterr().err
 
 
+def test_a_block_replaced_by_a_damaged_file_is_fetched_again_by_the_same_reader(
+    token_file: IndexedDataset, tmp_path: Path, capfd
+) -> None:
+    """A process compares a file once; a file put in its place, by another process, is compared again."""
+    file = cached(tmp_path / "cache")
+    file.read(0)
+    (block,) = blocks(tmp_path)
+    content, damaged = block.read_bytes(), tmp_path / "damaged"
+    damaged.write_bytes(b"\x07" + content[1:])
+    os.replace(damaged, block)
+    np.testing.assert_array_equal(file.read(0), token_file.read(0))
+    assert block.read_bytes() == content and "its checksum does not fit; it is fetched again" in capfd.readouterr().err
+
+
 def test_a_damaged_index_is_fetched_again(token_file: IndexedDataset, tmp_path: Path) -> None:
     cached(tmp_path / "cache")
     for path in tmp_path.rglob("whole"):

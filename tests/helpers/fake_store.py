@@ -40,6 +40,29 @@ def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before: Callable[
     monkeypatch.setattr(MemoryFileSystem, operation, asked)
 
 
+def cache_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the store answer listings and look-ups from a cache until it is told to forget it, as s3fs and gcsfs do."""
+    cache: dict[Any, Any] = {}
+
+    def cached(operation: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+            key = operation, path, args, tuple(sorted(kwargs.items()))
+            if key not in cache:
+                try:
+                    cache[key] = answer(self, path, *args, **kwargs)
+                except FileNotFoundError as error:
+                    cache[key] = error
+            if isinstance(cache[key], FileNotFoundError):
+                raise cache[key]
+            return cache[key]
+
+        return asked
+
+    for operation in ("find", "info"):
+        monkeypatch.setattr(MemoryFileSystem, operation, cached(operation, getattr(MemoryFileSystem, operation)))
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self, path=None: cache.clear())
+
+
 @contextmanager
 def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]:
     """Start moto's server with an empty bucket; yields its file system."""

@@ -28,6 +28,8 @@ def gone(rank: int, status: int, at: float, was_signalled: bool = False, state: 
         ([gone(0, 0, 0.0), gone(1, 4, 9.0)], 0, 4),
         ([gone(0, -9, 0.0), gone(1, 75, 0.5, was_signalled=True)], 0, 4),
         ([gone(0, 4, 0.0), gone(1, -15, 0.5, was_signalled=True)], 0, 4),
+        ([gone(0, 4, 0.0), gone(1, 143, 0.5, was_signalled=True)], 0, 4),
+        ([gone(0, 4, 0.0), gone(1, 143, 0.5)], 1, 1),
         ([gone(0, 4, 0.0), gone(1, 3, 5.0)], 0, 4),
         ([gone(0, 2, 0.1), gone(1, 2, 0.0)], 1, 2),
         ([gone(0, 200, 0.0)], 0, 1),
@@ -43,7 +45,8 @@ def test_culprit_and_code(exits, rank, code):
 
 
 def test_nobody_is_the_culprit_when_all_were_told_to_leave():
-    assert root_cause([gone(0, 4, 0.0, was_signalled=True)]) is None
+    for status in (0, 4, 75, 143, -15, -9):
+        assert root_cause([gone(0, status, 0.0, was_signalled=True)]) is None
 
 
 def test_a_signal_is_named():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.mpu.groups import Group, build_grid
+from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, build_optimizer, grad_buffer, main_params
 from megatron.optim.grad_buffer import GradBuffer
@@ -116,6 +117,17 @@ def test_a_weight_alone_in_its_bucket_lends_it_the_memory_of_its_gradient() -> N
         part = buffer.main_grad(weight)
         assert torch.equal(part, wanted if own_cut is None else wanted[16:32])
         assert part.data_ptr() == memory + (0 if own_cut is None else 16 * 32 * 4)
+
+
+def test_a_column_sharded_weight_alone_in_its_bucket_is_copied_part_by_part() -> None:
+    """The replicas cut it along its columns, so that the memory of its gradient is in another order than the slots."""
+    weight = set_shard(nn.Parameter(torch.zeros(6, 32)), Shard((6, 64), 1, 0, 32))
+    wanted = torch.arange(6.0 * 32).view(6, 32)
+    for replica in range(2):
+        buffer = GradBuffer(order_of([weight]), Group((0, 1), replica), lambda w: partition_of(w, 2))
+        leave(weight, wanted)
+        buffer.add(weight)
+        assert torch.equal(buffer.main_grad(weight), wanted[:, 16 * replica : 16 * replica + 16])
 
 
 def test_a_frozen_weight_moves_the_others_together() -> None:

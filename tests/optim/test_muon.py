@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.matrices import Matrices, matrices_of, set_matrices
 from megatron.optim import MuonArgs, build_optimizer
 from megatron.optim.matrix_owners import MatrixPartition, owners, runs_of
+from megatron.optim.muon import SCALES as SCALE_MODES
+from megatron.optim.param_rates import ParamRate
+from megatron.torch_compat import newton_schulz
 from tests.helpers.model_samples import filled, small_sizes
+from tests.helpers.whole import random
 
 LR, DECAY = 0.02, 0.1
 GROUPED = {"num_attention_heads": 4, "num_query_groups": 2, "activation": "gated-silu"}
@@ -81,6 +86,47 @@ def test_twenty_steps_are_those_of_torchs_muon_to_the_bit(args: MuonArgs, dtype:
     for name, weight in model.named_parameters():
         for piece, own in apart[name]:
             assert torch.equal(weight[piece], own), name
+
+
+SCALES = {
+    "match_rms_adamw": (0.2 * math.sqrt(8), 0.2 * math.sqrt(8)),
+    "spectral": (math.sqrt(8), math.sqrt(8)),
+    "original": (2.0, 1.0),
+    "unit_rms_norm": (2.0, 0.5),
+}
+"""By mode: of a matrix [8, 2], and of one [2, 8]."""
+
+
+@pytest.mark.parametrize("mode", SCALES)
+@pytest.mark.parametrize("extra", [1.0, 0.3])
+def test_an_update_is_scaled_by_the_formula_of_its_mode(mode: str, extra: float) -> None:
+    """The first step without decay moves by the rate times the scale times the orthogonalised gradient."""
+    args = MuonArgs(scale_mode=mode, extra_scale_factor=extra)
+    shapes = [(8, 2), (2, 8)]
+    weights = [set_matrices(nn.Parameter(random(seed, *shape).float())) for seed, shape in enumerate(shapes)]
+    before = [weight.detach().clone() for weight in weights]
+    grads = [random(10 + seed, *shape).float() for seed, shape in enumerate(shapes)]
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.clone()
+    build_optimizer(weights, name="muon", lr=LR, muon=args).step()
+    assert set(SCALES) == set(SCALE_MODES)
+    for shape, wanted, weight, old, grad in zip(shapes, SCALES[mode], weights, before, grads, strict=True):
+        assert args.scale(*shape) == pytest.approx(extra * wanted)
+        moved = (old - weight.detach()) / (LR * extra * wanted)
+        assert (moved - newton_schulz(grad.bfloat16()).float()).abs().max() <= 5e-2
+
+
+def test_a_group_of_rate_0_stays_and_the_others_move() -> None:
+    """Next to each other in one run of weights, which is skipped only where no weight of it has a rate."""
+    weights = [set_matrices(nn.Parameter(random(seed, 4, 6).float())) for seed in range(3)]
+    rates = {weights[0]: ParamRate("still", 0.0, 0.0)}
+    optimizer = build_optimizer(weights, name="muon", lr=LR, weight_decay=DECAY, rates=rates)
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert [torch.equal(a, b) for a, b in zip(weights, before, strict=True)] == [True, False, False]
+    assert all(optimizer.inner.state[weight]["momentum_buffer"].any() for weight in weights)
 
 
 def test_matrices_of_layers_go_by_muon_and_all_else_by_adamw() -> None:

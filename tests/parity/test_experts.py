@@ -6,6 +6,7 @@ one layout shows in the losses of the next.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from megatron.optim import grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training import initialize
 from megatron.training.parity import Trace, compare, trace_steps
-from tests.helpers.harness import run_ranks
+from megatron.training.train_step import as_weighted
+from tests.helpers.harness import RankFailure, run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags, serial, trace_rank
 
 SIZES = "--fp64 --disable-bias-linear --clip-grad 0.5 --num-experts 4 --moe-ffn-hidden-size 24"
@@ -174,3 +176,61 @@ def test_experts_may_have_all_tokens_or_none(layout: tuple[int, int, int], extra
     (reference,) = run_ranks(1, forced, one, 1, kind)
     size = tensor * pipe * data
     check_fp64(compare(reference, run_ranks(size, forced, argv, size, kind)))
+
+
+# A loss that a script returns as a mean over the tokens of its micro-batch.
+
+
+def mean_of(loss: Any) -> torch.Tensor:
+    """Return a loss (sum, count) as the mean over the tokens of this rank's micro-batch."""
+    pair = as_weighted(loss)
+    return pair.total / pair.count
+
+
+def mean_forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss, _ = pretrain_gpt2.forward_step(data_iterator, model)
+    return mean_of(loss), {}
+
+
+def provider_of_means(weighting: str = "micro-batches") -> torch.nn.Module:
+    """Return this rank's model; the loss function of a pipeline returns means, as its model declares."""
+    model: Any = pretrain_gpt2.model_provider()
+    if hasattr(model, "loss_fn"):
+        loss_fn, model.loss_weighting = model.loss_fn, weighting
+        model.loss_fn = lambda output, labels: mean_of(loss_fn(output, labels))
+    return model
+
+
+def trained_on_means(rank: int, argv: list[str], size: int, weighting: str = "micro-batches") -> Trace:
+    config = parse(argv, world_size=size).with_vocab(VOCAB)
+    here = initialize.start(config)
+    data, provider = MockTokens(VOCAB, config.batch.seq_length, seed=7), partial(provider_of_means, weighting)
+    return trace_steps(config, here, data, provider, mean_forward_step, steps=1)
+
+
+MEANS = f"{SIZES} --num-layers 2 --seq-length 12 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+
+
+@functools.cache
+def one_process_on_means() -> Trace:
+    return run_ranks(1, trained_on_means, flags(1, 1, micro=GLOBAL_BATCH // 2, gas=2, extra=MEANS), 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data", "context"),
+    [(1, 1, 2), (2, 1, 1), pytest.param(1, 2, 1, marks=SLOW), pytest.param(2, 2, 2, marks=SLOW)],
+    ids=["context", "stages", "replicas", "stages, replicas and context"],
+)
+def test_router_losses_next_to_a_mean_have_the_weight_of_one_process(pipe: int, data: int, context: int) -> None:
+    """A mean over tokens gives each token the weight 1 / tokens of this rank, and so must the losses of routers."""
+    micro, gas = batches(data, 2)
+    argv = flags(1, pipe, micro=micro, gas=gas, extra=f"{MEANS} --context-parallel-size {context}")
+    size = pipe * data * context
+    check_fp64(compare(one_process_on_means(), run_ranks(size, trained_on_means, argv, size)))
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_experts_rejects_a_loss_of_another_form_than_declared() -> None:
+    argv = flags(1, 2, micro=4, gas=4, extra=MEANS)
+    with pytest.raises(RankFailure, match='Set loss_weighting = "micro-batches" on the model'):
+        run_ranks(2, trained_on_means, argv, 2, "tokens")

@@ -71,6 +71,18 @@ def test_newton_schulz_takes_the_time_of_its_products_shared_by_all_owners() -> 
     assert sent.bytes == pytest.approx(4 * own / 2), "to owners and back, over two groups of two"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_by_muon_is_shared_by_the_replicas_of_zero(stage: int) -> None:
+    """Each replica updates its part: what AdamW and Muon read and write, and the state that Muon does not have."""
+    planner = Planner(CONFIG, MACHINE)
+    messages, state, held, matrices = Messages(planner.costs, MACHINE), State.of("bf16", "muon"), 1000, 800
+    layout = replace(layout_of(CONFIG, 4), tensor=1, data=4, dtype="bf16", zero_stage=stage)
+    moved = held * (2 * (state.width + state.optimizer) + 2 * state.gradient) - 2 * state.saved * matrices
+    replicas = 4 if stage else 1
+    expected = pytest.approx(moved / MACHINE.update_bandwidth / replicas)
+    assert messages._update(layout, held, 0, state, matrices) == expected
+
+
 def test_the_start_table_names_what_muon_moves() -> None:
     text = _muon_text(CONFIG, Topology(pipe=1, data=2, tensor=2))
     assert text.startswith(

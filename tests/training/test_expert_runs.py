@@ -11,6 +11,7 @@ import torch
 import pretrain_gpt2
 from megatron.checkpoint import named_parameters, open_latest
 from megatron.config import parse
+from megatron.models.common.router import Router
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
@@ -153,3 +154,35 @@ def test_a_loss_scale_changes_nothing(pipe: int) -> None:
     """Backward multiplies the losses of routers by it as the other; powers of two leave every bit."""
     wanted, found = (run_ranks(pipe, losses_of, (1, pipe, 1, ""), scale)[0] for scale in (1.0, 1024.0))
     assert found == wanted
+
+
+def routers_around_a_skipped_step(rank: int) -> list[dict[str, Any]]:
+    """Return the state of every router before training, after a step that is skipped, and after one that is not."""
+    config, here, engine, source = started((1, 1, 1, ""), "--fp64 --num-layers 2")
+    given = source.batches("train", config, here, 0)
+    states = [router_state(engine.module)]
+    for is_accepted in (False, True):
+        engine.optimizer.judge = lambda norm, answer=is_accepted: answer
+        result = engine.train_step(given, 0)
+        assert result.is_skipped != is_accepted and result.expert_load.tokens.sum() > 0
+        states.append(router_state(engine.module))
+    return states
+
+
+def router_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a router carries from one step to the next, by name."""
+    routers = {name: each for name, each in module.named_modules() if isinstance(each, Router)}
+    return {
+        f"{name}.{key}": getattr(router, key).detach().clone()
+        for name, router in routers.items()
+        for key in ("tokens_per_expert", "expert_bias", "counts", "dropped", "sums")
+    }
+
+
+def test_a_skipped_step_leaves_shares_and_biases_as_they_were() -> None:
+    (states,) = run_ranks(1, routers_around_a_skipped_step)
+    before, skipped, taken = states
+    assert all(torch.equal(skipped[name], value) for name, value in before.items())
+    for name, value in taken.items():
+        is_carried = name.endswith(("tokens_per_expert", "expert_bias"))
+        assert (value.count_nonzero() > 0) == is_carried, name

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu import is_counted_in_norm
@@ -22,6 +23,7 @@ from megatron.mpu.shard import set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
+from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.stability_guard import (
     NAME,
@@ -271,6 +273,40 @@ def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus
     train(1, corpus, cut, f"{back} --load {cut}", plant)
     assert read_journal(cut / NAME) == whole
     assert records(cut) == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", pytest.param(MANIFEST_NAME, marks=pytest.mark.slow)])
+def test_the_way_back_leads_past_a_damaged_newest_checkpoint_twice(file: str, corpus: Path, tmp_path: Path) -> None:
+    """Both checkpoints of step 6 are damaged before the run goes back to them: it goes back to step 3 each time.
+
+    All samples since step 3 are left out then, those of good steps too.
+    """
+    bad, folder = spoil([24, 28, 44, 48], math.nan), tmp_path / "run"
+
+    def plant(rank: int) -> None:
+        bad(rank)
+        roll_back = Checkpointer.roll_back
+
+        def damaged_first(self: Checkpointer, up_to_step: int) -> Path:
+            newest = max((folder / CHECKPOINTS).glob("step-00000006*"))
+            content = (newest / file).read_bytes()
+            (newest / file).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+            return roll_back(self, up_to_step)
+
+        Checkpointer.roll_back = damaged_first  # type: ignore[method-assign]
+
+    (seen,) = train(1, corpus, folder, BACK, plant)
+    assert not seen.error
+    assert seen.steps == [*range(8), *range(3, 8), *range(3, 12)]
+    assert seen.firsts == [4 * n for n in range(8 + 5 + 9)]
+    assert seen.digests[3] == seen.digests[8] == seen.digests[13]
+    journal = read_journal(folder / NAME)
+    assert [r["number"] for r in journal] == [1, 2, 3, 4, 5, 6]
+    back = [r for r in journal if r["event"] == "went back"]
+    assert [(r["step"], r["to_step"], r["first_sample"], r["last_sample"]) for r in back] == [
+        (8, 3, 12, 31), (8, 3, 12, 51),
+    ]  # fmt: skip
+    assert [record[0] for record in records(folder)] == list(range(1, 13)), "no step is told twice"
 
 
 def test_the_way_back_may_lead_to_where_the_run_came_from(corpus: Path, tmp_path: Path) -> None:

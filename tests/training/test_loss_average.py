@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
 from megatron.training.parity import compare, mock_tokenizer
 from megatron.training.setup import build_engine, make_streams
-from megatron.training.train_step import mean_of_micro_batch, router_weight
+from megatron.training.train_step import mean_of_micro_batch, token_weight
 from tds.loss import Weighted
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
@@ -48,8 +50,9 @@ def test_only_the_loss_to_train_on_becomes_a_mean() -> None:
 
 
 def test_the_routers_divisor_is_all_tokens_of_the_mean_number_of_micro_batches() -> None:
-    assert router_weight(64, 2.5, 4, is_weighted=False) == 40.0
-    assert router_weight(64, 3.0, 4, is_weighted=True) == router_weight(64, 2.9, 4, is_weighted=True) == 256.0
+    grid: Any = SimpleNamespace(data_context=SimpleNamespace(size=4))
+    assert token_weight(64 * 2.5, grid, is_mean=True) == 40.0
+    assert token_weight(64 * 3.0, grid, is_mean=False) == token_weight(64 * 2.9, grid, is_mean=False) == 256.0
 
 
 ByHand = tuple[list[tuple[float, float]], float, float, dict[str, torch.Tensor]]

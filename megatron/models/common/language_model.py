@@ -12,6 +12,7 @@ from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.norms import make_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
+from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, aligned_linear, vocab_range
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
@@ -119,7 +120,7 @@ class PositionEmbedding(nn.Module):
         self.weight = empty_weight(shape, Shard(shape))
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(position_ids, self.weight)
+        return embedding_lookup(position_ids, self.weight)
 
 
 class Embedding(nn.Module):
@@ -226,8 +227,8 @@ def shared_table(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``weight`` twice: to look up rows in with ``sparse=True``, and for everything else.
 
     In backward the rows are added to the other gradient in place. Left to itself, autograd makes a table of zeros for
-    each look-up and another for the sum; on a CPU, making them new at each step takes longer than a layer. In fp16
-    torch has no such addition there.
+    each look-up and another for the sum; on a CPU, making them new at each step takes longer than a layer. Not for
+    16-bit tables: torch accumulates sparse rows in the dtype of the table, see ``megatron.mpu.embedding_lookup``.
 
     Shapes:
         weight, both outputs [v, h]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.mpu.embedding_lookup import HALF_PRECISION
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import divide
 from megatron.mpu.mappings import copy_to_tensor_region, reduce_from_tensor_region
@@ -59,8 +60,47 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one."""
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one.
+
+    The gradients of ``weight`` and ``bias`` are accumulated in fp32 for 16-bit inputs.
+
+    Shapes:
+        x, output    [..., h]
+        weight, bias [h]
+    """
+    is_half_on_cpu = x.device.type == "cpu" and x.dtype in HALF_PRECISION
+    if is_half_on_cpu and weight.dtype == x.dtype and not torch.compiler.is_compiling():
+        normalized: torch.Tensor = _HalfPrecisionLayerNorm.apply(x, weight, bias, epsilon)
+        return normalized
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+class _HalfPrecisionLayerNorm(torch.autograd.Function):
+    """LayerNorm of 16-bit tensors on a CPU, where torch accumulates the gradients of weight and bias in 16 bits.
+
+    The output has the same bits as ``F.layer_norm``. The mean and the inverse standard deviation are saved in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        wide_bias = None if bias is None else bias.float()
+        shape = (x.shape[-1],)
+        output, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight.float(), wide_bias, epsilon)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wide_bias = None if bias is None else bias.float()
+        needed = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
+        wide_grads = torch.ops.aten.native_layer_norm_backward(
+            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), wide_bias, needed
+        )
+        return (*(None if grad is None else grad.to(x.dtype) for grad in wide_grads), None)
 
 
 class LayerNorm(nn.Module):

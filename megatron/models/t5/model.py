@@ -25,6 +25,7 @@ from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
 from megatron.models.common.transformer import Recompute, run_layers
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
+from megatron.mpu.embedding_lookup import HALF_PRECISION
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.ops.attention import positions_in_segments
@@ -255,10 +256,10 @@ class T5Model(nn.Module):
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the word table for both embeddings, where it is whole and on a CPU, and for the head."""
+        """Return the word table for the head, and for both embeddings if it is unsharded, on a CPU and not 16-bit."""
         weight = self.embedding.word.weight
-        is_whole = self.place.group.size == 1 and weight.device.type == "cpu"
-        return shared_table(weight) if is_whole and weight.dtype != torch.float16 else (None, weight)
+        is_unsharded = self.place.group.size == 1 and weight.device.type == "cpu"
+        return shared_table(weight) if is_unsharded and weight.dtype not in HALF_PRECISION else (None, weight)
 
 
 def entered(memory: torch.Tensor, place: ParallelContext) -> torch.Tensor:

@@ -301,3 +301,19 @@ def test_gradients_of_experts_wait_for_their_turn_to_the_bit(recompute: bool) ->
     for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
         assert wanted.grad is not None and got.grad is not None and torch.equal(wanted.grad, got.grad), name
     assert not split.experts.delay_wgrad and "all its weights" in store.describe_split(dict(split.named_parameters()))
+
+
+def test_experts_called_twice_in_a_micro_batch_leave_the_gradients_of_both_calls() -> None:
+    """Such as a layer that is shared: ``backward_dw`` runs once for each forward, and each adds another gradient."""
+    whole, split = layer(), layer()
+    whole(whole(hidden().requires_grad_())).square().sum().backward()
+    store = WeightGradStore(split, lambda: (0, 0))
+    x = hidden().requires_grad_()
+    with store.active():
+        loss = split(split(x)).square().sum()
+    with store.deferring((0, 0)):
+        store.backward([loss], [None], [x])
+    store.run((0, 0))
+    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert (got.grad - wanted.grad).abs().max() <= 1e-12 * wanted.grad.abs().max(), name
+    assert not split.experts._delayed

@@ -71,6 +71,17 @@ def test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does
         assert group.get("floor_lr", 1e-3) == pytest.approx(1e-3 * share)
 
 
+def test_a_rate_by_name_is_not_divided_and_the_other_matrices_are() -> None:
+    model, optimizer, _ = built("--mup-base-hidden-size 8 --lr-by-name layers.*.up.weight=4e-3")
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    rates = {name_of[id(p)]: (g["lr"], g.get("floor_lr", 1e-3)) for g in optimizer.param_groups for p in g["params"]}
+    for name, rate in rates.items():
+        is_named = name.endswith("up.weight")
+        lr = 4e-3 if is_named else 2.5e-3 if is_hidden(name) else 1e-2
+        assert rate == pytest.approx((lr, lr / 10)), name
+    assert sum(rate[0] == 4e-3 for rate in rates.values()) == 2
+
+
 def test_muons_matrices_keep_their_rate_and_the_others_have_none_to_divide() -> None:
     _, optimizer, _ = built("--optimizer muon --mup-base-hidden-size 8")
     assert {group["lr"] for group in optimizer.param_groups} == {1e-2}

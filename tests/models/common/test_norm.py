@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ParallelContext
-from megatron.models.common.norms import rms_norm
+from megatron.models.common.norms import layer_norm, rms_norm
+from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import is_partial, shard_of
 from tests.helpers.model_samples import small_sizes
@@ -44,6 +45,37 @@ def test_16_bits_are_summed_in_32(dtype):
     for own, wanted in zip(with_gradients(rms_norm, dtype), with_gradients(formula), strict=True):
         assert own.dtype == dtype
         assert (own - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_accumulates_16_bit_gradients_in_fp32(dtype, has_bias):
+    """torch on a CPU accumulates them in 16 bits: after 4,000 tokens a bias gradient in bf16 is 87 % too small."""
+    leaves = [random(1, 4000, H), 1 + random(2, H), random(3, H)][: 2 + has_bias]
+    grad = random(4, 4000, H).abs()
+    results = []
+    for wanted in (dtype, torch.float64):
+        given = [leaf.to(dtype).to(wanted).requires_grad_() for leaf in leaves]
+        y = layer_norm(given[0], given[1], given[2] if has_bias else None, 1e-5)
+        y.backward(grad.to(dtype).to(wanted))
+        results.append([y.detach(), *(leaf.grad for leaf in given)])
+    plain = F.layer_norm(*(leaf.to(dtype) for leaf in leaves[:1]), (H,), *(leaf.to(dtype) for leaf in leaves[1:]))
+    assert torch.equal(results[0][0], plain)
+    for own, expected in zip(*results, strict=True):
+        assert own.dtype == dtype
+        assert (own - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_compiled_16_bit_sums_are_taken_in_fp32():
+    ids, table = torch.full((2000,), 3), torch.randn(7, H).bfloat16().requires_grad_()
+    weight, bias = (torch.ones(H).bfloat16().requires_grad_() for _ in range(2))
+    grad = random(4, 2000, H).abs().bfloat16()
+    compiled = torch.compile(lambda x: (embedding_lookup(ids, table), layer_norm(x, weight, bias, 1e-5)))
+    rows, normalized = compiled(random(1, 2000, H).bfloat16())
+    torch.autograd.backward([rows, normalized], [grad, grad])
+    for own in (bias.grad, table.grad[3]):
+        assert (own / grad.double().sum(0) - 1).abs().max() <= torch.finfo(torch.bfloat16).eps
 
 
 def test_a_row_of_zeros_is_zero_and_gives_finite_gradients():

@@ -29,6 +29,10 @@ from tests.helpers.whole import whole_world
 
 RATES = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 RECOMPUTED = {**RATES, "checkpoint_activations": True}
+EXPERTS = {
+    "num_experts": 4, "moe_ffn_hidden_size": 12, "hidden_bias": False, "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.1,
+}  # fmt: skip
 LENGTHS = {"encoder": 8, "decoder": 4}
 """Of T5's samples, so that 4 ranks divide them."""
 
@@ -72,6 +76,7 @@ def cases() -> dict[str, Case]:
             decoder_fields("tokens", "position_ids", "segment_ids", **apart),
         ),
         "mpt": Case(DecoderModel, mpt_sizes(**RATES), decoder_fields("tokens", "segment_ids", **apart)),
+        "experts": Case(DecoderModel, small_sizes(**EXPERTS), vars(batch_of())),
         "bert": Case(BertModel, bert_sizes(**RATES), bert),
         "t5": Case(T5Model, t5_sizes(**{**KINDS["T5 v1.1"], **RECOMPUTED}), t5_fields(with_documents=True)),
         "t5 as CPM": Case(T5Model, t5_sizes(**{**KINDS["as CPM"], **RATES}), t5_fields(with_documents=True)),

@@ -1,0 +1,67 @@
+"""Embedding lookup whose gradient accumulates repeated rows in fp32.
+
+torch's embedding backward on a CPU accumulates in the dtype of the table. In bf16 a row that is looked up 2,000 times
+stops growing after a few hundred terms: its gradient comes out far too small. On GPUs torch accumulates in fp32, and so
+does a compiled lookup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return ``table[ids]``.
+
+    The gradient of the table is dense and has its dtype. Repeated rows are accumulated in fp32 (fp64 for fp64 tables).
+
+    Shapes:
+        ids    [...] int64, below v
+        table  [v, h]
+        output [..., h]
+
+    Raises:
+        IndexError: If an id is negative or not below v.
+    """
+    if table.dtype in HALF_PRECISION and table.device.type == "cpu" and not torch.compiler.is_compiling():
+        rows: torch.Tensor = _HalfPrecisionLookup.apply(ids, table)
+        return rows
+    return F.embedding(ids, table)
+
+
+def accumulate_rows(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distinct ids in ascending order and the fp32 sum of the gradients of each.
+
+    The memory needed is that of the rows that occur, not that of a table in fp32.
+
+    Shapes:
+        ids    [n]
+        grads  [n, h]
+        output [m], [m, h]
+    """
+    distinct, row_of_id = ids.unique(return_inverse=True)
+    sums = torch.ops.aten.embedding_dense_backward(grads.float(), row_of_id, len(distinct), -1, False)
+    return distinct, sums
+
+
+class _HalfPrecisionLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table_shape = table.shape
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if not ctx.needs_input_grad[1]:
+            return None, None
+        (ids,) = ctx.saved_tensors
+        distinct, sums = accumulate_rows(ids.flatten(), grads[0].reshape(-1, ctx.table_shape[1]))
+        grad = grads[0].new_zeros(ctx.table_shape)
+        return None, grad.index_copy_(0, distinct, sums.to(grad.dtype))
