@@ -288,11 +288,9 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     yield from scaling_notes(config)
     yield from kept_notes(config)
     yield from data_notes(config, world_size)
-    parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
+    parallel, json = config.parallel, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
-    if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
-        yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
     defaults = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
     if defaults and not parallel.has_pipeline:
         yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"

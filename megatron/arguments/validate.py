@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.arguments import unused_flags
 from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
-from megatron.config.experts import expert_notes, expert_rank_problems
+from megatron.config.experts import expert_rank_problems
 from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
@@ -474,5 +474,4 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *zero_notes(config, world_size),
         *context_parallel_notes(config),
         *decoder.window_notes(config),
-        *expert_notes(config),
     ]

@@ -165,6 +165,8 @@ def plan_rows(
     yield from _zero_rows(config, topology.data_context)
     if config.neutral:
         yield "holds anyway", neutral_text(config)
+    if config.shadowed:
+        yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
     if config.optimizer.optimizer == "muon":
         yield "optimizer", _muon_text(config, topology)
     if states := config.optimizer.bf16_states:
