@@ -94,6 +94,7 @@ def parse(
     defaults = other_programs.defaults_of(found, defaults or {})
     defaults = flag_values.default_values(defaults, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
+    translate.skip_train(found, defaults)
     if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):
         defaults = {**defaults, **checkpoint_args(found, defaults)}
     extra = _extra_values(extra_parser, found)
@@ -121,7 +122,7 @@ def parse(
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(own)):
-        raise_all(flag_values.with_variables(problems, env))
+        raise_all(flag_values.with_variables(flag_values.with_typed_flags(problems, found), env))
     return _with_notes(config, found.notes, world_size)
 
 

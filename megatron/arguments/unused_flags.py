@@ -9,6 +9,7 @@ from megatron.arguments.deepspeed_keys import FP16, NOT_READ
 from megatron.config.config import Config
 from megatron.config.data import EACH, OWN_DATA, PATHS, parse_paths, parse_schedule
 from megatron.config.parallel import ParallelConfig
+from megatron.config.run import DEBUG_IN_TRAINING, DUMP_ONLY, LOGGING_IN_TRAINING
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
 
@@ -183,6 +184,10 @@ IN_TRAINING = (
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip
 """Fields that act in training only; what reads ahead is not started for an evaluation."""
+TRAINING_ONLY = (
+    *IN_TRAINING, "pipeline_trace", *LOGGING_IN_TRAINING, "eval_tasks_interval", *DEBUG_IN_TRAINING, *DUMP_ONLY,
+)  # fmt: skip
+"""Fields that are rejected next to --eval-only, with those that depend on them."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
