@@ -168,9 +168,17 @@ SHADOWS = (
         "--window-attn-skip-freq gives no layer a window",
     ),
     Shadow(
-        ("rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
-         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
-         "rotary_attention_factor"),
+        (
+            "rotary_base",
+            "rotary_scaling",
+            "rotary_scaling_factor",
+            "rotary_low_frequency_factor",
+            "rotary_high_frequency_factor",
+            "rotary_original_positions",
+            "rotary_beta_fast",
+            "rotary_beta_slow",
+            "rotary_attention_factor",
+        ),
         _has_local_base_everywhere,
         "all layers have a window, whose frequencies follow --rotary-local-base",
     ),  # fmt: skip

@@ -206,6 +206,7 @@ SHADOWED = {
     "eval_only": "--eval-only",
     "keep_every": "--keep-every 5",
     # checks and logs
+    "check_paths": "--check-paths",
     "stability_patience": "--stability-patience 3",
     "drift_interval": "--drift-interval 5",
     "debug_dump_steps": "--debug-dump-steps 3",

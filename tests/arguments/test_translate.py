@@ -92,7 +92,10 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
         ("--num-unique-layers 2 --num-layers 4", "must be --num-layers, for layers share no weights, got 2 and 4"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy all", "must be one of no_shard, .*, got 'all'"),
         ("--mock-data --data-path x", "--mock-data must agree with --data-path x"),
-        ("--ds-sequence-parallel-size 2 --cp-comm-type p2p", "--ds-sequence-parallel-size 2 must agree with --cp-comm-type"),
+        (
+            "--ds-sequence-parallel-size 2 --cp-comm-type p2p",
+            "--ds-sequence-parallel-size 2 must agree with --cp-comm-type",
+        ),
         ("--ds-sequence-parallel-size 2 --seq-length 258", r"\(--context-parallel-size was given as --ds-seq.* 2\)"),
         ("--skip-train --load x --eval-iters 0", r"--eval-iters 0.*\(--eval-only was given as --skip-train\)"),
         ("--lr-decay-style wsd --lr-wsd-decay-iters 5 --lr-wsd-decay-samples 21", "got 5 steps of .* and 21 samples"),

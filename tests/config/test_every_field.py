@@ -173,6 +173,7 @@ READ_IN = {
     "strict_flags": "arguments/parser.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
+    "check_paths": "training/dry_run.py",
     "progress": "training/train.py",
     "local_rank": "training/initialize.py",
 }
