@@ -65,6 +65,7 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
     paths, flag = data.corpora, "set beside --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
         yield f"nothing is tested at the end: there is no {flag}"
+    yield from _empty_split_notes(config)
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
     if unread:
         yield f"{', '.join(unread)} has no effect: this run reads no such split"
@@ -72,6 +73,14 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
         yield from _late_step_notes(config, world_size)
     if config.batch.seq_length_schedule is not None and not config.checkpoint.eval_only:
         yield from _late_length_notes(config, world_size)
+
+
+def _empty_split_notes(config: Config) -> Iterator[str]:
+    """Yield evaluations that are left out because --split gives them no documents."""
+    reads, shares = splits_read(config), config.data.split_shares
+    for name, share, what in zip(EACH[1:], shares[1:], ("validated", "tested at the end"), strict=True):
+        if reads[name] and not share and not config.checkpoint.eval_only:
+            yield f"nothing is {what}: --split {config.data.split} gives that split no documents"
 
 
 def splits_read(config: Config) -> dict[str, bool]:

@@ -309,6 +309,21 @@ class DataConfig:
         return {name: named.get(name) for name in PATHS}
 
     @property
+    def split_shares(self) -> tuple[Fraction, Fraction, Fraction]:
+        """Shares of training, validation and test that --split gives; they add up to 1.
+
+        A run whose splits have files of their own, or come from the script, has 1 for each.
+
+        Raises:
+            ValueError: --split cannot be read.
+        """
+        if self.is_mock or self.is_own or self.corpora["data_path"] is None:
+            return Fraction(1), Fraction(1), Fraction(1)
+        weights = [Fraction(part.strip()) for part in self.split.replace("/", ",").split(",")]
+        train, valid, test = [weight / sum(weights) for weight in (*weights, Fraction(0), Fraction(0))[:3]]
+        return train, valid, test
+
+    @property
     def training_path(self) -> str | None:
         """The corpora that training reads, as they were given."""
         return self.sft or self.train_data_path or self.data_path

@@ -11,13 +11,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from megatron import accelerators, object_store
 from megatron.arguments.other_programs import PROGRAMS
-from megatron.arguments.unused_flags import splits_read
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.config import Config
 from megatron.config.data import FIM_TOKENS
@@ -83,16 +81,12 @@ def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def _empty_split_problems(config: Config) -> Iterator[str]:
-    """Yield splits that the run reads although ``--split`` gives them no documents."""
-    data = config.data
-    if data.is_mock or data.is_own or data.valid_sft is not None or (data.data_path is None and data.sft is None):
-        return
-    shares = [Fraction(part.strip()) for part in data.split.replace("/", ",").split(",")]
-    shares += [Fraction(0)] * (3 - len(shares))
-    splits = zip(("training", "validation", "test"), splits_read(config).values(), shares, strict=True)
-    if empty := [name for name, is_read, share in splits if is_read and not share]:
-        cure = "" if empty == ["training"] else ", or turn off what reads it (--eval-interval 0, --eval-iters 0)"
-        yield f"--split {data.split} gives {' and '.join(empty)} no documents, but the run reads them. Change it{cure}"
+    """Yield splits that the run needs although ``--split`` gives them no documents."""
+    data, (train, _, test) = config.data, config.data.split_shares
+    if config.checkpoint.eval_only and not test:
+        yield f"--eval-only needs a test split, got --split {data.split}, which gives it no documents. Change --split"
+    if not config.checkpoint.eval_only and config.batch.train_iters and not train:
+        yield f"training needs documents, got --split {data.split}, which gives it none. Change --split"
 
 
 def machine_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
@@ -154,8 +148,8 @@ def _memory_problems(config: Config, world_size: int, memory: Sequence[Memory]) 
     needed = sum(on_host) * ranks // len(memory) if ranks == world_size else max(on_host) * ranks
     if needed > host_bytes():
         yield (
-            f"{ranks} {'rank needs' if ranks == 1 else 'ranks need'} about {human_bytes(needed)} of host memory, this machine has "
-            f"{human_bytes(host_bytes())}. {_SMALLER}"
+            f"{ranks} {'rank needs' if ranks == 1 else 'ranks need'} about {human_bytes(needed)} of host memory, this "
+            f"machine has {human_bytes(host_bytes())}. {_SMALLER}"
         )
 
 

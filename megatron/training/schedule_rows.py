@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from fractions import Fraction
 
 from megatron import object_store
 from megatron.config import Config
@@ -81,8 +80,7 @@ def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     is_known = config.own.KIND == "decoder" and data.sft is None and data.mixture_schedule is None
     if not is_known or data.is_mock or data.is_own or data.training_path is None or config.checkpoint.eval_only:
         return
-    shares = [Fraction(part.strip()) for part in data.split.replace("/", ",").split(",")]
-    share = shares[0] / sum(shares) if data.train_data_path is None else Fraction(1)
+    share = data.split_shares[0]
     corpora = parse_paths(data.training_path)
     weights = sum(weight for weight, _ in corpora)
     tokens = config.batch.sizes(replicas).consumed_after(steps) * config.tokens_per_sample

@@ -37,8 +37,12 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
         (f"--data-path mock {NULL} --fim-rate 0.5", "pretrain_gpt2.py", "--fim-rate 0.5 needs a vocabulary with"),
-        (f"--data-path a {NULL} --split 100,0,0", "pretrain_gpt2.py", "gives validation and test no documents"),
-        (f"--data-path a {NULL} --split 0,1,1", "pretrain_gpt2.py", "gives training no documents"),
+        (f"--data-path a {NULL} --split 0,1,1", "pretrain_gpt2.py", "training needs documents, got --split 0,1,1"),
+        (
+            f"--data-path a {NULL} --split 9,1,0 --load a --eval-only",
+            "pretrain_gpt2.py",
+            "--eval-only needs a test split",
+        ),
         (f"--sft {__file__} --tokenizer-path {TOKENIZER}", "pretrain_gpt2.py", "needs a chat template, got none"),
         (
             "--export-hf-interval 5 --vocab-size 100 --apply-layernorm-1p",
@@ -66,7 +70,7 @@ def test_what_a_run_rejects_later_is_rejected_by_a_dry_run(line: str, program: s
         "--vocab-size 100",  # a plan without data
         f"--data-path mock {NULL}",
         f"--data-path mock {NULL} --reset-position-ids --eod-mask-loss --split 100,0,0",
-        f"--data-path a {NULL} --split 100,0,0 --eval-iters 0",
+        f"--data-path a {NULL} --split 100,0,0",  # as published scripts have it: nothing is evaluated
         "--fp16 --min-scale 65536 --vocab-size 100",
         "--fp16 --loss-scale 8 --vocab-size 100",
     ],
