@@ -298,8 +298,8 @@ def _in_samples(
         steps, samples = values["lr_wsd_decay_iters"], found.values.get("lr_wsd_decay_samples")
         if samples not in (None, steps * sizes.full):
             found.problems.append(
-                f"--lr-wsd-decay-iters and --lr-wsd-decay-samples must agree, got {steps} steps of {sizes.full} samples "
-                f"and {samples:g} samples. Leave one of them out"
+                f"--lr-wsd-decay-iters and --lr-wsd-decay-samples must agree, got {steps} steps of {sizes.full} "
+                f"samples and {samples:g} samples. Leave one of them out"
             )
         values["lr_wsd_decay_samples"] = steps * sizes.full
         values["lr_wsd_decay_iters"] = None

@@ -38,7 +38,7 @@ def schedule_text(config: Config, replicas: int) -> str:
     warmup = settings.lr_warmup_samples if in_samples else settings.lr_warmup_iters
     warmup = settings.warmup * whole if warmup is None else warmup
     begin, end = to_steps(warmup), to_steps(whole)
-    phases = [("warm-up", 0, begin)]
+    phases: list[tuple[str, float, float]] = [("warm-up", 0, begin)]
     if style == "wsd":
         decay = settings.lr_wsd_decay_samples if in_samples else settings.lr_wsd_decay_iters
         decay = settings.wsd_decay_fraction * (whole - warmup) if decay is None else decay

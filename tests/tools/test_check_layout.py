@@ -93,7 +93,6 @@ def test_messages_explain_what_the_user_did_not_give(capsys: pytest.CaptureFixtu
     message = explained("--split 9,1,0", capsys)
     assert "got random tokens (no --data-path, --train-data-path or --sft)" in message and "none" not in message
     assert "this tool computes in fp64; --fp32 is the other choice" in explained("--bf16", capsys)
-    assert "this tool" not in explained("--num-layers 0", capsys)
 
 
 def test_data_of_each_kind_replaces_the_random_tokens(tmp_path: Path) -> None:

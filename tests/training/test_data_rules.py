@@ -123,6 +123,8 @@ def test_a_run_ends_without_the_splits_that_it_has_not(corpus: Path, tmp_path: P
     """A run without a test split used to end with a traceback after its last step."""
     words = flags(corpus, tmp_path / "run", f"{SHORT} {'' if split == 'apart' else split}")
     if split == "apart":
+        at = words.index("--split")
+        del words[at : at + 2]
         at = words.index("--data-path")
         words[at : at + 2] = ["--train-data-path", str(corpus), "--valid-data-path", str(corpus)]
     assert start_script(1, words, tmp_path / "log") == [0], (tmp_path / "log").read_text()
