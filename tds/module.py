@@ -165,6 +165,8 @@ class PipelineModule(BaseModule):
         elif isinstance(method, str):
             with _as_stages(self, num_pieces), _naming_classes(layer_specs(self), method):
                 super().partition_layers(method)
+            # DeepSpeed's bounds may be numpy integers, which Python's and torch's seeds reject (``seed_layers``).
+            self.parts = [int(bound) for bound in self.parts]
         else:
             self.parts = check_bounds(method, number, num_pieces)
         refuse_empty_pieces(self.parts, number, method, Placement(self.num_stages, self.chunks, self.placement))

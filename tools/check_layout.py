@@ -12,12 +12,13 @@
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
 
 All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
-that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
-given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
-given. With --loss-average micro-batch the one process takes the same micro-batches (--batch-size samples each), and so
-must every layout that is compared; context ranks equal it only where no token is masked. Several ranks on one GPU need
---distributed-backend gloo (docs/accelerators.md); the one process runs on the same
-device. --json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
+that shape the model, the batch and the optimizer work. Tokens are random unless --data-path, --train-data-path or --sft
+is given, with --tokenizer-path; --split works too. Dropout is off, for its masks differ between tensor slices by
+design, unless --layout-independent-dropout is given. With --loss-average micro-batch the one process takes the same
+micro-batches (--batch-size samples each), and so must every layout that is compared; context ranks equal it only where
+no token is masked. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process
+runs on the same device.
+--json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 
@@ -27,6 +28,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,13 +94,14 @@ def main() -> int:
     """Compare the layout of the command line with one process; return the exit code."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process, which computes nothing
     own, flags = own_parser().parse_known_args()
+    given = list(flags)
     pipe, context = max(own.pipe_parallel_size, 1), own.context_parallel_size
     layout = Layout(own.model_parallel_size, pipe, own.data_parallel_size, context)
     os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
     flags = [*flags, f"--{own.dtype}", "--device", own.device, *([] if DROPPED in flags else UNDROPPED)]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
     backend = ["--distributed-backend", own.distributed_backend] if own.distributed_backend else []
-    check_flags([*flags, *pipeline, *backend], layout, own.model)
+    check_flags([*flags, *pipeline, *backend], layout, own.model, [*given, *pipeline, *backend])
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:
         job = (own.model, own.steps)
         one = kept_reference(own, flags, layout.data)
@@ -138,14 +141,18 @@ def own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_flags(flags: list[str], layout: Layout, model: str) -> None:
-    """End with code 2 and the reasons when the layout cannot be; print the limits of --loss-average micro-batch."""
+def check_flags(flags: list[str], layout: Layout, model: str, given: list[str] | None = None) -> None:
+    """Exit with code 2 and the reasons if the layout is rejected; print the limits of --loss-average micro-batch.
+
+    Args:
+        given: flags of the user among ``flags``; None: all.
+    """
     from megatron.errors import ConfigError
 
     try:
-        config = parse_as(model, [*flags, *layout.flags, "--data-path", "none"], layout.world_size)
+        config = parse_as(model, [*with_data(flags, model), *layout.flags], layout.world_size)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(explained(str(error), given or flags), file=sys.stderr)
         raise SystemExit(2) from None
     for line in average_notes(config):
         print(line, flush=True)
@@ -166,6 +173,14 @@ def average_notes(config: Any) -> Iterator[str]:
         )
 
 
+def explained(message: str, given: list[str]) -> str:
+    """Return the message of an error with the tool's own settings in place of flags that the user did not give."""
+    message = message.replace("got --data-path none", "got random tokens (no --data-path, --train-data-path or --sft)")
+    own = {"--fp64": "this tool computes in fp64; --fp32 is the other choice", "--eval-iters": "this tool only trains"}
+    hints = [hint for flag, hint in own.items() if flag not in given and re.search(rf"{flag}(?![\w-])", message)]
+    return f"{message} ({'; '.join(hints)})" if hints else message
+
+
 def parse_as(model: str, flags: list[str], world_size: int) -> Any:
     """Return the configuration of the model's own program."""
     from megatron.arguments import parse
@@ -175,7 +190,7 @@ def parse_as(model: str, flags: list[str], world_size: int) -> Any:
 
 def reference_key(own: argparse.Namespace, flags: list[str], replicas: int) -> str:
     """Return what the numbers of the one process depend on."""
-    config = parse_as(own.model, with_data(flags), 1)
+    config = parse_as(own.model, with_data(flags, own.model), 1)
     config = replace(config, batch=replace(config.batch, gas=config.batch.gas * replicas))
     return json.dumps([own.model, own.steps, config.to_dict()], sort_keys=True, default=str)
 
@@ -250,7 +265,7 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     from megatron.training import configure_device, initialize
     from megatron.training.failure import guard
 
-    config = parse_as(model, with_data(flags), int(os.environ["WORLD_SIZE"]))
+    config = parse_as(model, with_data(flags, model), int(os.environ["WORLD_SIZE"]))
     configure_device(config)
     gas = config.batch.gas * (1 if config.batch.requested_global_batch_size else replicas)
     config = replace(config, batch=replace(config.batch, gas=gas))
@@ -268,9 +283,16 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     guard(train, lambda: f"rank {os.environ.get('RANK', '0')}")
 
 
-def with_data(flags: list[str]) -> list[str]:
-    """Return the flags with a data path, which is needed but not read for random tokens."""
-    return flags if "--data-path" in flags else [*flags, "--data-path", "none"]
+def with_data(flags: list[str], model: str) -> list[str]:
+    """Return the flags without evaluations, and with ``--data-path none`` (random tokens) if no flag names data."""
+    from megatron.arguments import config_file
+    from megatron.arguments.flag_values import scan
+    from megatron.config.data import PATHS
+
+    found = scan(flags, (), model)
+    config_file.take(found)
+    flags = [*flags, "--eval-iters", "0"]
+    return flags if found.values.keys() & {*PATHS, "sft"} else [*flags, "--data-path", "none"]
 
 
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments import precedence
 from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
 from megatron.arguments.flag_values import (
     TOTAL,
@@ -215,6 +216,13 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.neutral = {**reader.neutral, **found.neutral}
     if taken.is_of_run:
         values = _with_length(values, reader.converted, text.values, found)
+    for flag in precedence.overridden_flags(reader.converted, found):
+        del reader.converted[flag]
+    settings = precedence.settings_of(found)
+    for name in [name for name in values if precedence.setting_of(name) in settings and name not in found.values]:
+        del values[name]
+    for name in precedence.yielding_fields(found) & values.keys():
+        del found.values[name]
     found.converted = {**reader.converted, **found.converted}
     if reader.problems:
         return taken

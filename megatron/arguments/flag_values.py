@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments import translate
+from megatron.arguments import precedence, translate
 from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
 from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
 from megatron.config.batch import BatchConfig
@@ -275,10 +275,8 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
     found.notes += defaults.notes
     found.neutral = defaults.neutral | found.neutral
-    is_said = {"train_iters": ("--train-samples", "--train-tokens")}
-    for flag, value in defaults.converted.items():
-        if not any(name in found.values and flag in flags for name, flags in is_said.items()):
-            found.converted.setdefault(flag, value)
+    overridden = precedence.overridden_flags(defaults.converted, found)
+    found.converted |= {flag: value for flag, value in defaults.converted.items() if flag not in overridden}
     found.rest[:0] = defaults.rest
     return defaults.values
 
@@ -299,6 +297,8 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
     elif any(name in explicit for name in PATHS):
         defaults.pop("sft", None)
         defaults.pop("valid_sft", None)
+    for name in precedence.shadowing_lengths(explicit):
+        defaults.pop(name, None)
     if any(name in explicit for name in EACH):
         defaults.pop("data_path", None)
         defaults.pop("split", None)
@@ -324,6 +324,25 @@ def step_back(defaults: dict[str, Any], explicit: Mapping[str, Any], excluded: I
     if "dec_seq_length" in explicit:  # the targets of the defaults may be longer
         for name in ("noise_density", "mean_span_length"):
             defaults.pop(name, None)
+
+
+def with_typed_flags(problems: list[str], found: Scan) -> list[str]:
+    """Return the messages; each that names a flag which the user typed under another name also gives that name."""
+    names = {option.name: option.flag for option in options_in(found.family) if option.flag}
+    typed = {names[field]: text for field, text in found.spelling.items() if field in names and text.startswith("--")}
+    lines = []
+    for problem in problems:
+        renamed = [
+            f"{flag} was given as {text}"
+            for flag, text in typed.items()
+            if text.split(" ")[0] != flag and _names(problem, flag) and not _names(problem, text.split(" ")[0])
+        ]
+        lines.append(f"{problem} ({', '.join(renamed)})" if renamed else problem)
+    return lines
+
+
+def _names(text: str, flag: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) is not None
 
 
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:

@@ -47,6 +47,12 @@ CONVERTED_ROWS = (
     _converted("--num-unique-layers", "must be --num-layers: layers share no weights", "num_layers", "int"),
     _converted("--calculate-per-token-loss", "token", "loss_average"),
     # layout and memory
+    _converted(
+        "--ds-sequence-parallel-size",
+        "--context-parallel-size with --cp-comm-type a2a",
+        "context_parallel_size cp_comm_type",
+        "int",
+    ),
     _converted("--no-pipeline-parallel", "no pipeline", "pipe_parallel_size"),
     _converted("--use-distributed-optimizer", "ZeRO 1, unless a stage is given", "zero_stage"),
     _converted("--use-torch-fsdp2", "ZeRO 3, unless a stage is given", "zero_stage"),
@@ -71,7 +77,7 @@ CONVERTED_ROWS = (
     # the run
     _converted("--profile-step-start", "the step before the first of --profile", "profile", "int"),
     _converted("--profile-step-end", "the last step of --profile", "profile", "int"),
-    _converted("--skip-train", "--eval-only with --load, else no step", "eval_only"),
+    _converted("--skip-train", "--eval-only with --load or --resume, otherwise --train-iters 0", "eval_only"),
     _converted("--exit-on-missing-checkpoint", "--load needs a checkpoint", "load_if_exists"),
     _converted("--save-retain-interval", "--keep-last 1 and --keep-every", "keep_every", "int"),
 )

@@ -159,9 +159,9 @@ GROUPS = {
         --suggested-communication-unit-size= --create-all-gather-group""",
     "all samples are cut over the same ranks of --context-parallel-size; the numbers are the same": """
         --hierarchical-context-parallel-sizes=* --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
-    "sequences stay whole with --ds-sequence-parallel-size 1": """
-        --force-ds-sequence-parallel --ds-sequence-parallel-fpdt-chunk-size=
-        --ds-sequence-parallel-fpdt-offloading""",
+    "--ds-sequence-parallel-size is what splits sequences": "--force-ds-sequence-parallel",
+    "it acts with --ds-sequence-parallel-fpdt only, which is refused": """
+        --ds-sequence-parallel-fpdt-chunk-size= --ds-sequence-parallel-fpdt-offloading""",
     "stages are balanced by cost, see --partition-method; the numbers are the same": """
         --standalone-embedding-stage --account-for-embedding-in-pipeline-split
         --account-for-loss-in-pipeline-split --pp-partition-method=
@@ -298,7 +298,6 @@ def _held(flag: str, holds: str, about: str, otherwise: str, num_values: int | s
 
 
 _ROUTER = "the router computes in fp32 (fp64 in fp64); use fp32, or leave it out"
-_WHOLE = "it is --context-parallel-size with --cp-comm-type a2a here; use these, or 1"
 _WHOLE_MATRICES = "Muon looks at whole matrices in every layout; use duplicated, distributed, or leave it out"
 _BF16_PRODUCTS = "Newton-Schulz steps run in bf16, as torch.optim.Muon's do; use medium, or leave it out"
 _COEFFICIENTS = "Newton-Schulz has the coefficients of torch.optim.Muon; use simple"
@@ -307,7 +306,6 @@ _OUTPUT = "logits are multiplied with --dim-model-base / --hidden-size; use that
 _FP32 = "masters and their gradients are fp32"
 HELD = (
     _held("--moe-router-dtype", "fp32", "the router computes in fp32", _ROUTER),
-    _held("--ds-sequence-parallel-size", "1", "sequences stay whole", _WHOLE),
     _held("--softmax-type", "vanilla", "it is the usual softmax", "attention has the usual softmax; use vanilla"),
     _held("--rope-type", "rope", "it is the usual rotation", "use --rotary-scaling"),
     _held(

@@ -81,7 +81,7 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
         defaults = T5
     found.follows_megatron = any(dict(defaults) == dict(one) for one in (GPT, BERT, T5))
     left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
-    starts_anew = "load" in found.values and "--exit-on-missing-checkpoint" not in found.converted
+    starts_anew = "load" in found.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(found.converted)
     needs_one = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
     if needs_one or not starts_anew:
         left_out.add("load_if_exists")

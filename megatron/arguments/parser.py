@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megatron import accelerators
 from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, run_script, translate
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.shadowed_flags import shadowed_fields
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
 from megatron.config.option import Option, options_of
@@ -94,6 +95,7 @@ def parse(
     defaults = other_programs.defaults_of(found, defaults or {})
     defaults = flag_values.default_values(defaults, env, found, extra_flags)
     defaults = from_file.weaker(defaults, found)
+    translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     found.implied = deepspeed_json.implied_values(stated, {**defaults, **found.values})
@@ -118,13 +120,15 @@ def parse(
         batch=replace(config.batch, **limits),
         precision=replace(config.precision, excluded=deepspeed_json.excluded(json)),
     )
+    config = replace(config, shadowed=_shadowed(config, found))
     if config.run.strict_flags:
-        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in found.neutral.items()]
+        without_effect = {**found.neutral, **config.shadowed}
+        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in without_effect.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(own)):
-        raise_all(flag_values.with_variables(problems, env))
+        raise_all(flag_values.with_variables(flag_values.with_typed_flags(problems, found), env))
     return _with_notes(config, [*found.notes, *other_programs.notes(config, found)], world_size)
 
 
@@ -235,6 +239,16 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
     found.problems += problems
     found.neutral |= neutral
     return json
+
+
+def _shadowed(config: Config, found: Scan) -> dict[str, str]:
+    """Return flag as typed -> reason for each flag without effect that is not listed as ignored already."""
+    named = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
+    return {name: why for name, why in named.items() if name not in found.neutral}
+
+
+def _flag_of(field: str) -> str:
+    return next(option.flag for _, option in flag_values.all_options() if option.name == field)
 
 
 def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:

@@ -23,6 +23,8 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from megatron.arguments.precedence import LENGTHS
+from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
 from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
 from megatron.config.data import MOCK_DATA
@@ -93,10 +95,13 @@ def fields_of(found: Scan) -> None:
             _scale_power(found, value, spelling)
         elif flag == "--fim-data":
             found.values.setdefault("fim_rate", 0.5)
-        elif flag == "--skip-train":
-            found.values |= {"eval_only": True} if "load" in found.values else {"train_iters": 0}
         elif flag == "--calculate-per-token-loss":
             give(found, "loss_average", "token", spelling)
+        elif flag == "--ds-sequence-parallel-size" and value == 1:
+            found.neutral[spelling] = "sequences stay whole"
+        elif flag == "--ds-sequence-parallel-size":
+            give(found, "context_parallel_size", value, spelling)
+            give(found, "cp_comm_type", "a2a", spelling)
         elif flag == "--save-retain-interval":
             give(found, "keep_every", value, spelling)
             found.values.setdefault("keep_last", 1)
@@ -179,10 +184,39 @@ def _paths(found: Scan) -> None:
         found.problems.append(str(error))
 
 
+# --skip-train, which Megatron's scripts add to the flags of a training run.
+
+OF_STEPS = ("train_iters", *(name for names in LENGTHS for name in names))
+"""Fields that give a number of training steps."""
+
+
+def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
+    """Turn --skip-train into --eval-only if a checkpoint is loaded, otherwise into --train-iters 0.
+
+    Flags of ``found`` that only training uses become ignored flags: the script passes them for its other runs.
+    """
+    if "--skip-train" not in found.converted:
+        return
+    both = {**defaults, **found.values}
+    if both.get("load") or both.get("resume"):
+        found.values["eval_only"], found.spelling["eval_only"] = True, "--skip-train"
+        unused: tuple[str, ...] = TRAINING_ONLY
+    else:
+        unused = (*TRAINING_ONLY, *OF_STEPS)
+        for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
+            found.neutral[flag] = "no step is trained with --skip-train"
+    for name in unused:
+        defaults.pop(name, None)
+        if found.values.pop(name, None) is not None:
+            found.neutral[found.spelling.pop(name)] = "no step is trained with --skip-train"
+    if "eval_only" not in found.values:
+        found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
+
+
 # Lengths: --train-samples, --train-tokens, and warm-up and decay in samples and tokens.
 
 SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
-LENGTHS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
+LENGTH_FLAGS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
 
 
 def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -191,11 +225,14 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     Returns:
         Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
     """
-    asked = {flag: found.converted[flag] for flag in LENGTHS if flag in found.converted}
+    asked = {flag: found.converted[flag] for flag in LENGTH_FLAGS if flag in found.converted}
     is_by_tokens = asked.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
     is_by_tokens = is_by_tokens and "train_iters" not in found.values
     is_exact = is_by_tokens and values.get("train_tokens_lr_unit", OptimizerConfig().train_tokens_lr_unit) == "samples"
-    in_samples = bool(asked.keys() - {"--train-tokens"}) or any(values.get(name) is not None for name in SAMPLES)
+    lengths_in_samples = [name for name in SAMPLES if "wsd" not in name or values.get("lr_decay_style") == "wsd"]
+    in_samples = bool(asked.keys() - {"--train-tokens"}) or any(
+        values.get(name) is not None for name in lengths_in_samples
+    )
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
     if not asked and not in_samples:
         return {}
@@ -295,7 +332,13 @@ def _in_samples(
     steps, last = values.get("lr_wsd_decay_iters"), sizes.steps_until(decay)
     if steps is not None:
         before = sizes.consumed_after(last - steps) if steps <= last else 0
-        values["lr_wsd_decay_samples"] = sizes.consumed_after(max(last, steps)) - before
+        converted, samples = sizes.consumed_after(max(last, steps)) - before, found.values.get("lr_wsd_decay_samples")
+        if samples not in (None, converted):
+            found.problems.append(
+                f"--lr-wsd-decay-iters and --lr-wsd-decay-samples must agree, got {steps} steps, which are the last "
+                f"{converted:g} samples of the decay, and {samples:g} samples. Leave one of them out"
+            )
+        values["lr_wsd_decay_samples"] = converted
         values["lr_wsd_decay_iters"] = None
 
 

@@ -9,6 +9,7 @@ from megatron.arguments.deepspeed_keys import FP16, NOT_READ
 from megatron.config.config import Config
 from megatron.config.data import EACH, OWN_DATA, PATHS, parse_paths, parse_schedule
 from megatron.config.parallel import ParallelConfig
+from megatron.config.run import DEBUG_IN_TRAINING, DUMP_ONLY, LOGGING_IN_TRAINING
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
 
@@ -64,6 +65,7 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
     paths, flag = data.corpora, "set beside --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
         yield f"nothing is tested at the end: there is no {flag}"
+    yield from _empty_split_notes(config)
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
     if unread:
         yield f"{', '.join(unread)} has no effect: this run reads no such split"
@@ -71,6 +73,14 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
         yield from _late_step_notes(config, world_size)
     if config.batch.seq_length_schedule is not None and not config.checkpoint.eval_only:
         yield from _late_length_notes(config, world_size)
+
+
+def _empty_split_notes(config: Config) -> Iterator[str]:
+    """Yield evaluations that are left out because --split gives them no documents."""
+    reads, shares = splits_read(config), config.data.split_shares
+    for name, share, what in zip(EACH[1:], shares[1:], ("validated", "tested at the end"), strict=True):
+        if reads[name] and not share and not config.checkpoint.eval_only:
+            yield f"nothing is {what}: --split {config.data.split} gives that split no documents"
 
 
 def splits_read(config: Config) -> dict[str, bool]:
@@ -183,6 +193,10 @@ IN_TRAINING = (
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip
 """Fields that act in training only; what reads ahead is not started for an evaluation."""
+TRAINING_ONLY = (
+    *IN_TRAINING, "pipeline_trace", *LOGGING_IN_TRAINING, "eval_tasks_interval", *DEBUG_IN_TRAINING, *DUMP_ONLY,
+)  # fmt: skip
+"""Fields that are rejected next to --eval-only, with those that depend on them."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
@@ -288,11 +302,9 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     yield from scaling_notes(config)
     yield from kept_notes(config)
     yield from data_notes(config, world_size)
-    parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
+    parallel, json = config.parallel, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
-    if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
-        yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
     defaults = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
     if defaults and not parallel.has_pipeline:
         yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.arguments import unused_flags
 from megatron.config import batch, decoder, run, seq_length
 from megatron.config.config import Config
-from megatron.config.experts import expert_notes, expert_rank_problems
+from megatron.config.experts import expert_rank_problems
 from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
@@ -349,6 +349,23 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from config.own.check(config)
     if not config.run.dry_run:
         yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES)
+    if config.run.check_paths and not config.run.dry_run:
+        yield "--check-paths acts with --dry-run only; a run checks its paths in any case. Leave it out"
+    precision = config.precision
+    is_too_high = precision.is_dynamic and precision.min_scale > 2.0**precision.initial_scale_power
+    if precision.dtype in (None, "fp16") and is_too_high:
+        yield (
+            f"--min-scale must not exceed the initial loss scale, got {precision.min_scale:g} and "
+            f"--initial-scale-power {precision.initial_scale_power} (2^{precision.initial_scale_power} = "
+            f"{2**precision.initial_scale_power}). Lower --min-scale, or raise --initial-scale-power"
+        )
+    if config.parallel.fused_kernels == "apex" and precision.dtype == "fp64":
+        yield "--fused-kernels apex needs fp32, bf16 or fp16, got --fp64. Use --fused-kernels torch"
+    if config.parallel.fused_kernels == "apex" and config.parallel.device not in ("auto", "cuda"):
+        yield (
+            f"--fused-kernels apex needs a GPU, got --device {config.parallel.device}: apex has kernels for CUDA only. "
+            "Leave it out"
+        )
     if config.optimizer.optimizer == "adafactor" and t > 1:
         yield (
             "--optimizer adafactor needs whole matrices for the means of their rows and columns, got "
@@ -480,5 +497,4 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *zero_notes(config, world_size),
         *context_parallel_notes(config),
         *decoder.window_notes(config),
-        *expert_notes(config),
     ]

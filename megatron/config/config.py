@@ -92,6 +92,7 @@ class Config:
     repeated: tuple[str, ...] = ()  # flags given more than once; the last value holds
     notes: tuple[str, ...] = ()  # to be logged once at the start
     neutral: Mapping[str, str] = field(default_factory=dict)  # flag or key that asks for what holds -> why it does
+    shadowed: Mapping[str, str] = field(default_factory=dict)  # flag without effect because of another -> the reason
 
     def __post_init__(self) -> None:
         own = self.own.resolved(self.model, self.data)

@@ -154,6 +154,13 @@ TOKENIZER_SYNONYMS = {
 }
 """Megatron's names -> ours."""
 
+FIM_TOKENS = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<PRE>", "<MID>", "<SUF>"),
+)
+"""Names of the control tokens of --fim-rate: prefix, middle and suffix in the vocabularies that have them."""
+
 _paths = partial(option, None, join=join_words)
 _decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
 
@@ -302,6 +309,21 @@ class DataConfig:
         return {name: named.get(name) for name in PATHS}
 
     @property
+    def split_shares(self) -> tuple[Fraction, Fraction, Fraction]:
+        """Shares of training, validation and test that --split gives; they add up to 1.
+
+        A run whose splits have files of their own, or come from the script, has 1 for each.
+
+        Raises:
+            ValueError: --split cannot be read.
+        """
+        if self.is_mock or self.is_own or self.corpora["data_path"] is None:
+            return Fraction(1), Fraction(1), Fraction(1)
+        weights = [Fraction(part.strip()) for part in self.split.replace("/", ",").split(",")]
+        train, valid, test = [weight / sum(weights) for weight in (*weights, Fraction(0), Fraction(0))[:3]]
+        return train, valid, test
+
+    @property
     def training_path(self) -> str | None:
         """The corpora that training reads, as they were given."""
         return self.sft or self.train_data_path or self.data_path
@@ -406,15 +428,17 @@ class DataConfig:
         else:
             yield from _problem_of(partial(parse_schedule, self.mixture_schedule, number))
 
-    def missing_files(self, *, reads_span_files: bool = False) -> Iterator[str]:
+    def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
         """Yield the token files that are not there; a path that itself exists is the script's own.
 
         Args:
             reads_span_files: a corpus may be a set of CPM's three files.
+            on_any_node: look on this machine even if the job has several nodes.
 
         With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
         """
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own or self.is_mock:
+        is_on_one_node = on_any_node or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        if not is_on_one_node or self.is_own or self.is_mock:
             return
         yield from self._missing_conversations()
         for prefix, flag in self.flag_of_prefix.items():

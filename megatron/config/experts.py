@@ -298,12 +298,3 @@ def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
             f"--expert-model-parallel-size must divide the data x context ranks, got {ep} and {ranks}. Use one of "
             f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}"
         )
-
-
-def expert_notes(config: Any) -> Iterator[str]:
-    """Yield what was given, acts on experts alone and so changes nothing in a dense model."""
-    if config.model.num_experts:
-        return
-    names = (*NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size")
-    if given := [f"--{name.replace('_', '-')}" for name in names if name in config.given]:
-        yield f"{', '.join(given)}: it acts on experts, and the model has none (--num-experts)"

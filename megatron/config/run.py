@@ -61,6 +61,11 @@ class RunConfig:
         "print the start table and stop, without starting processes or reading data",
         short="print the start table and stop",
     )
+    check_paths: bool = option(
+        False,
+        "with --dry-run: end with code 2 if this machine lacks data files, the folder of --load, memory or the device; "
+        "without it they are warnings",
+    )
     progress: str = option("auto", "how progress is shown", choices=("auto", "bar", "plain"))
     local_rank: int | None = option(
         None,

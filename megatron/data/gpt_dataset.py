@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.data import FIM_TOKENS
 from megatron.data import dataset_builder
 from megatron.data.cache import IndexCache
 from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
@@ -38,11 +39,7 @@ from megatron.ops.attention import positions_in_segments
 #
 # Source: Bavarian et al. 2022, "Efficient training of language models to fill in the middle", section 3 and appendix D.
 
-NAMES = (
-    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
-    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
-    ("<PRE>", "<MID>", "<SUF>"),
-)
+NAMES = FIM_TOKENS
 _NUM_CONTROL_TOKENS = 3
 _SHORTEST = 2 * _NUM_CONTROL_TOKENS
 _WORDS_A_DOCUMENT = 4

@@ -263,20 +263,31 @@ class RunData:
             ordered.use_order(order)
 
 
+def evaluated_splits(config: Config) -> dict[str, bool]:
+    """Return True for "valid" and "test" if the run evaluates them.
+
+    As in Megatron, a split without files or documents is not evaluated. ``--eval-only`` needs the test split in any
+    case.
+    """
+    batch, paths, is_eval_only = config.batch, config.data.corpora, config.checkpoint.eval_only
+    _, valid, test = config.data.split_shares
+    has_eval = batch.eval_iters > 0
+    has_test_files = paths["data_path"] is not None or paths["valid_data_path"] is None or bool(paths["test_data_path"])
+    return {
+        "valid": has_eval and batch.eval_interval > 0 and not is_eval_only and valid > 0,
+        "test": has_eval and has_test_files and (test > 0 or is_eval_only),
+    }
+
+
 def samples_wanted(config: Config, world: World) -> list[int]:
     """Return how many samples training, all validations and the test will read."""
     batch, replicas = config.batch, world.grid.data.size
     per_step = batch.global_batch_size(replicas)
-    has_eval = batch.eval_iters > 0
-    validates = has_eval and batch.eval_interval > 0 and not config.checkpoint.eval_only
-    paths = config.data.corpora
-    tests = has_eval and (
-        paths["data_path"] is not None or paths["valid_data_path"] is None or bool(paths["test_data_path"])
-    )
+    evaluated = evaluated_splits(config)
     return [
         0 if config.checkpoint.eval_only else batch.sizes(replicas).consumed_after(batch.train_iters),
-        batch.eval_iters * per_step if validates else 0,
-        batch.eval_iters * per_step if tests else 0,
+        batch.eval_iters * per_step if evaluated["valid"] else 0,
+        batch.eval_iters * per_step if evaluated["test"] else 0,
     ]
 
 

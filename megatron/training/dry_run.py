@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron import log
+from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.data import EACH
 from megatron.config.experts import expert_layers
@@ -17,10 +18,11 @@ from megatron.log import human_bytes, human_count
 from megatron.models import registry
 from megatron.models.t5.config import t5_units
 from megatron.mpu.topology import Topology
-from megatron.training import auto_placement
+from megatron.training import auto_placement, plan_checks
 from megatron.training.console import TrainingConsole
 from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
 from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
+from megatron.training.schedule_rows import epoch_rows, schedule_rows
 from tds.partition import chunks_on
 from tds.schedule import V
 from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, is_auto
@@ -80,8 +82,15 @@ TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
-def dry_run(config: Config, world_size: int) -> None:
-    """Print the start table of a run on ``world_size`` ranks, without forming it. Rank 0 speaks."""
+def dry_run(config: Config, world_size: int, program: str = "") -> None:
+    """Print the start table of a run on ``world_size`` ranks, without starting it. Only rank 0 prints.
+
+    Args:
+        program: file name of the program, whose data sets may need a tokenizer.
+
+    Raises:
+        ConfigError: The run would reject the flags, or ``--check-paths`` finds that this machine lacks something.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     tokenizer, config = with_tokenizer(config)
@@ -93,6 +102,7 @@ def dry_run(config: Config, world_size: int) -> None:
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
         tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
+    raise_all(list(plan_checks.combination_problems(config, tokenizer, program)))
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
@@ -101,10 +111,17 @@ def dry_run(config: Config, world_size: int) -> None:
     if auto_placement.is_free(config):
         config = auto_placement.with_placement(config, topology, dtype, _memory_here(config, world_size))
     bounds = registry.bounds_of(config, topology.pipe)
+    memory = stage_memory(config, topology, bounds, dtype)
+    missing = list(plan_checks.machine_problems(config, world_size, memory))
+    if config.run.check_paths:
+        raise_all(missing)
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
         log.info(note)
-    screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
+    rows = [*plan_rows(config, topology, bounds, dtype), *epoch_rows(config, topology.data)]
+    screen.table("Plan (nothing was started)", rows)
+    for problem in missing:
+        log.warning(f"{problem} (--check-paths makes this an error)")
 
 
 def _memory_here(config: Config, world_size: int) -> int | None:
@@ -156,6 +173,7 @@ def plan_rows(
     if batch.rampup_batch_size is not None:
         sizes = batch.sizes(d)
         yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
+    yield from schedule_rows(config, d)
     yield from _length_rows(config, d)
     yield from sample_rows(config)
     yield from _context_rows(config)
@@ -165,6 +183,8 @@ def plan_rows(
     yield from _zero_rows(config, topology.data_context)
     if config.neutral:
         yield "holds anyway", neutral_text(config)
+    if config.shadowed:
+        yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
     if config.optimizer.optimizer == "muon":
         yield "optimizer", _muon_text(config, topology)
     if config.optimizer.optimizer == "sgd":

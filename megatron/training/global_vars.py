@@ -67,11 +67,22 @@ def get_tokenizer() -> Any:
         DataError: the run has none.
     """
     if _current.tokenizer is None and _current.config is not None:
-        raise DataError(
-            "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the one that made the "
-            "data; tools/train_tokenizer.py trains one."
-        )
+        raise DataError(missing_tokenizer(_current.config))
     return _needed(_current.tokenizer, "tokenizer")
+
+
+def missing_tokenizer(config: Config) -> str:
+    """Return the message for a script that needs a tokenizer where no flag names one."""
+    if config.data.is_mock:
+        size = config.model.vocab_size or "N"
+        return (
+            "--data-path mock needs a vocabulary, got no tokenizer. Add --tokenizer-type NullTokenizer --vocab-size "
+            f"{size}, or name a tokenizer with --tokenizer-path"
+        )
+    return (
+        "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the one that made the data; "
+        "tools/train_tokenizer.py trains one."
+    )
 
 
 def get_chat_template() -> Any:

@@ -35,7 +35,7 @@ from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.callbacks.straggler import StragglerWarning
 from megatron.training.callbacks.wandb import Wandb
-from megatron.training.data import DatasetsProvider, open_data
+from megatron.training.data import DatasetsProvider, evaluated_splits, open_data
 from megatron.training.exit_signals import StopRequests
 from megatron.training.global_vars import with_tokenizer
 from megatron.training.initialize import World
@@ -141,8 +141,9 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
         yield ExpertMonitor(config.model, stability)
     if config.seeing.log_layer_norms:
         yield LayerNorms()
-    if batch.eval_iters:
-        yield Evaluator(batch.eval_interval)
+    evaluated = evaluated_splits(config)
+    if any(evaluated.values()):
+        yield Evaluator(batch.eval_interval if evaluated["valid"] else 0, has_test=evaluated["test"])
     if is_training and config.seeing.eval_tasks:
         from megatron.training.callbacks.task_evaluator import TaskEvaluator
 

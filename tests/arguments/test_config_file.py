@@ -140,6 +140,56 @@ def test_what_undoes_a_flag_of_the_command_line_gives_way(tmp_path, text, line, 
     assert {name: flat[name] for name in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "wanted"),
+    [
+        ("train-samples: 80", "--train-samples 40", {"train_iters": 10}),
+        ("train-samples: 80", "--train-iters 40", {"train_iters": 40, "lr_decay_samples": None}),
+        ("train-iters: 80", "--train-samples 40", {"train_iters": 10}),
+        ("train-tokens: 80000", "--train-iters 40", {"train_iters": 40}),
+        ("swiglu: true", "--activation gelu", {"activation": "gelu", "ff_hidden_size": 4 * 256}),
+        ("activation: gelu", "--swiglu --hidden-size 300", {"activation": "gated-silu", "ff_hidden_size": 768}),
+        ("glu-activation: swiglu", "--activation relu", {"activation": "relu"}),
+        ("activation: relu", "--glu-activation swiglu", {"activation": "gated-silu"}),
+        ("activation: silu", "--no-bias-gelu-fusion", {"activation": "silu"}),
+        ("num-query-groups: 2", "--group-query-attention", {"num_query_groups": 2}),
+        ("group-query-attention: true", "--num-query-groups 2", {"num_query_groups": 2}),
+        ("use-distributed-optimizer: true", "--zero-stage 2", {"zero_stage": 2}),
+        ("zero-stage: 2", "--use-distributed-optimizer", {"zero_stage": 2}),
+        ("lr-warmup-iters: 9", "--lr-warmup-fraction 0.1", {"warmup": 0.1, "lr_warmup_iters": None}),
+        ("lr-warmup-samples: 9", "--lr-warmup-iters 5", {"lr_warmup_iters": 5, "lr_warmup_samples": None}),
+        ("warmup: 0.1", "--lr-warmup-tokens 2048", {"lr_warmup_samples": 8}),
+        ("lr-warmup-tokens: 2048", "--warmup 0.1", {"warmup": 0.1, "lr_warmup_samples": None}),
+        ("lr-decay-iters: 9", "--lr-decay-tokens 102400", {"lr_decay_samples": 400}),
+        ("lr-wsd-decay-iters: 9\nlr-decay-style: wsd", "--wsd-decay-fraction 0.5", {"lr_wsd_decay_iters": None}),
+        ("exit-duration-in-mins: 9", "--exit-duration-in-secs 60", {"exit_duration_in_mins": 1}),
+        ("ds-sequence-parallel-size: 2", "--context-parallel-size 1", {"context_parallel_size": 1}),
+        ("skip-train: true\nsave-interval: 5", "--load x", {"eval_only": True, "save_interval": 0}),
+    ],
+)
+def test_a_flag_of_the_command_line_replaces_keys_that_set_the_same_under_another_name(tmp_path, text, line, wanted):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    config = parse([*line.split(), "--config", str(path)], world_size=1, env={})
+    values = vars(config.namespace())
+    assert {name: values[name] for name in wanted} == wanted
+    assert not [note for note in config.notes if "given more than once" in note] and not config.shadowed
+    if line in ("--group-query-attention", "--use-distributed-optimizer"):
+        return  # the flag of the command line means a value there, which a recipe's default does not change
+    recipe = text.replace("\n", " --").replace(": true", "").replace(":", "")
+    config = parse(line.split(), world_size=1, env={"MEGATRON_DEFAULTS": f"--{recipe}"})
+    values = vars(config.namespace())
+    assert {name: values[name] for name in wanted} == wanted, "flags of a run script's recipe give way, too"
+
+
+def test_a_key_that_a_flag_of_the_command_line_does_not_set_stays(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train-samples: 80\nswiglu: true\nlr-warmup-tokens: 2048\nhidden-size: 300\nff-hidden-size: 512")
+    config = parse(["--lr-decay-samples", "40", "--config", str(path)], world_size=1, env={})
+    assert (config.batch.train_iters, config.optimizer.lr_decay_samples) == (20, 40)
+    assert (config.optimizer.lr_warmup_samples, config.model.activation) == (8, "gated-silu")
+
+
 def test_of_three_sizes_of_a_batch_the_one_that_follows_gives_way(tmp_path):
     text = "global-batch-size: 64\nbatch-size: 8\ngas: 8\n"
     for line, sizes in (

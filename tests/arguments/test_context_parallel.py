@@ -52,7 +52,6 @@ def test_replicas_are_what_the_other_axes_leave() -> None:
         (f"{TWO} --sample-prompts prompts", "gpt2", ["--sample-prompts", "tools/generate.py"]),
         ("--context-parallel-size 2 --enc-seq-length 64", "t5", ["T5, whose decoder", "Use --sequence-parallel"]),
         (f"{TWO} --cp-comm-type a2a+p2p", "gpt2", ["--cp-comm-type must be one of all_gather, a2a, p2p"]),
-        (f"{TWO} --ds-sequence-parallel-size 2", "gpt2", ["--context-parallel-size with --cp-comm-type a2a"]),
     ],
 )
 def test_what_it_cannot_go_with_is_refused(line: str, family: str, parts: list[str]) -> None:

@@ -59,7 +59,6 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
     ("line", "content", "world_size", "message"),
     [
         ("--partition-method uniform", None, 1, "--partition-method uniform has no effect without a pipeline"),
-        ("--lr-decay-style constant --min-lr 1e-5", None, 1, "--min-lr 1e-05 has no effect"),
         ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale: no effect, for only fp16 has"),
         (
             "--fp16",

@@ -107,6 +107,7 @@ NEEDS = {
     **dict.fromkeys(("--valid-sft", "--chat-template", "--sft-overlong"), ["--sft", __file__]),
     "--eval-tasks-interval": ["--eval-tasks", __file__],
     "--keep-every": ["--keep-last", "1"],
+    "--check-paths": ["--dry-run"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
     "--fim-spm-rate": ["--fim-rate", "0.5"],

@@ -66,6 +66,9 @@ def value(config: Config, name: str) -> object:
         ("--profile-step-start 4 --profile-step-end 6", {"profile": None}),
         ("--skip-train --train-iters 5", {"train_iters": 0}),
         ("--skip-train --load x", {"eval_only": True}),
+        ("--skip-train --resume", {"eval_only": True}),
+        ("--ds-sequence-parallel-size 2", {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
+        ("--ds-sequence-parallel-size 1", {"context_parallel_size": 1, "cp_comm_type": "all_gather"}),
         ("--save-retain-interval 50", {"keep_every": 50, "keep_last": 1}),
         ("--split '99,1,0'", {"split": "99,1,0"}),
         ("--no-mmap-bin-files", {"data_impl": "pread"}),
@@ -89,6 +92,13 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
         ("--num-unique-layers 2 --num-layers 4", "must be --num-layers, for layers share no weights, got 2 and 4"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy all", "must be one of no_shard, .*, got 'all'"),
         ("--mock-data --data-path x", "--mock-data must agree with --data-path x"),
+        (
+            "--ds-sequence-parallel-size 2 --cp-comm-type p2p",
+            "--ds-sequence-parallel-size 2 must agree with --cp-comm-type",
+        ),
+        ("--ds-sequence-parallel-size 2 --seq-length 258", r"\(--context-parallel-size was given as --ds-seq.* 2\)"),
+        ("--skip-train --load x --eval-iters 0", r"--eval-iters 0.*\(--eval-only was given as --skip-train\)"),
+        ("--lr-decay-style wsd --lr-wsd-decay-iters 5 --lr-wsd-decay-samples 21", "got 5 steps of .* and 21 samples"),
         ("--remote-device nvme", "--remote-device must be one of cpu, got 'nvme'"),
         ("--data-args-path /nowhere", "--data-args-path must name a text file that can be read, got /nowhere"),
         ("--profile x --profile-step-start 4", "--profile-step-start must agree with --profile"),
@@ -110,6 +120,35 @@ def test_what_cannot_be_turned_into_ours_is_refused(line: str, message: str) -> 
 def test_what_sets_a_field_that_does_not_act_in_a_family_is_refused_there(line: str, family: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line} is refused: {why}"):
         read(line, family)
+
+
+OF_TRAINING = (
+    "--save-interval 5", "--async-save", "--rampup-batch-size 2 2 8 --global-batch-size 8", "--num-workers 2",
+    "--export-hf-interval 5", "--stability-guard rollback", "--profile --profile-step-start 4 --profile-step-end 6",
+    "--debug-nan", "--log-layer-norms", "--pipeline-trace x --pipe-parallel-size 2",
+)  # fmt: skip
+"""Flags that --eval-only rejects."""
+OF_LENGTHS = ("--train-samples 80 --lr-warmup-samples 8", "--lr-warmup-iters 30 --train-iters 40 --lr-decay-iters 35")
+
+
+@pytest.mark.parametrize("load", ["--load x", ""])
+@pytest.mark.parametrize("flags", [*OF_TRAINING, *OF_LENGTHS])
+def test_skip_train_ignores_what_only_training_uses_and_lists_it(flags: str, load: str) -> None:
+    line = f"{flags} --skip-train {load} --batch-size 1"
+    config = read(line, world_size=2)
+    assert config.checkpoint.eval_only == bool(load) and (load or config.batch.train_iters == 0)
+    if flags in OF_TRAINING or not load:
+        assert flags.split()[0] in " ".join(config.neutral), config.neutral
+        with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* is refused by --strict-flags"):
+            read(f"{line} --strict-flags", world_size=2)
+    if load and flags in OF_TRAINING:
+        with pytest.raises(ConfigError, match="got --eval-only"):
+            read(line.replace("--skip-train", "--eval-only"), world_size=2)
+
+
+def test_skip_train_of_a_first_run_of_theirs_needs_its_checkpoint() -> None:
+    config = read("--load x --save x --skip-train", is_megatron=True)
+    assert config.checkpoint.eval_only and not config.checkpoint.load_if_exists
 
 
 def test_megatrons_programs_have_its_defaults_where_a_script_is_silent() -> None:

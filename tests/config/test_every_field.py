@@ -176,6 +176,7 @@ READ_IN = {
     "train_tokens_lr_unit": "arguments/translate.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
+    "check_paths": "training/dry_run.py",
     "progress": "training/train.py",
     "local_rank": "training/initialize.py",
 }

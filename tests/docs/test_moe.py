@@ -48,7 +48,7 @@ def test_the_groups_of_the_picture_are_those_of_the_grid(page: Path) -> None:
 
 def test_a_dense_model_says_what_does_not_act() -> None:
     config = parse("--data-path none --moe-router-topk 4".split(), world_size=1)
-    assert any("--moe-router-topk: it acts on experts, and the model has none" in note for note in config.notes)
+    assert config.shadowed == {"--moe-router-topk 4": "the model has no experts (--num-experts)"}
 
 
 @pytest.mark.slow

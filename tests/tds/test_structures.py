@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -190,3 +191,24 @@ def test_stages_that_begin_with_a_layer_in_place_train_as_one_process() -> None:
         options = {"partition_method": [0, 3, 5], **options}
         for losses in run_ranks(2, _in_place, ["1f1b", "zb-h1"], options):
             assert losses == [pytest.approx(wanted, rel=1e-6)] * 2
+
+
+def _build_with_seeded_layers(rank: int) -> list[tuple[object, int, set[type]]]:
+    built = []
+    for method in ("parameters", "uniform", "type:Linear", [0, 3, 6], np.array([0, 2, 6])):
+        specs = [LayerSpec(nn.Linear, 4, 4) for _ in range(6)]
+        module = PipelineModule(
+            specs, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method=method, seed_layers=True
+        )
+        assert module(torch.ones(1, 4)).shape == (1, 4)  # the forward pass seeds each layer, too
+        built.append((method, len(module.forward_funcs), {type(bound) for bound in module.parts}))
+        module = PipelineModule(specs, 2, loss_fn=nn.functional.mse_loss, chunks=2, seed_layers=True)
+        assert module(torch.ones(1, 4), chunk=1).shape == (1, 4)
+        built.append((method, len(module.forward_funcs), {type(bound) for bound in module.parts}))
+    return built
+
+
+def test_seeded_layers_are_built_with_every_partition_method() -> None:
+    ranks = run_ranks(2, _build_with_seeded_layers)
+    for (method, first, types), (_, second, _) in zip(*ranks, strict=True):
+        assert first + second == 6 and types == {int}, method

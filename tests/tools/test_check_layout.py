@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
 from tests.helpers.layouts import serial
 from tools import check_layout
 
@@ -75,3 +78,46 @@ def test_a_wrong_gradient_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     other.gradients["final_norm.weight"] = (shard, gradient * (1 + 1e-9))
     assert check_layout.report(one, [other], "fp64") == 1
     assert "NOT EQUAL" in capsys.readouterr().out
+
+
+def explained(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the error for flags of the user, next to those that the tool adds itself."""
+    given = flags.split()
+    with pytest.raises(SystemExit) as caught:
+        check_layout.check_flags([*given, "--fp64", "--device", "cpu"], check_layout.Layout(1, 1, 1, 1), "gpt2", given)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_messages_explain_what_the_user_did_not_give(capsys: pytest.CaptureFixture[str]) -> None:
+    message = explained("--split 9,1,0", capsys)
+    assert "got random tokens (no --data-path, --train-data-path or --sft)" in message and "none" not in message
+    assert "this tool computes in fp64; --fp32 is the other choice" in explained("--bf16", capsys)
+
+
+def test_data_of_each_kind_replaces_the_random_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data-path: a")
+    for flags in ("--data-path a", "--train-data-path a", "--sft a", "--mock-data", f"--config {path}"):
+        assert check_layout.with_data(flags.split(), "gpt2") == [*flags.split(), "--eval-iters", "0"]
+    assert check_layout.with_data([], "gpt2") == ["--eval-iters", "0", "--data-path", "none"]
+
+
+@pytest.mark.slow
+def test_token_files_and_conversations_are_equal_in_two_replicas(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "tokens", vocab_size=100) as builder:
+        builder.add(np.arange(4000) % 90, np.full(40, 100))
+    write_tokenizer(tmp_path, CHATML)
+    write_conversations(tmp_path / "c.jsonl", [*SOME, *(turns(f"question {n}", f"answer {n}") for n in range(40))])
+    null, layout = "--tokenizer-type NullTokenizer --vocab-size 100", "--data-parallel-size 2"
+    for data in (
+        f"--data-path {tmp_path}/tokens --split 9,1,0 {null}",
+        f"--train-data-path {tmp_path}/tokens {null}",
+        f"--sft {tmp_path}/c.jsonl --tokenizer-path {tmp_path} --seq-length 64 --max-position-embeddings 64",
+    ):
+        command = [sys.executable, str(TOOL), *SMALL, *layout.split(), *data.split()]
+        done = subprocess.run(command, timeout=110, check=False)
+        output = capfd.readouterr()
+        assert done.returncode == 0 and "verdict: equal" in output.out, output.err

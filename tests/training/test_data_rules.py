@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.data import TimedBatches
-from tests.helpers.runs import flags, train_ranks
+from megatron.arguments import parse
+from megatron.training.data import TimedBatches, evaluated_splits
+from tests.helpers.runs import flags, start_script, train_ranks
 
 SHORT = "--num-layers 4 --train-iters 2 --eval-iters 1 --eval-interval 1 --gas 4"
 
@@ -90,3 +91,40 @@ def test_stages_that_read_different_samples_end_the_run_where_it_is_asked(corpus
     assert message.count("DataError: all ranks of a replica that read must read the same micro-batches") == 2
     assert "of number 0: checksum" in message and "rank 1 (stage 1, replica 0, tensor 0)" in message
     assert not list((tmp_path / "run").glob("checkpoints/*")), "nothing of it is saved"
+
+
+@pytest.mark.parametrize(
+    ("line", "valid", "test"),
+    [
+        ("--data-path a", True, True),
+        ("--data-path a --split 98,2,0", True, False),
+        ("--data-path a --split 98,2", True, False),
+        ("--data-path a --split 100,0,0", False, False),
+        ("--data-path a --split 98,0,2", False, True),
+        ("--data-path a --eval-interval 0", False, True),
+        ("--data-path a --eval-iters 0", False, False),
+        ("--data-path mock --split 100,0,0", True, True),
+        ("--data-path none", True, True),
+        ("--train-data-path a --valid-data-path a", True, False),
+        ("--train-data-path a --valid-data-path a --test-data-path a", True, True),
+        ("--data-path a --split 98,2,0 --load x --eval-only", False, True),
+    ],
+)
+def test_splits_without_documents_or_files_are_not_evaluated(line: str, valid: bool, test: bool) -> None:
+    config = parse([*line.split(), "--dry-run"], world_size=1, env={})
+    assert evaluated_splits(config) == {"valid": valid, "test": test}
+    named = [note for note in config.notes if "nothing is validated" in note]
+    assert bool(named) == ("100,0,0" in line and "mock" not in line or "98,0,2" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["--split 98,2,0", "--split 100,0,0", "apart"])
+def test_a_run_ends_without_the_splits_that_it_has_not(corpus: Path, tmp_path: Path, split: str) -> None:
+    """A run without a test split used to end with a traceback after its last step."""
+    words = flags(corpus, tmp_path / "run", f"{SHORT} {'' if split == 'apart' else split}")
+    if split == "apart":
+        at = words.index("--split")
+        del words[at : at + 2]
+        at = words.index("--data-path")
+        words[at : at + 2] = ["--train-data-path", str(corpus), "--valid-data-path", str(corpus)]
+    assert start_script(1, words, tmp_path / "log") == [0], (tmp_path / "log").read_text()

@@ -22,20 +22,21 @@ class Evaluator(Callback):
 
     Args:
         every: steps between evaluations of the validation split; 0: none in mid-run.
+        has_test: evaluate the test split after the last step.
 
     Attributes:
         losses: the last one of each split.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, *, has_test: bool = True) -> None:
+        self.every, self.has_test = every, has_test
         self.losses: dict[str, float] = {}
 
     def on_step_end(self, result: StepResult) -> None:
         self.evaluate("valid")
 
     def on_train_end(self) -> None:
-        if not self.trainer.stop_text:
+        if self.has_test and not self.trainer.stop_text:
             self.evaluate("test")
 
     def evaluate(self, split: str) -> float | None:

@@ -12,7 +12,7 @@ from megatron import files, log
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.checkpoint.huggingface.convert import DTYPES, Exported, export
 from megatron.checkpoint.loading import open_written, read_weights
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.training.timeouts import SAVING
 from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
@@ -62,7 +62,7 @@ class HuggingFaceExporter(Callback):
         trainer = self.trainer
         try:
             config_to_huggingface(trainer.config, "")
-        except ValueError as error:
+        except (CheckpointError, ValueError) as error:
             raise ConfigError(f"--export-hf-interval: {error}. Leave the flag out") from error
         if trainer.world.rank == 0:
             for left in (trainer.folder / HF).glob(f"{STALE}*"):

@@ -1,0 +1,224 @@
+"""Flags without effect because the value of another flag decides.
+
+Such a flag is accepted, because published scripts pass many of them in every run. It is listed in the start table with
+the reason, and ``--strict-flags`` rejects it. Flags that contradict each other are errors instead
+(``unused_flags``, ``Config.problems`` of the sections).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron import object_store
+from megatron.config.config import Config
+from megatron.config.decoder import has_window
+from megatron.config.experts import AUX_LOSS, NAMES, NO_LOSS, expert_layers
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """Fields that have no effect under a condition.
+
+    Args:
+        fields: names of the fields.
+        is_shadowed: the condition.
+        reason: completes "FLAG has no effect: ...".
+    """
+
+    fields: tuple[str, ...]
+    is_shadowed: Callable[[Config], bool]
+    reason: str
+
+
+def _has_warmup_length(config: Config) -> bool:
+    optimizer = config.optimizer
+    return optimizer.lr_warmup_iters is not None or optimizer.lr_warmup_samples is not None
+
+
+def _has_wsd_length(config: Config) -> bool:
+    optimizer = config.optimizer
+    return optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None
+
+
+def _has_no_decay_length(config: Config) -> bool:
+    """Return True if the length of the decay changes no learning rate: no decay, and no warm-up derived from it."""
+    is_endless = config.optimizer.lr_decay_style in ("constant", "inverse-square-root")
+    return is_endless and (_has_warmup_length(config) or config.optimizer.warmup == 0)
+
+
+def _layers_with_window(config: Config) -> int:
+    """Return the number of layers with a window; 0 if ``--window-attn-skip-freq`` is malformed."""
+    try:
+        return sum(has_window(config.model, layer) for layer in range(config.model.num_layers))
+    except ValueError:
+        return 0
+
+
+def _has_unused_window(config: Config) -> bool:
+    return bool(config.model.window_size) and _layers_with_window(config) == 0
+
+
+def _has_local_base_everywhere(config: Config) -> bool:
+    has_base = bool(config.model.rotary_local_base)
+    return has_base and _layers_with_window(config) == config.model.num_layers
+
+
+def _has_no_dense_layer(config: Config) -> bool:
+    model = config.model
+    if not model.num_experts or "moe_ffn_hidden_size" not in config.given:
+        return False
+    try:
+        return all(expert_layers(model.moe_layer_freq, model.num_layers))
+    except ValueError:
+        return False
+
+
+def _reads_no_object_store(config: Config) -> bool:
+    data = config.data
+    paths = (*data.corpora.values(), data.sft, data.valid_sft)
+    return not any(object_store.is_remote(word) for path in paths if path for word in path.split())
+
+
+def _reads_bpe_files(config: Config) -> bool:
+    data = config.data
+    return data.tokenizer_type == "GPT2BPETokenizer" or (data.tokenizer_type is None and data.merge_file is not None)
+
+
+def _reads_one_file(config: Config) -> bool:
+    """Return True if the tokenizer is read from a single file, which is then ``--tokenizer-path`` if both are given."""
+    return config.data.tokenizer_type != "NullTokenizer" and not _reads_bpe_files(config)
+
+
+SHADOWS = (
+    # learning rate
+    Shadow(("warmup",), _has_warmup_length, "the warm-up has a length in steps, samples or tokens"),
+    Shadow(
+        ("wsd_decay_fraction",),
+        lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),
+        "the decay of wsd has a length in steps or samples",
+    ),
+    Shadow(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        lambda config: config.optimizer.lr_decay_style != "wsd",
+        "--lr-decay-style is not wsd",
+    ),
+    Shadow(
+        ("lr_decay_iters",),
+        _has_no_decay_length,
+        "--lr-decay-style has no end, and the length of the warm-up does not follow from it",
+    ),
+    Shadow(
+        ("lr_decay_samples",),
+        lambda config: _has_no_decay_length(config) and config.batch.rampup_batch_size is None,
+        "--lr-decay-style has no end, and the length of the warm-up does not follow from it",
+    ),
+    Shadow(("min_lr",), lambda config: config.optimizer.lr_decay_style == "constant", "--lr-decay-style is constant"),
+    # optimizer
+    Shadow(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "cpu_adam"),
+        lambda config: config.optimizer.optimizer not in ("adamw", "muon"),
+        "--optimizer is not AdamW",
+    ),
+    Shadow(
+        ("allgather_bucket_size",),
+        lambda config: config.optimizer.zero_stage not in (1, 2),
+        "weights are gathered after an update with ZeRO 1 and 2 only",
+    ),
+    Shadow(
+        ("stage3_prefetch_bucket_size",),
+        lambda config: config.optimizer.zero_stage != 3,
+        "weights are gathered layer by layer with ZeRO 3 only",
+    ),
+    # experts
+    Shadow(
+        (*NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        lambda config: not config.model.num_experts,
+        "the model has no experts (--num-experts)",
+    ),
+    Shadow(
+        ("moe_aux_loss_coeff",),
+        lambda config: bool(config.model.num_experts) and config.model.moe_router_load_balancing_type == NO_LOSS,
+        "--moe-router-load-balancing-type is none",
+    ),
+    Shadow(
+        ("moe_router_load_balancing_type",),
+        lambda config: (
+            bool(config.model.num_experts)
+            and config.model.moe_router_load_balancing_type == AUX_LOSS
+            and config.model.moe_aux_loss_coeff == 0
+        ),
+        "--moe-aux-loss-coeff is 0",
+    ),
+    Shadow(
+        ("moe_router_bias_update_rate",),
+        lambda config: bool(config.model.num_experts) and not config.model.moe_router_enable_expert_bias,
+        "there is no expert bias (--moe-router-enable-expert-bias)",
+    ),
+    Shadow(
+        ("moe_token_drop_policy",),
+        lambda config: bool(config.model.num_experts) and not config.model.moe_expert_capacity_factor,
+        "experts drop no tokens (--moe-expert-capacity-factor)",
+    ),
+    Shadow(("ff_hidden_size",), _has_no_dense_layer, "all layers have experts of size --moe-ffn-hidden-size"),
+    # attention
+    Shadow(
+        ("window_size", "rotary_local_base"),
+        _has_unused_window,
+        "--window-attn-skip-freq gives no layer a window",
+    ),
+    Shadow(
+        (
+            "rotary_base",
+            "rotary_scaling",
+            "rotary_scaling_factor",
+            "rotary_low_frequency_factor",
+            "rotary_high_frequency_factor",
+            "rotary_original_positions",
+            "rotary_beta_fast",
+            "rotary_beta_slow",
+            "rotary_attention_factor",
+        ),
+        _has_local_base_everywhere,
+        "all layers have a window, whose frequencies follow --rotary-local-base",
+    ),  # fmt: skip
+    # data
+    Shadow(
+        ("reset_position_ids", "reset_attention_mask"),
+        lambda config: config.data.packing == "best-fit",
+        "--packing best-fit keeps documents apart",
+    ),
+    Shadow(
+        ("object_storage_cache_path", "object_storage_cache_gb"),
+        _reads_no_object_store,
+        "no data are read from an object store",
+    ),
+    Shadow(
+        ("vocab_file",),
+        lambda config: _reads_one_file(config) and config.data.tokenizer_path is not None,
+        "the tokenizer is read from --tokenizer-path",
+    ),
+    Shadow(("merge_file",), _reads_one_file, "--tokenizer-type has no file of merges"),
+    Shadow(
+        ("tokenizer_path",),
+        lambda config: _reads_bpe_files(config) and config.data.vocab_file is not None,
+        "the tokenizer is read from --vocab-file and --merge-file",
+    ),
+    # run
+    Shadow(("eval_interval",), lambda config: config.batch.eval_iters == 0, "--eval-iters is 0"),
+    Shadow(
+        ("no_load_optim", "no_load_rng"),
+        lambda config: config.checkpoint.finetune or config.checkpoint.eval_only,
+        "--finetune and --eval-only (--skip-train) load the weights only",
+    ),
+)
+"""The conditions that other modules do not report as errors, notes or ignored flags."""
+
+
+def shadowed_fields(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (field, reason) for every field that was given and has no effect because of another."""
+    for shadow in SHADOWS:
+        names = [name for name in shadow.fields if name in config.given]
+        if names and shadow.is_shadowed(config):
+            for name in names:
+                yield name, shadow.reason

@@ -1,0 +1,177 @@
+"""What ``--dry-run`` checks beyond the configuration. No torch.
+
+* Combinations of flags that a run rejects only after the tokenizer, the data sets or the model have been built: errors.
+* Files, memory and devices that this machine lacks: warnings, because a plan is often made on another machine;
+  ``--check-paths`` turns them into errors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron import accelerators, object_store
+from megatron.arguments.other_programs import PROGRAMS
+from megatron.checkpoint.huggingface.config import config_to_huggingface
+from megatron.config import Config
+from megatron.config.data import FIM_TOKENS
+from megatron.errors import CheckpointError, DataError
+from megatron.log import human_bytes
+from megatron.models.common.memory import Memory
+from megatron.models.registry import FAMILIES
+from megatron.training.estimates import DRIVER_FILES
+from megatron.training.global_vars import missing_tokenizer, tokens_of
+
+OWN_PROGRAMS = frozenset([*PROGRAMS, *(Path(family.program).name for family in FAMILIES.values())])
+"""Programs of this repository, whose data sets need a tokenizer."""
+EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def combination_problems(config: Config, tokenizer: Any, program: str = "") -> Iterator[str]:
+    """Yield combinations of flags that a run would reject after its start.
+
+    Args:
+        tokenizer: None if no flag names one.
+        program: file name of the program; a user's program may read data without a tokenizer.
+    """
+    data, given = config.data, config.given
+    has_data = any(data.corpora.values()) and not data.is_own
+    if tokenizer is None:
+        if has_data and program in OWN_PROGRAMS:
+            yield missing_tokenizer(config)
+        for name in ("sample_prompts", "eval_tasks"):
+            if name in given:
+                flag = f"--{name.replace('_', '-')}"
+                yield f"{flag} needs a tokenizer, got none. Name it with --tokenizer-path, or leave {flag} out"
+    elif has_data and program in OWN_PROGRAMS:
+        yield from _vocabulary_problems(config, tokenizer)
+    yield from _empty_split_problems(config)
+    if config.checkpoint.export_hf_interval:
+        try:
+            config_to_huggingface(config, "")
+        except (CheckpointError, ValueError) as error:
+            yield f"--export-hf-interval: {error}. Leave the flag out"
+
+
+def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Yield flags that need tokens or a chat template which the tokenizer lacks."""
+    data = config.data
+    has_eod = getattr(tokenizer, "has_eod", True)
+    if flags := [f"--{name.replace('_', '-')}" for name in EOD_FLAGS if getattr(data, name) and not has_eod]:
+        yield f"{', '.join(flags)} need an end-of-document token, the tokenizer has none"
+    if data.fim_rate and not any(all(tokenizer.token_to_id(name) is not None for name in row) for row in FIM_TOKENS):
+        known = " or ".join(" ".join(row) for row in FIM_TOKENS)
+        yield f"--fim-rate {data.fim_rate:g} needs a vocabulary with the tokens {known}. Leave it out"
+    if data.sft is not None:
+        from megatron.tokenizer.chat import find_template  # jinja2 takes 0.1 s
+
+        try:
+            find_template(tokenizer, data.chat_template)
+        except DataError as error:
+            yield str(error)
+    if config.own.is_encoder_decoder and data.cuts_spans and len(config.own.kinds) > 1:
+        modes = tokens_of(tokenizer, config).modes
+        if missing := [denoiser.kind for denoiser in config.own.kinds if denoiser.kind not in modes]:
+            yield f"each of several denoisers must have a mode token, {', '.join(missing)} has none"
+
+
+def _empty_split_problems(config: Config) -> Iterator[str]:
+    """Yield splits that the run needs although ``--split`` gives them no documents."""
+    data, (train, _, test) = config.data, config.data.split_shares
+    if config.checkpoint.eval_only and not test:
+        yield f"--eval-only needs a test split, got --split {data.split}, which gives it no documents. Change --split"
+    if not config.checkpoint.eval_only and config.batch.train_iters and not train:
+        yield f"training needs documents, got --split {data.split}, which gives it none. Change --split"
+
+
+def machine_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
+    """Yield files, memory and devices that the run needs and this machine lacks.
+
+    Args:
+        memory: estimate for one rank of each stage.
+    """
+    yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES, on_any_node=True)
+    yield from _load_problems(config)
+    yield from _device_problems(config, world_size)
+    yield from _memory_problems(config, world_size, memory)
+
+
+def _load_problems(config: Config) -> Iterator[str]:
+    flags = config.checkpoint
+    if flags.load is None or flags.load_if_exists or object_store.is_remote(flags.load):
+        return
+    path = Path(flags.load)
+    if not path.is_dir():
+        yield f"--load must name a folder, got {path}, which does not exist (looked in {Path.cwd()}). Correct the path"
+    elif not any(path.iterdir()):
+        yield f"--load must name a folder with a checkpoint, got {path}, which is empty. Correct the path"
+
+
+def _num_gpus() -> int:
+    """Return the number of NVIDIA GPUs with a device file; with another driver 1."""
+    nvidia = len(list(Path("/dev").glob(DRIVER_FILES[0])))
+    return nvidia or int(any(next(Path("/dev").glob(name), None) for name in DRIVER_FILES[1:]))
+
+
+def _local_ranks(world_size: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(text), world_size) if text.isdecimal() and int(text) else world_size
+
+
+def _device_problems(config: Config, world_size: int) -> Iterator[str]:
+    found, ranks = _num_gpus(), _local_ranks(world_size)
+    if config.parallel.device != "cuda":
+        return
+    if not found:
+        yield "--device cuda needs a GPU, this machine has none (no /dev/nvidia*, /dev/kfd). Use --device cpu"
+    elif found < ranks and Path("/dev/nvidia0").exists() and config.parallel.distributed_backend != "gloo":
+        yield f"each rank needs a GPU of its own, got {ranks} ranks on this machine and {found} GPUs. Use more nodes"
+
+
+def _memory_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
+    """Yield that the estimate exceeds the GPU's memory, or that the ranks together exceed the host's."""
+    ranks = _local_ranks(world_size)
+    is_on_gpu = config.parallel.device == "cuda" or (config.parallel.device == "auto" and _num_gpus() > 0)
+    on_host = [stage.host if is_on_gpu else stage.total + stage.host for stage in memory]
+    if is_on_gpu:
+        most, limit = max(stage.total for stage in memory), gpu_bytes()
+        if limit is not None and most > limit:
+            yield f"a rank needs about {human_bytes(most)}, a GPU of this machine has {human_bytes(limit)}. {_SMALLER}"
+    elif config.parallel.device not in ("auto", "cpu", *accelerators.BUILT_IN):
+        return
+    # Ranks of one host cover the stages evenly if all are here; otherwise the fullest stage is the bound.
+    needed = sum(on_host) * ranks // len(memory) if ranks == world_size else max(on_host) * ranks
+    if needed > host_bytes():
+        yield (
+            f"{ranks} {'rank needs' if ranks == 1 else 'ranks need'} about {human_bytes(needed)} of host memory, this "
+            f"machine has {human_bytes(host_bytes())}. {_SMALLER}"
+        )
+
+
+_SMALLER = "Use more ranks, a smaller --batch-size, --checkpoint-activations or --zero-stage; docs/memory.md has more"
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of the container."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(physical, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no limit is the word "max"
+        return physical
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU by nvidia-smi, or None."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) for line in text.split()) * 1024**2
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,95 @@
+"""Rows of the start table on the length of a run: the phases of the learning rate, tokens and epochs. No torch."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+from megatron import object_store
+from megatron.config import Config
+from megatron.config.data import parse_paths
+
+_HEADER = struct.Struct("<9sQB")
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+"""Code of the token type in an ``.idx`` -> bytes; ``megatron.data.index_format`` has the format."""
+
+
+def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield the phases of the learning rate in steps, and the tokens of the run."""
+    steps = config.batch.train_iters
+    if config.checkpoint.eval_only or not steps:
+        return
+    yield "learning rate", schedule_text(config, replicas)
+    samples = config.batch.sizes(replicas).consumed_after(steps)
+    yield "tokens", f"{samples * config.tokens_per_sample:,} in {steps:,} steps ({samples:,} samples)"
+
+
+def schedule_text(config: Config, replicas: int) -> str:
+    """Return for example "wsd, highest 0.001: warm-up 10 steps, stable 70, decay 20 to 0"."""
+    settings, steps = config.optimizer, config.batch.train_iters
+    sizes, style = config.batch.sizes(replicas), settings.lr_decay_style
+    in_samples = settings.lr_decay_samples is not None
+
+    def to_steps(length: float) -> float:
+        return sizes.steps_until(length) if in_samples else length
+
+    whole = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters
+    warmup = settings.lr_warmup_samples if in_samples else settings.lr_warmup_iters
+    warmup = settings.warmup * whole if warmup is None else warmup
+    begin, end = to_steps(warmup), to_steps(whole)
+    phases: list[tuple[str, float, float]] = [("warm-up", 0, begin)]
+    if style == "wsd":
+        decay = settings.lr_wsd_decay_samples if in_samples else settings.lr_wsd_decay_iters
+        decay = settings.wsd_decay_fraction * (whole - warmup) if decay is None else decay
+        start = to_steps(max(whole - decay, warmup))
+        phases += [("stable", begin, start), ("decay", start, end)]
+    elif style == "constant":
+        phases.append(("constant", begin, steps))
+    elif style == "inverse-square-root":
+        phases.append(("decay", begin, steps))
+    else:
+        phases.append(("decay", begin, end))
+    if style not in ("constant", "inverse-square-root"):
+        phases.append((f"at {settings.min_lr:g}", end, steps))
+    shown = []
+    for name, first, last in phases:
+        length = min(last, steps) - first
+        cut = f" of {last - first:g}" if last > steps and length > 0 else ""
+        if length > 0:
+            shown.append(f"{name} {length:g}{cut}")
+    floor = "" if style == "constant" else f" to {settings.min_lr:g}"
+    return f"{style}, {settings.lr:g}{floor}, in steps: {', '.join(shown)}"
+
+
+def token_count(prefix: str) -> int | None:
+    """Return the tokens of a token file by the header of its ``.idx`` and the size of its ``.bin``; None if unknown."""
+    if object_store.is_remote(prefix):
+        return None
+    try:
+        with open(f"{prefix}.idx", "rb") as file:
+            _, _, code = _HEADER.unpack(file.read(_HEADER.size))
+        return os.path.getsize(f"{prefix}.bin") // _TOKEN_BYTES[code]
+    except (OSError, struct.error, KeyError):
+        return None
+
+
+def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield how often a decoder reads each corpus, as far as token files tell it without being read."""
+    data, steps = config.data, config.batch.train_iters
+    is_known = config.own.KIND == "decoder" and data.sft is None and data.mixture_schedule is None
+    if not is_known or data.is_mock or data.is_own or data.training_path is None or config.checkpoint.eval_only:
+        return
+    share = data.split_shares[0]
+    corpora = parse_paths(data.training_path)
+    weights = sum(weight for weight, _ in corpora)
+    tokens = config.batch.sizes(replicas).consumed_after(steps) * config.tokens_per_sample
+    found = []
+    for weight, prefix in corpora:
+        size = token_count(prefix)
+        if not size or not weights or not share:
+            return
+        name = f"{prefix} " if len(corpora) > 1 else ""
+        found.append(f"{name}{tokens * weight / weights / float(size * share):.3g}")
+    if steps:
+        yield "epochs", f"about {', '.join(found)}"
