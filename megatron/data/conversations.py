@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
+from megatron.data.preprocess import arrow_files
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ASSISTANT
 
@@ -253,17 +254,21 @@ def _shown(value: Any) -> str:
 # Files of records. Positions are those of the decompressed text.
 
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PARQUET = b"PAR1"
+_ARROW = (arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)
 _BOM = b"\xef\xbb\xbf"
+_ROWS_AT_ONCE = 256
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class RecordFile:
     """The JSON records of a file: its lines that are not blank, or the elements of one JSON array.
 
-    Files that gzip or zstandard compressed are decompressed into a temporary file. A context manager.
+    Files that gzip or zstandard compressed are decompressed into a temporary file; rows of parquet and Arrow files are
+    converted to JSON lines in one, without the nulls that these formats add for absent keys. A context manager.
 
     Attributes:
-        spans: int64[n, 3], for each record its line (from 1), its first byte and the byte after its last.
+        spans: int64[n, 3], for each record its line or row (from 1), its first byte and the byte after its last.
         digest: SHA-256 of the decompressed file, in hexadecimal.
         size: of the decompressed file in bytes.
 
@@ -274,8 +279,10 @@ class RecordFile:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         try:
-            self._file = _decompressed(Path(path))
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            self._file = _as_plain(Path(path))
+        except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{self.path} must be a file of JSON lines that can be read: {error}") from error
         try:
             self.spans, self.digest, self.size = self._scan()
@@ -364,12 +371,12 @@ def _after_blanks(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _decompressed(path: Path) -> BinaryIO:
-    """Return the file, or a temporary one with its decompressed content."""
+def _as_plain(path: Path) -> BinaryIO:
+    """Return the file, or a temporary one with its decompressed or converted content."""
     file = open(path, "rb")  # noqa: SIM115 - RecordFile closes it
-    head = file.read(len(_ZSTANDARD))
+    head = file.read(max(map(len, _ARROW)))
     file.seek(0)
-    if not head.startswith((_GZIP, _ZSTANDARD)):
+    if not head.startswith((_GZIP, _ZSTANDARD, _PARQUET, *_ARROW)):
         return file
     with file:
         unpacked: BinaryIO = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115
@@ -378,8 +385,7 @@ def _decompressed(path: Path) -> BinaryIO:
                 with gzip.open(file) as stream:
                     shutil.copyfileobj(stream, unpacked, 1 << 20)
             else:
-                for piece in _zstandard_pieces(file):
-                    unpacked.write(piece)
+                unpacked.writelines(_zstandard_pieces(file) if head.startswith(_ZSTANDARD) else _rows(path, head))
         except BaseException:
             unpacked.close()
             raise
@@ -399,3 +405,30 @@ def _zstandard_pieces(file: BinaryIO) -> Iterator[bytes]:
                 frame = library.decompressobj()
     if is_in_frame:
         raise EOFError("it ends in the middle of a zstandard frame")
+
+
+def _rows(path: Path, head: bytes) -> Iterator[bytes]:
+    """Yield the rows of a parquet or Arrow file as JSON lines."""
+    try:
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        what = "parquet" if head.startswith(_PARQUET) else "an Arrow file"
+        raise DataError(f"{path} is {what}, which needs pyarrow: pip install -e '.[parquet]'") from error
+    with open(path, "rb") as file:
+        if head.startswith(_PARQUET):
+            batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, use_threads=False)
+        elif head.startswith(arrow_files.FILE_MAGIC):
+            reader = ipc.open_file(file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            batches = ipc.open_stream(file)
+        for batch in batches:
+            batch.validate(full=True)
+            for row in batch.to_pylist():
+                yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str).encode() + b"\n"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,33 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, pr
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(DataError, match=problem):
         records(tmp_path / "f")
+
+
+@pytest.mark.parametrize("format", ["parquet", "stream", "file"])
+def test_rows_of_tables_are_records_without_the_nulls_of_absent_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"messages": [{"role": "user", "content": "q", "weight": None}, {**ANSWER, "weight": 0}], "id": 1},
+        {"messages": [{**QUESTION, "weight": None}, {**ANSWER, "weight": None}], "id": None},
+    ]
+    table, path = arrow.Table.from_pylist(rows), tmp_path / "c.data"
+    if format == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with open(path, "wb") as file:
+            writer = (arrow.ipc.new_stream if format == "stream" else arrow.ipc.new_file)(file, table.schema)
+            writer.write_table(table)
+            writer.close()
+    found = records(path)
+    assert found == [
+        (1, {"messages": [QUESTION, {**ANSWER, "weight": 0}], "id": 1}),
+        (2, {"messages": [QUESTION, ANSWER]}),
+    ]
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(DataError, match="c.data must be a file of JSON lines that can be read"):
+        records(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"c.data is (parquet|an Arrow file), which needs pyarrow: .*\[parquet\]"):
+        records(path)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.data.preprocess import readers
+from megatron.data.preprocess import arrow_files, readers
 from megatron.data.preprocess.corpus import plan_units, unit_documents
-from megatron.data.preprocess.job_types import STDIN, BadRecord, Unit, compression_of
+from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, compression_of
 from megatron.data.preprocess.readers import unpacked_size
 from megatron.errors import DataError
 
@@ -18,7 +18,7 @@ from megatron.errors import DataError
 #
 # Of a file that can be read from any byte only the sample is read: pieces of 64 kB of text at even distances.
 # Compressed files are read through and a document is taken whenever the sample has fallen behind its share. How much a
-# compressed file holds is estimated from its first 8 MB; of parquet the column's bytes count. All of it follows from
+# compressed file holds is estimated from its first 8 MB; of tables the column's bytes count. All of it follows from
 # the files alone.
 
 PIECE_BYTES = 1 << 16
@@ -56,7 +56,7 @@ def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterato
     """Take documents while fewer bytes are taken than are due: ``share`` of those that were passed."""
     taken, due = 0, 0.0
     for unit in units:
-        is_read_through = compression_of(unit.path) is not None or unit.format == "parquet"
+        is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
         if not is_read_through:  # its first documents stand for all of it
             due += share * unit.size
         for drawn in _documents(unit, keys) if is_read_through or taken < due else ():
@@ -73,7 +73,7 @@ def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterato
 
 def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
     for record, text in unit_documents(unit, keys):
-        if unit.format == "parquet" and isinstance(text, str):  # the JSON around the text is not in the file
+        if unit.format in TABLES and isinstance(text, str):  # the JSON around the text is not in the file
             yield Drawn(record.path, text, len(text.encode()))
         else:
             yield Drawn(record.path, text, len(record.data))
@@ -81,8 +81,8 @@ def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return how many bytes the unit has when it is unpacked, those of ``keys`` alone where they lie apart."""
-    if unit.format == "parquet":
-        return readers.column_bytes(unit, keys)
+    if unit.format in TABLES:
+        return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
     return unpacked_size(unit.path) if compression_of(unit.path) else unit.size
 
 
