@@ -91,6 +91,9 @@ def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
 HELD_OUT_STEP = 1 << 14
 _MOST_KEPT_BYTES = 1 << 24
 _BAD_SHOWN = 20
+_MOST_BAD_LISTED = 10_000
+_GIVE_UP_AT = 1000
+"""Bad records after which reading stops if they are the majority: the input or a flag is wrong, not single lines."""
 
 
 class TrainingText:
@@ -101,31 +104,39 @@ class TrainingText:
 
     Args:
         group_of: names the group of a document by the file that it is from.
-        max_bad_lines: so many bad records are passed over.
+        max_bad_lines: number of bad records that are left out without an error; None: 0, or no limit of its own with
+            ``max_bad_fraction``.
+        max_bad_fraction: the same as a fraction of all records with text.
 
     Raises:
-        DataError: while it is gone through, when more records are bad, or when there is no document at all.
+        DataError: at the end of the text, if more records are bad, or if there is no document at all.
     """
 
     def __init__(
-        self, drawn: Iterable[Drawn], group_of: Callable[[str], str], held_out_share: float, max_bad_lines: int
-    ) -> None:
+        self, drawn: Iterable[Drawn], group_of: Callable[[str], str], held_out_share: float,
+        max_bad_lines: int | None = None, max_bad_fraction: float | None = None,
+    ) -> None:  # fmt: skip
         self._drawn, self._group_of = drawn, group_of
-        self._share, self._max_bad_lines = held_out_share, max_bad_lines
+        self._share, self._max_bad_fraction = held_out_share, max_bad_fraction
+        self._max_bad_lines = 0 if max_bad_lines is None and max_bad_fraction is None else max_bad_lines
         self._seen: dict[str, int] = defaultdict(int)
         self._held: dict[str, int] = defaultdict(int)
         self.held_out: dict[str, list[str]] = {}
         """The documents kept apart, by group."""
         self.bad: list[BadRecord] = []
-        """The first bad records."""
+        """The bad records, the first 10,000 of them."""
         self.num_documents = self.num_bytes = self.num_bad = 0
 
     def __iter__(self) -> Iterator[str]:
         for path, text, _ in self._drawn:
             if isinstance(text, BadRecord):
-                self._count_bad(text)
+                self.num_bad += 1
+                self.bad += [text][: _MOST_BAD_LISTED - len(self.bad)]
+                if self.num_bad >= _GIVE_UP_AT and self.num_bad > self.num_documents:
+                    self._check_bad(", and reading stopped there")
             elif not self._hold_out(self._group_of(path), text):
                 yield text
+        self._check_bad()
         if not self.num_documents:
             raise DataError(f"there must be documents to train on, got none ({self.num_bad} bad); check --input")
 
@@ -141,12 +152,24 @@ class TrainingText:
         self.held_out.setdefault(group, []).append(text)
         return True
 
-    def _count_bad(self, bad: BadRecord) -> None:
-        self.num_bad += 1
-        self.bad += [bad][: _BAD_SHOWN - len(self.bad)]
-        if self.num_bad > self._max_bad_lines:
-            shown = "\n".join(f"  {record}" for record in self.bad)
-            raise DataError(
-                f"at most {self._max_bad_lines} bad lines are allowed (--max-bad-lines), got {self.num_bad} so far:\n"
-                f"{shown}\nCorrect them, or allow more; bad lines are left out."
-            )
+    def _check_bad(self, end: str = "") -> None:
+        """Raise DataError if too many records are bad.
+
+        Args:
+            end: why reading ended, for the message.
+        """
+        num_records = self.num_documents + self.num_bad
+        allowed = []
+        if self._max_bad_lines is not None and self.num_bad > self._max_bad_lines:
+            allowed.append(f"{self._max_bad_lines} (--max-bad-lines)")
+        if self._max_bad_fraction is not None and self.num_bad > self._max_bad_fraction * num_records:
+            allowed.append(f"{self._max_bad_fraction:g} of all lines (--max-bad-fraction)")
+        if not allowed:
+            return
+        shown = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
+        more = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
+        fix = "Check --input, --format and --json-key" if end else f"--max-bad-lines {self.num_bad} leaves them out"
+        raise DataError(
+            f"at most {' and '.join(allowed)} may be bad, got {self.num_bad} bad of {num_records}{end}. "
+            f"Correct them; {fix}:{shown}{more}"
+        )
