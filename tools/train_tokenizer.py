@@ -107,7 +107,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-bad-fraction", type=fraction, help="the same as a share of all lines")
     add(
         "--max-token-length",
-        type=at_least(1),
+        type=at_least(2),
         help="longest token in bytes of UTF-8 (bpe; a Chinese character takes 3) or in characters (unigram). Without "
         "it a whole clause of Chinese may become one token (default: no limit; unigram 16)",
     )

@@ -168,8 +168,8 @@ def train_bpe(
         memory_bytes: about so much memory may be taken for words; they are sampled where that does not do. By
             default half of what is free, but not more than the largest of 2.7 times the text, 10 kB for each token
             of the vocabulary, and 80 MB.
-        max_token_length: bytes of the longest token, control tokens aside; None for no limit. A Chinese character
-            takes 3 bytes, the space before a word 1.
+        max_token_length: bytes of the longest token, at least 2, control tokens aside; None for no limit. A Chinese
+            character takes 3 bytes, the space before a word 1.
 
     Raises:
         DataError: ``vocab_size`` has no room for the 256 bytes and the control tokens.
@@ -189,7 +189,8 @@ def _bpe_of(counts: WordCounts, vocab_size: int, special: Sequence[str], max_tok
         special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
-        **({} if max_token_length is None else {"max_token_length": max_token_length}),
+        # the library joins pieces whose length is less than its limit
+        **({} if max_token_length is None else {"max_token_length": max_token_length + 1}),
     )
     library.train_from_iterator(_last(counts), trainer)
     return library.to_str(pretty=True).encode() + b"\n"
