@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron import files, log, object_store, tokenizer
+from megatron.console import print_table
 from megatron.data import preprocess
 from megatron.data.preprocess.tokenizer_corpus import (
     TrainingText,
@@ -155,7 +155,7 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
             words,
             f"{row.unknown_rate:.3%}",
         )
-    Console(width=110).print(table)
+    print_table(table)
 
 
 def check_output(output: Path, model: str) -> None:

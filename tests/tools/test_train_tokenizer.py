@@ -266,14 +266,13 @@ def test_tokens_are_no_longer_than_asked_for(train: Callable[..., tuple], corpus
     assert longest["bpe", None] > 12 and longest["unigram", None] > 3
 
 
-def test_progress_is_reported_while_reading_and_training(
+def test_progress_is_reported_for_every_model(
     train: Callable[..., tuple], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_progress, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(train_progress, "INTERVAL_S", 0.01)
     for model, name in (("bpe", "t.json"), ("wordpiece", "t.json"), ("unigram", "t.model")):
         code, _, said = train("--input", corpus, "--vocab-size", 320, "--model", model, name=name)
-        assert code == 0 and "0:00: read " in said, said
-        assert f"0:00: training a vocabulary of 320 tokens ({model}) on 896 documents, 0.1 MB" in said
+        assert code == 0 and f": training a vocabulary of 320 tokens ({model}) on 896 documents, 0.1 MB" in said
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
