@@ -51,5 +51,6 @@ class TrainingProgress:
     def _report(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             elapsed = log.human_time(time.monotonic() - self._started)
-            read = f"{self._num_documents} documents, {self._num_bytes / 1e6:.1f} MB"
+            documents = f"{self._num_documents} document{'' if self._num_documents == 1 else 's'}"
+            read = f"{documents}, {self._num_bytes / 1e6:.1f} MB"
             log.info(f"{elapsed}: training {self._what} on {read}" if self._is_read else f"{elapsed}: read {read}")

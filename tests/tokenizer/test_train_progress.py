@@ -26,7 +26,7 @@ def test_reading_then_training_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     with TrainingProgress("a vocabulary") as progress:
         texts = progress.reading(["a" * 600_000, "é" * 350_000])
         next(texts)
-        wait_for(": read 1 documents, 0.6 MB")
+        wait_for(": read 1 document, 0.6 MB")
         next(texts)
         wait_for(": read 2 documents, 1.3 MB")
         assert next(texts, None) is None
