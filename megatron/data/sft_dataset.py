@@ -55,11 +55,11 @@ class _Part:
     @classmethod
     def of(cls, array: np.ndarray, count: int) -> _Part:
         """Return the content of ``array``, a part of ``count`` conversations."""
-        *counts, num_bytes = array[:_COUNTS].tolist()
+        num_cut, num_left_out, num_changed, num_bytes = array[:_COUNTS].tolist()
         start = _COUNTS + num_bytes
         unread = json.loads(array[_COUNTS:start].astype(np.uint8).tobytes())
         sizes, lines, tokens = np.split(array[start:], [count, 2 * count])
-        return cls(*counts, unread, sizes, lines, tokens)
+        return cls(num_cut, num_left_out, num_changed, unread, sizes, lines, tokens)
 
 
 class ConversationFile:

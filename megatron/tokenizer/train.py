@@ -53,6 +53,8 @@ _BYTES_FOR_A_TOKEN = 10_000
 _LEAST_MEMORY = 80e6
 _MEMORY_FOR_A_BYTE = 2.7
 _UNIGRAM_MEMORY_FOR_A_BYTE = 20
+_UNIGRAM_TOKEN_LENGTH = 16
+"""SentencePiece's default."""
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -190,7 +192,7 @@ def _bpe_of(counts: WordCounts, vocab_size: int, special: Sequence[str], max_tok
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
         # the library joins pieces whose length is less than its limit
-        **({} if max_token_length is None else {"max_token_length": max_token_length + 1}),
+        max_token_length=None if max_token_length is None else max_token_length + 1,
     )
     library.train_from_iterator(_last(counts), trainer)
     return library.to_str(pretty=True).encode() + b"\n"
@@ -289,7 +291,7 @@ def train_unigram(
                 max_sentence_length=_MAX_SENTENCE_BYTES,
                 num_threads=1,
                 minloglevel=2,
-                **({} if max_token_length is None else {"max_sentencepiece_length": max_token_length}),
+                max_sentencepiece_length=max_token_length or _UNIGRAM_TOKEN_LENGTH,
             )
     except (RuntimeError, OSError) as error:
         if errors:  # the library has made a text of the corpus's own error
