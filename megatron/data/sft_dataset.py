@@ -217,8 +217,8 @@ class ConversationFile:
         if self.num_cut or self.num_left_out:
             log.warn_once(
                 f"{self.prefix}: of {self.num_documents} conversations {self.num_cut} are longer than --seq-length + 1 "
-                f"= {self.capacity} tokens and are cut from the end; {self.num_left_out} have no token left that the "
-                "assistant says and are left out. --sft-overlong refuse names the first instead"
+                f"= {self.capacity} tokens and are cut from the end; {self.num_left_out} have no token with a "
+                "loss and are left out. --sft-overlong refuse names the first instead"
             )
         if self.unread:
             shown = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")

@@ -152,6 +152,7 @@ def test_lines_and_arrays_plain_or_compressed_give_the_same_records(
             "f must be .* in the middle of a zstandard frame",
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "f").write_bytes(content)

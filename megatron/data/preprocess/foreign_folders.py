@@ -91,7 +91,7 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
         DataError: Files that state.json lists are missing.
     """
     if _DICT in names:
-        log.info(f"{folder}: all splits of the data set are read; name one of its folders to read one split")
+        log.warn_once(f"{folder}: all splits of the data set are read; name one of its folders to read one split")
     arrow = {name for name in names if name.endswith(".arrow")}
     if not arrow or not {_INFO, _STATE} & set(names):
         return {_DICT} & set(names)
@@ -106,7 +106,9 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
                 f"{', '.join(missing[:_NAMED])}{' ...' if len(missing) > _NAMED else ''}. Copy the folder again"
             )
     if unlisted:
-        log.info(f"{folder}: left out {', '.join(sorted(unlisted)[:_NAMED])}, which the data set does not list as data")
+        log.warn_once(
+            f"{folder}: left out {', '.join(sorted(unlisted)[:_NAMED])}, which the data set does not list as data"
+        )
     return unlisted | ({_INFO, _STATE, _DICT} & set(names))
 
 
