@@ -185,9 +185,7 @@ class ChatTemplate:
         self.text, self.tokenizer, self.source, self.special = text, tokenizer, source, dict(special)
         self.named = dict(named or {})
         used = {DEFAULT: text} | {name: text for name, text in self.named.items() if name == TOOL_USE}
-        self._templates = {
-            name: _compiled(text, source if name == DEFAULT else f"{source}, {name}") for name, text in used.items()
-        }
+        self._templates = {DEFAULT: _compiled(text, source)}  # "tool_use" when the first conversation needs it
         self._marks_generation = {name: _GENERATION.search(text) is not None for name, text in used.items()}
         self._texts = "\n".join(used.values())
 
@@ -319,9 +317,10 @@ class ChatTemplate:
                     f"a conversation must not contain U+{ord(unusable.group()):04X}, which is no character "
                     "(a lone surrogate, or reserved for internal use). Remove it"
                 )
-            template = self._templates[self._name_for(more)]
-            text = template.render(messages=own, add_generation_prompt=add_generation_prompt, **given)
-        except TemplateError:
+            text = self._template(self._name_for(more)).render(
+                messages=own, add_generation_prompt=add_generation_prompt, **given
+            )
+        except DataError:
             raise
         except RecursionError:
             raise TemplateError("a conversation must not be nested that deeply. Flatten it, or remove it") from None
@@ -331,7 +330,12 @@ class ChatTemplate:
 
     def _name_for(self, more: Mapping[str, Any]) -> str:
         """Return the name of the template that renders a conversation with the variables ``more``."""
-        return TOOL_USE if more.get("tools") is not None and TOOL_USE in self._templates else DEFAULT
+        return TOOL_USE if more.get("tools") is not None and TOOL_USE in self.named else DEFAULT
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._templates:
+            self._templates[name] = _compiled(self.named[name], f"{self.source}, {name}")
+        return self._templates[name]
 
     def _spans_by_prefixes(
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any], without_loss: Collection[int]

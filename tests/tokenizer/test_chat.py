@@ -177,6 +177,10 @@ def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, as_f
     assert [int(said) for said in template.encode(SOME[2], tools=TOOLS).is_said] == with_tools["assistant_masks"]
     assert template.key == chat(folder, CHATML).key  # a run without tools resumes
     assert template.tools_key and not chat(folder, CHATML).tools_key
+    broken = ChatTemplate(CHATML, template.tokenizer, source="x", special={}, named={"tool_use": "{% for %}"})
+    assert broken.encode(SOME[2]).ids == template.encode(SOME[2]).ids
+    with pytest.raises(DataError, match="got x, tool_use, line 1"):
+        broken.encode(SOME[2], tools=TOOLS)
 
 
 def test_files_of_templates_come_before_those_of_the_settings(tmp_path: Path) -> None:
