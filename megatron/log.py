@@ -71,6 +71,12 @@ def warn_once(message: str) -> None:
     warning(message)
 
 
+@functools.lru_cache(maxsize=1024)
+def warn_once_per_job(message: str) -> None:
+    """Warn on rank 0 only, the first time that this text is given."""
+    info("warning: " + message)
+
+
 def error(message: str) -> None:
     """Say what went wrong, on any rank."""
     _ready().error(message)

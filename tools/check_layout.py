@@ -312,9 +312,9 @@ def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
 
 def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> int:
     """Print observed beside allowed, and write them to ``file``; return 0 if all is within its bound."""
-    from rich.console import Console
     from rich.table import Table
 
+    from megatron.console import print_table
     from megatron.training.parity import compare
 
     found = compare(one, many)
@@ -328,7 +328,7 @@ def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> i
     table = Table("what", "observed", "allowed", "", title=f"{len(many)} processes against one, {dtype}")
     for name, observed, allowed in rows:
         table.add_row(name, f"{observed:.2e}", f"{allowed:.0e}", "ok" if observed <= allowed else "TOO FAR")
-    Console().print(table)
+    print_table(table)
     is_equal = all(observed <= allowed for _, observed, allowed in rows)
     if file is not None:
         names = ("first_loss", "loss", "first_norm", "gradient")

@@ -123,8 +123,9 @@ def evaluate_texts(args: argparse.Namespace, model: ModelOfAllRanks) -> list[Tex
 
 def show_tasks(results: Results) -> None:
     """Print a table of tasks and their metrics."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megatron.console import print_table
 
     table = Table("task", "examples", "few-shot", "metric", "value", "±")
     for name, metrics in results.metrics.items():
@@ -137,7 +138,7 @@ def show_tasks(results: Results) -> None:
             said = ["" if each is None else str(each) for each in first]
             table.add_row(*said, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
             first = [None, None, None]
-    Console().print(table)
+    print_table(table)
 
 
 def _error_of(metric: str) -> str:
@@ -147,8 +148,9 @@ def _error_of(metric: str) -> str:
 
 def show_texts(scores: list[TextScore]) -> None:
     """Print a table of domains."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megatron.console import print_table
 
     table = Table("text", "documents", "tokens", "bytes", "bytes/token", "perplexity", "bits per byte")
     for one in scores:
@@ -156,7 +158,7 @@ def show_texts(scores: list[TextScore]) -> None:
             one.name, f"{one.documents:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.bytes_per_token:.3f}",
             f"{one.perplexity:.4g}", f"{one.bits_per_byte:.4f}",
         )  # fmt: skip
-    Console().print(table)
+    print_table(table)
 
 
 def text_values(one: TextScore) -> dict[str, Any]:

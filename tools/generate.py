@@ -61,6 +61,8 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
         if args.chat:
             template = find_template(vocabulary.tokenizer, args.chat_template or config.data.chat_template)
             prompts: Prompts = ChatPrompts(template, args.system)
+            if problem := template.end_of_turn_problem:
+                log.warn_once_per_job(problem)
         else:
             prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
         kind = device.DTYPES[args.dtype]

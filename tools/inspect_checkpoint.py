@@ -120,15 +120,16 @@ def number_text(number: float | None) -> str:
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table as wide as the terminal, or as it needs where there is none."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megatron import console
 
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+    console.print_table(table)
 
 
 def print_json(content: dict[str, Any]) -> None:

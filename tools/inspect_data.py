@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
     """Tell facts, then draw the picture, then show samples."""
     from megatron import config
+    from megatron.console import print_table
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.inspect import facts_of, statistics
     from megatron.training.global_vars import with_tokenizer
@@ -112,9 +113,9 @@ def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], co
         token_file = IndexedDataset(prefix)
         facts = facts_of(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
         lengths[prefix] = facts.lengths
-        console.print(statistics.table(facts, tokenizer))
+        print_table(statistics.table(facts, tokenizer), console)
         if flags.top:
-            console.print(statistics.commonest(token_file, flags.top, tokenizer))
+            print_table(statistics.commonest(token_file, flags.top, tokenizer), console)
     if flags.picture is not None:
         statistics.draw(lengths, flags.picture)
         console.print(f"picture {flags.picture}", soft_wrap=True)

@@ -70,7 +70,8 @@ def join_parts(inputs: Sequence[str], output_prefix: str) -> str:
         raise DataError(f"--input takes one folder of parts alone, got {' '.join(inputs)}. Join them one by one first.")
     done = preprocess.join(Path(inputs[0]), output_prefix)
     if done.bad_path:
-        log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
+        lines = "1 bad line was" if done.num_bad == 1 else f"{done.num_bad} bad lines were"
+        log.warning(f"{lines} left out; {done.bad_path} lists {'it' if done.num_bad == 1 else 'them'}")
     return f"{done.num_documents} documents, {done.num_tokens} tokens of {done.num_units} units"
 
 

@@ -190,7 +190,8 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     """Do the job and say what it came to."""
     done = preprocess.run(job_of(args))
     if done.bad_path:
-        log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
+        lines = "1 bad line was" if done.num_bad == 1 else f"{done.num_bad} bad lines were"
+        log.warning(f"{lines} left out; {done.bad_path} lists {'it' if done.num_bad == 1 else 'them'}")
     resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
     what = f"part {args.part} of {made_at(args)}" if args.part else f"{args.output_prefix}.bin"
     log.info(

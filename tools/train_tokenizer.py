@@ -11,6 +11,7 @@ sample of them where they do not fit into memory; unigram keeps all of the text 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -21,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron import files, log, object_store, tokenizer
+from megatron.console import print_table
 from megatron.data import preprocess
 from megatron.data.preprocess.tokenizer_corpus import (
     TrainingText,
@@ -34,6 +35,7 @@ from megatron.errors import DataError, exit_code
 from megatron.tokenizer import fertility, train
 
 MOST_INPUTS_SHOWN = 20
+MOST_BAD_SHOWN = 20
 STOPPED = 130
 """Exit code behind Ctrl-C, as shells have it."""
 WITHOUT_BLANKS = ("Han", "Kana")
@@ -65,6 +67,17 @@ def share(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return value
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the tool's options."""
     parser = argparse.ArgumentParser(
@@ -92,7 +105,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--special-tokens", nargs="+", default=[], metavar="NAME", help="further control tokens, as <fim_prefix>")
     add("--num-sentinels", type=at_least(0), default=0, help="control tokens <extra_id_0> and so on, as T5 has (0)")
-    add("--max-bad-lines", type=at_least(0), default=0, help="bad lines to leave out before giving up (0)")
+    add("--max-bad-lines", type=at_least(0), help="bad lines to leave out; with more, an error names all (0)")
+    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines")
+    add(
+        "--max-token-length",
+        type=at_least(2),
+        help="longest token in bytes of UTF-8 (bpe; a Chinese character takes 3) or in characters (unigram). Without "
+        "it a whole clause of Chinese may become one token (default: no limit; unigram 16)",
+    )
     add("--held-out", type=share, default=0.01, help="share of the text to measure on and not to train on (0.01)")
     return parser.parse_args(argv)
 
@@ -103,7 +123,11 @@ def training_text(args: argparse.Namespace) -> TrainingText:
     is_by_input = 1 < len(args.input) <= MOST_INPUTS_SHOWN
     drawn = sample(args.input, args.format, args.json_key, args.sample_bytes)
     return TrainingText(
-        drawn, lambda path: inputs[path] if is_by_input else "", args.held_out, max_bad_lines=args.max_bad_lines
+        drawn,
+        lambda path: inputs[path] if is_by_input else "",
+        args.held_out,
+        max_bad_lines=args.max_bad_lines,
+        max_bad_fraction=args.max_bad_fraction,
     )
 
 
@@ -133,7 +157,7 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
             words,
             f"{row.unknown_rate:.3%}",
         )
-    Console(width=110).print(table)
+    print_table(table)
 
 
 def check_output(output: Path, model: str) -> None:
@@ -149,18 +173,33 @@ def check_output(output: Path, model: str) -> None:
         raise DataError(f"--output {output} must be in a folder that can be written to: {error}") from error
 
 
+def report_bad(text: TrainingText, output: Path) -> None:
+    """List the bad lines in a file next to ``output`` if they are too many for the terminal."""
+    path = output.with_suffix(".bad.jsonl")
+    if len(text.bad) <= MOST_BAD_SHOWN:
+        path.unlink(missing_ok=True)  # of an earlier run
+        return
+    files.replace_bytes(path, b"".join(json.dumps(bad.to_json()).encode() + b"\n" for bad in text.bad))
+    listed = "all" if len(text.bad) == text.num_bad else f"the first {len(text.bad)}"
+    log.warning(f"{text.num_bad} bad lines; {path} lists {listed} of them")
+
+
 def run(args: argparse.Namespace) -> None:
     """Train, write the file, and report."""
     started = time.monotonic()
     check_output(args.output, args.model)
     special = train.special_names(args.special_tokens, args.num_sentinels)
     text = training_text(args)
-    trained = train.MODELS[args.model](text, args.vocab_size, special, args.memory_bytes)
+    try:
+        trained = train.MODELS[args.model](text, args.vocab_size, special, args.memory_bytes, args.max_token_length)
+    finally:
+        report_bad(text, args.output)
     files.replace_bytes(args.output, trained)
     built = tokenizer.build(tokenizer_path=args.output)
     seconds = time.monotonic() - started
-    for bad in text.bad:
-        log.warning(f"left out {bad}")
+    if len(text.bad) <= MOST_BAD_SHOWN:
+        for bad in text.bad:
+            log.warning(f"left out {bad}")
     held_out = [document for group in text.held_out.values() for document in group]
     num_bytes = text.num_bytes - sum(len(document.encode()) for document in held_out)
     log.info(

@@ -178,8 +178,9 @@ class DataConfig:
     valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
     test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
     sft: str | None = _paths(
-        "supervised fine-tuning on files of conversations, JSON lines with messages, in place of --data-path: loss on "
-        "what the assistant says alone; several with weights in turn: 0.7 a.jsonl 0.3 b.jsonl",
+        "supervised fine-tuning on files of conversations in place of --data-path: JSON lines or one JSON array in "
+        "the format of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; only what the assistant says "
+        "has a loss; several with weights in turn: 0.7 a.jsonl 0.3 b.jsonl",
         family_kind="decoder",
         elsewhere="it is for decoders; leave it out",
         short="JSON lines of conversations to fine-tune on",

@@ -34,6 +34,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from megatron import log
 from megatron.errors import DataError
 from megatron.tokenizer.huggingface import SPACE
+from megatron.tokenizer.train_progress import TrainingProgress
 
 EOD = "<|endoftext|>"
 WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -52,6 +53,8 @@ _BYTES_FOR_A_TOKEN = 10_000
 _LEAST_MEMORY = 80e6
 _MEMORY_FOR_A_BYTE = 2.7
 _UNIGRAM_MEMORY_FOR_A_BYTE = 20
+_UNIGRAM_TOKEN_LENGTH = 16
+"""SentencePiece's default."""
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -153,7 +156,11 @@ class WordCounts:
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (EOD,), memory_bytes: int | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    special: Sequence[str] = (EOD,),
+    memory_bytes: int | None = None,
+    max_token_length: int | None = None,
 ) -> bytes:
     """Return a ``tokenizers`` JSON file of byte-level BPE; any text can be encoded and decoded without loss.
 
@@ -163,12 +170,19 @@ def train_bpe(
         memory_bytes: about so much memory may be taken for words; they are sampled where that does not do. By
             default half of what is free, but not more than the largest of 2.7 times the text, 10 kB for each token
             of the vocabulary, and 80 MB.
+        max_token_length: bytes of the longest token, at least 2, control tokens aside; None for no limit. A Chinese
+            character takes 3 bytes, the space before a word 1.
 
     Raises:
         DataError: ``vocab_size`` has no room for the 256 bytes and the control tokens.
     """
     _check_room(vocab_size, _NUM_BYTES, "bytes", special)
-    counts = _counted(texts, BYTE_WORD, vocab_size, memory_bytes)
+    with TrainingProgress(f"a vocabulary of {vocab_size} tokens (bpe)") as progress:
+        counts = _counted(progress.reading(texts), BYTE_WORD, vocab_size, memory_bytes)
+        return _bpe_of(counts, vocab_size, special, max_token_length)
+
+
+def _bpe_of(counts: WordCounts, vocab_size: int, special: Sequence[str], max_token_length: int | None) -> bytes:
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -177,13 +191,19 @@ def train_bpe(
         special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
+        # the library joins pieces whose length is less than its limit
+        max_token_length=None if max_token_length is None else max_token_length + 1,
     )
     library.train_from_iterator(_last(counts), trainer)
     return library.to_str(pretty=True).encode() + b"\n"
 
 
 def train_wordpiece(
-    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (EOD,), memory_bytes: int | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    special: Sequence[str] = (EOD,),
+    memory_bytes: int | None = None,
+    max_token_length: int | None = None,
 ) -> bytes:
     """Return a ``tokenizers`` JSON file of BERT's WordPiece, cased: BERT's five tokens first, then ``special``.
 
@@ -193,13 +213,24 @@ def train_wordpiece(
 
     Args:
         memory_bytes: as for ``train_bpe``.
+        max_token_length: must be None: the library has no limit for WordPiece, whose Chinese tokens are one character.
 
     Raises:
-        DataError: ``vocab_size`` has no room for the control tokens and a character.
+        DataError: ``vocab_size`` has no room for the control tokens and a character; ``max_token_length`` is given.
     """
+    if max_token_length is not None:
+        raise DataError(
+            f"--max-token-length ({max_token_length}) is not supported with --model wordpiece, in which each Chinese "
+            "character is a token. Leave it out, or use --model bpe or unigram"
+        )
     names = [*WORDPIECE_TOKENS, *(name for name in special if name not in WORDPIECE_TOKENS)]
     _check_room(vocab_size, 2, "characters", names)
-    counts = _counted(texts, _BERT_WORD, vocab_size, memory_bytes)
+    with TrainingProgress(f"a vocabulary of {vocab_size} tokens (wordpiece)") as progress:
+        counts = _counted(progress.reading(texts), _BERT_WORD, vocab_size, memory_bytes)
+        return _wordpiece_of(counts, vocab_size, names)
+
+
+def _wordpiece_of(counts: WordCounts, vocab_size: int, names: Sequence[str]) -> bytes:
     characters, within, num_characters = _alphabet(counts, vocab_size - len(names))
     while True:
         library = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD_CHARS))
@@ -227,12 +258,17 @@ def train_wordpiece(
 
 
 def train_unigram(
-    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (EOD,), memory_bytes: int | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    special: Sequence[str] = (EOD,),
+    memory_bytes: int | None = None,
+    max_token_length: int | None = None,
 ) -> bytes:
     """Return a SentencePiece unigram model; bytes stand in for characters that it does not have.
 
     Args:
         memory_bytes: a warning comes where the text will take more; the library keeps all of it.
+        max_token_length: characters of the longest token; None for SentencePiece's default, 16.
 
     Raises:
         DataError: the text is too little, or ``vocab_size`` too small.
@@ -240,21 +276,23 @@ def train_unigram(
     model = io.BytesIO()
     errors: list[BaseException] = []
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(_weighed(_kept(texts, errors), memory_bytes)),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=vocab_size,
-            control_symbols=list(special),
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            split_by_unicode_script=True,
-            max_sentence_length=_MAX_SENTENCE_BYTES,
-            num_threads=1,
-            minloglevel=2,
-        )
+        with TrainingProgress(f"a vocabulary of {vocab_size} tokens (unigram)") as progress:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_sentences(_weighed(_kept(progress.reading(texts), errors), memory_bytes)),
+                model_writer=model,
+                model_type="unigram",
+                vocab_size=vocab_size,
+                control_symbols=list(special),
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                split_by_unicode_script=True,
+                max_sentence_length=_MAX_SENTENCE_BYTES,
+                num_threads=1,
+                minloglevel=2,
+                max_sentencepiece_length=max_token_length or _UNIGRAM_TOKEN_LENGTH,
+            )
     except (RuntimeError, OSError) as error:
         if errors:  # the library has made a text of the corpus's own error
             raise errors[0] from None
@@ -264,7 +302,7 @@ def train_unigram(
     return model.getvalue()
 
 
-MODELS: dict[str, Callable[[Iterable[str], int, Sequence[str], int | None], bytes]] = {
+MODELS: dict[str, Callable[..., bytes]] = {
     "bpe": train_bpe,
     "unigram": train_unigram,
     "wordpiece": train_wordpiece,

@@ -9,6 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from megatron.console import print_table
 
 
 class TrainingConsole:
@@ -41,8 +44,8 @@ class TrainingConsole:
         table.add_column(no_wrap=True, style="bold")
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(name, value)
-        self.console.print(table, soft_wrap=False)
+            table.add_row(Text(name), Text(value))
+        print_table(table, self.console, soft_wrap=False)
 
     def line(self, text: str) -> None:
         """Show one line, above the bar if there is one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import torch
 from megatron import log
 from megatron.data import DataLoader, build_sft_train_valid_test, gpt2_fields, sft_dataset
 from megatron.data.cache import IndexCache
+from megatron.data.conversations import parse_record
 from megatron.data.dataset_builder import BlendPaths
-from megatron.data.sft_dataset import ConversationFile, SFTDataset, parse_line
+from megatron.data.sft_dataset import ConversationFile, SFTDataset
 from megatron.errors import DataError
 from megatron.tokenizer import build
 from megatron.tokenizer.chat import ChatTemplate, find_template
@@ -45,16 +48,16 @@ def test_both_forms_of_a_line_are_one() -> None:
     one = b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'  # noqa: E501
     two = b'{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'  # noqa: E501
     three = b'\xef\xbb\xbf{"system": "s", "conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}\r\n'  # noqa: E501
-    assert parse_line(one) == parse_line(two) == parse_line(three)
-    given = b'{"messages": [{"role": "assistant", "tool_calls": [1]}], "tools": [2], "chat_template_kwargs": {"x": 3}}'
-    assert parse_line(given).more == {"x": 3, "tools": [2]}
+    assert parse_record(one) == parse_record(two) == parse_record(three)
+    given = b'{"messages": [{"role": "assistant", "tool_calls": [1]}], "tools": [{}], "chat_template_kwargs": {"x": 3}}'
+    assert parse_record(given).more == {"x": 3, "tools": [{}]}
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("{", "JSON object in UTF-8, got {: .*Correct it"),
-        ("[1]", r'"messages" \(or "conversations"\), got \[1\]. Rename'),
+        ("[1]", r'"messages" \(or "conversations", .*\), got \[1\]. Rename'),
         ('{"text": "a"}', "got one with 'text'. Rename"),
         ('{"messages": []}', r'"messages" must be a list of messages, one at least, got \[\]'),
         ('{"messages": [{"role": "user", "content": "a"}]}', 'role "assistant", got user. Take the line out'),
@@ -62,6 +65,9 @@ def test_both_forms_of_a_line_are_one() -> None:
         ('{"messages": [{"role": "assistant", "content": 3}]}', "message 1 must be"),
         ('{"messages": ["a"]}', 'message 1 must be .* got "a"'),
         ('{"conversations": [{"from": "function_call", "value": "a"}]}', "from.*human or user or gpt"),
+        ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', r"must not contain U\+D83D"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "[{\\"\\\\udc00\\": 1}]"}', r"U\+DC00"),
+        ('{"messages": ' + "[" * 99_999, "must not be nested that deeply"),
         (
             '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": 3}',
             "must be an object, got 3",
@@ -145,6 +151,89 @@ def test_long_ones_are_cut_from_the_end_and_counted(
     with pytest.raises(DataError, match=r"c.jsonl:1: .* at most --seq-length \+ 1 = 40 tokens, got .*--sft-overlong"):
         opened(path, template, 40, overlong="refuse")
     assert {int(n) for i in range(4) for n in made(file, 39)[i]["text"]} <= set(range(template.tokenizer.vocab_size))
+
+
+def test_a_conversation_whose_only_loss_is_on_its_first_token_is_left_out(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
+    text = "{% for m in messages %}{% if loop.first %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+    plain = ChatTemplate(text + "{{ m.content }}{% endif %}{% endfor %}", template.tokenizer, source="", special={})
+    lines = [[{"role": "assistant", "content": said}, {"role": "user", "content": "!"}] for said in ("x", "xy")]
+    file = opened(write_conversations(tmp_path / "c.jsonl", lines), plain)
+    assert plain.encode(lines[0]).is_said == [True, False]
+    assert (file.sizes.tolist(), file.num_left_out) == ([0, 3], 1)
+
+
+def test_other_programs_keys_take_effect_or_are_reported_once(
+    tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read on a first start and from the cache, where nothing is parsed, in parts of two."""
+    said: list[str] = []
+    monkeypatch.setattr(log, "warn_once_per_job", said.append)
+    monkeypatch.setattr(sft_dataset, "_LINES_AT_ONCE", 2)
+    monkeypatch.setattr(sft_dataset, "_IN_MEMORY_BELOW_BYTES", 0)
+    silent = [*turns("a", "b"), *turns("c", "d")]
+    silent[1] = {**silent[1], "weight": 0}  # type: ignore[dict-item]
+    records = [
+        {"messages": silent, "id": 1},
+        {"messages": turns("a", "b"), "system": "s", "source": "x"},
+        {"instruction": "a", "output": "b", "id": 2, "é": 1},
+        {"messages": [{**turns("a")[0], "name": "n"}, turns("a", "b")[1]], "tools": "[{}]"},
+    ]
+    path = tmp_path / "c.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(records, indent=1).encode()))
+    expected = [
+        template.encode(turns("a", "b", "c", "d"), without_loss={1}),
+        template.encode(turns("a", "b", system="s")),
+        template.encode(turns("a", "b")),
+        template.encode(turns("a", "b")),
+    ]
+    for _ in range(2):
+        file = opened(path, template, cache=IndexCache(tmp_path / "cache"))
+        rows = [file.read(number) for number in range(4)]
+        assert [np.where(row < 0, ~row, row).tolist() for row in rows] == [one.ids for one in expected]
+        assert [(row < 0).tolist() for row in rows] == [one.is_said for one in expected]
+        assert file.unread == ["id", "messages[].name", "source", "tools", "é"]
+        (line,) = said
+        assert line.startswith(f"{path}: keys that have no effect") and "messages[].name, source, tools, é" in line
+        said.clear()
+        monkeypatch.setattr(ChatTemplate, "encode", None)
+
+
+def test_a_file_that_is_read_otherwise_than_before_has_another_fingerprint(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
+    with_tools = {"messages": turns("a", "b"), "tools": [{}]}
+
+    def fingerprint(record: dict[str, Any], template: ChatTemplate = template) -> tuple[str, str]:
+        (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n")
+        file = opened(tmp_path / "c.jsonl", template)
+        return file.fingerprint, hashlib.sha256(f"{file._digest}:{template.key}".encode()).hexdigest()[:16]
+
+    both = ChatTemplate(
+        CHATML, template.tokenizer, source="", special=template.special, named={"tool_use": CHATML, "rag": "x"}
+    )
+    for record in (with_tools, {"messages": turns("a", "b", system="s")}):
+        found, before = fingerprint(record)  # checkpoints of 8c23b9e6 contain the second
+        assert found == before
+    assert fingerprint({"messages": turns("a", "b")}, both)[0] == fingerprint({"messages": turns("a", "b")})[1]
+    for record, one in ((with_tools, both), ({**with_tools, "tools": "[{}]"}, template)):
+        found, before = fingerprint(record, one)
+        assert found != before
+
+
+def test_a_template_without_an_end_of_turn_is_reported(
+    tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "warn_once_per_job", said.append)
+    path = write_conversations(tmp_path / "c.jsonl", SOME)
+    for text in (CHATML, CHATML.replace("im_end", "stop")):
+        other = ChatTemplate(text, template.tokenizer, source="", special=template.special)
+        paths, needed = BlendPaths(data_path=str(path), split="1"), (True, False, False)
+        build_sft_train_valid_test(paths, seq_length=200, seed=1, template=other, needed=needed)
+    (line,) = said
+    assert "tools/train_tokenizer.py --special-tokens '<|stop|>'" in line
 
 
 def test_parts_are_kept_for_other_processes(

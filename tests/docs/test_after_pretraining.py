@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron.data.sft_dataset import ConversationFile, parse_line
+from megatron.data.conversations import parse_record
+from megatron.data.sft_dataset import ConversationFile
 from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
 from tests.docs.test_tutorial import ROOT, Folder
@@ -32,7 +33,7 @@ def test_both_pages_have_the_same_commands() -> None:
 def test_the_example_is_read_and_its_template_marks_the_answers(tmp_path: Path) -> None:
     tokenizer = build("TokenizersJSON", tokenizer_path=write_tokenizer(tmp_path))
     template = find_template(tokenizer, EXAMPLE / "chatml.jinja")
-    assert template.has_generation and template.stop_id == tokenizer.token_to_id("<|im_end|>")
+    assert "{%- generation %}" in template.text and template.stop_id == tokenizer.token_to_id("<|im_end|>")
     file = ConversationFile(EXAMPLE / "conversations.jsonl", template, capacity=2049)
     assert (file.num_documents, file.num_cut, file.num_left_out) == (12, 0, 0)
     for messages in SOME:
@@ -44,11 +45,11 @@ def test_the_example_is_read_and_its_template_marks_the_answers(tmp_path: Path) 
 @pytest.mark.parametrize("page", PAGES, ids=("english", "chinese"))
 def test_the_line_and_the_error_of_the_page_are_real(page: Path) -> None:
     (line,) = re.findall(r"^```json\n(.*)\n```$", page.read_text(encoding="utf-8"), re.M)
-    assert len(parse_line(line.encode()).messages) == 3
+    assert len(parse_record(line.encode()).messages) == 3
     (error,) = re.findall(r"^error: chats.jsonl:17: (.*)$", page.read_text(encoding="utf-8"), re.M)
     bad = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     with pytest.raises(ValueError, match=re.escape(error)):
-        parse_line(json.dumps(bad).encode())
+        parse_record(json.dumps(bad).encode())
 
 
 @pytest.mark.slow

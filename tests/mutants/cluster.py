@@ -148,8 +148,8 @@ CLUSTER = (
     Mutant(
         "the last row groups of a file are of no unit",
         f"{PLACE}/corpus.py",
-        '        yield Unit(0, path, "parquet", start, len(sizes), size)\n',
-        '        yield Unit(0, path, "parquet", start, start + 1, size)\n',
+        "        yield Unit(0, path, format, start, len(sizes), size)\n",
+        "        yield Unit(0, path, format, start, start + 1, size)\n",
         (f"{FOREIGN}::test_tiny_row_groups_share_a_unit",),
     ),
     Mutant(

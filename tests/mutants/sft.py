@@ -173,8 +173,8 @@ SFT = (
     Mutant(
         "a bad line is counted without the blank ones",
         DATASET,
-        "                row = self._row(file.readline(), number)\n",
-        "                row = self._row(file.readline(), len(rows) + 1)\n",
+        "self._row(self._records.read(idx), number)",
+        "self._row(self._records.read(idx), idx + 1)",
         (BAD,),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,142 @@ def test_templates_are_looked_for_in_three_places(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--chat-template .*nowhere"):
         find_template(tokenizer, tmp_path / "nowhere")
     bare = write_tokenizer(tmp_path / "bare")
-    with pytest.raises(DataError, match="needs a chat template, got none beside the tokenizer.*--chat-template"):
+    with pytest.raises(DataError, match="needs a chat template, got none next to the tokenizer.*--chat-template"):
         find_template(build("TokenizersJSON", tokenizer_path=bare))
+
+
+def named_folder(folder: Path, *, as_files: bool, default: str | None = CHATML) -> Path:
+    """Write a tokenizer with the templates "default", "tool_use" and "rag", as lists or as files."""
+    write_tokenizer(folder)
+    texts = {"default": default, "tool_use": MARKED, "rag": "unused {% for %}"}
+    texts = {name: text for name, text in texts.items() if text is not None}
+    if as_files:
+        (folder / "additional_chat_templates").mkdir()
+        for name, text in texts.items():
+            is_default = name == "default"
+            path = folder / "chat_template.jinja" if is_default else folder / f"additional_chat_templates/{name}.jinja"
+            path.write_text(text)
+    else:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, as_files: bool) -> None:
+    folder = named_folder(tmp_path / "t", as_files=as_files)
+    template = find_template(build("TokenizersJSON", tokenizer_path=folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert theirs.chat_template == {"default": template.text, **template.named}
+    for more in ({}, {"tools": TOOLS}):
+        expected = theirs.apply_chat_template(SOME[2], **more)["input_ids"]
+        assert template.encode(SOME[2], **more).ids == expected
+    with_tools = theirs.apply_chat_template(SOME[2], tools=TOOLS, return_assistant_tokens_mask=True)
+    assert [int(said) for said in template.encode(SOME[2], tools=TOOLS).is_said] == with_tools["assistant_masks"]
+    assert template.key == chat(folder, CHATML).key  # a run without tools resumes
+    assert template.tools_key and not chat(folder, CHATML).tools_key
+    broken = ChatTemplate(CHATML, template.tokenizer, source="x", special={}, named={"tool_use": "{% for %}"})
+    assert broken.encode(SOME[2]).ids == template.encode(SOME[2]).ids
+    with pytest.raises(DataError, match="got x, tool_use, line 1"):
+        broken.encode(SOME[2], tools=TOOLS)
+
+
+def test_files_of_templates_come_before_those_of_the_settings(tmp_path: Path) -> None:
+    folder = named_folder(tmp_path / "t", as_files=False)
+    (folder / "chat_template.jinja").write_text(LLAMA3)
+    tokenizer = build("TokenizersJSON", tokenizer_path=folder)
+    assert find_template(tokenizer).text == LLAMA3 and find_template(tokenizer).named == {}
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(MARKED)
+    with pytest.raises(DataError, match="with the name \"default\" .there are 'tool_use'... Name a file"):
+        find_template(tokenizer)
+
+
+@pytest.mark.parametrize("text", [CHATML, LLAMA3, MARKED])
+def test_a_turn_without_loss_is_rendered_and_has_none(folder: Path, text: str) -> None:
+    template, messages = chat(folder, text), turns("a", "one", "b", "two", "c", "three")
+    found = template.encode(messages, without_loss={3})
+    whole = template.encode(messages)
+    assert found.ids == whole.ids
+    said = template.tokenizer.decode([token for token, is_said in zip(*vars(found).values(), strict=True) if is_said])
+    assert "one" in said and "three" in said and "two" not in said
+    assert sum(whole.is_said) > sum(found.is_said) > 0
+    assert not any(template.encode(messages, without_loss={1, 3, 5}).is_said)
+
+
+def test_the_message_of_a_block_is_found_in_a_macro_too(folder: Path) -> None:
+    macro = (
+        "{% macro say(x) %}{% generation %}{{ x.content }}<|im_end|>{% endgeneration %}{% endmacro %}"
+        "{% set last = messages[-1].content %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{ say(m) }}{% endif %}{% endfor %}"
+    )
+    messages = turns("a", "b", "c", "d")
+    found = chat(folder, macro).encode(messages, without_loss={1})
+    assert [token for token, said in zip(found.ids, found.is_said, strict=True) if said] == (
+        chat(folder, macro).tokenizer.encode_rendered("d<|im_end|>")[0]
+    )
+    blind = macro.replace("say(m)", "say({'content': m.content})")
+    assert any(chat(folder, blind).encode(messages).is_said)
+    with pytest.raises(TemplateError, match="weight 0, .*needs a template in which every"):
+        chat(folder, blind).encode(messages, without_loss={1})
+
+
+def test_a_line_break_that_ends_a_turn_without_control_tokens_has_a_loss(folder: Path) -> None:
+    template = chat(folder, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    found = template.encode(turns("a", "b", "c", "d"))
+    said = [token for token, is_said in zip(found.ids, found.is_said, strict=True) if is_said]
+    assert template.tokenizer.decode(said) == "assistant: b\nassistant: d\n"  # there is no generation prompt
+    prompted = chat(folder, template.text + "{% if add_generation_prompt %}assistant:{% endif %}")
+    found = prompted.encode(turns("a", "b", "c", "d"))
+    said = [token for token, is_said in zip(found.ids, found.is_said, strict=True) if is_said]
+    assert prompted.tokenizer.decode(said) == " b\n d\n"
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_special_tokens_map_counts_as_in_transformers(tmp_path: Path, is_complete: bool) -> None:
+    folder = write_tokenizer(tmp_path / "t", "{{ bos_token }} {{ eos_token }} {{ pad_token }}")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if is_complete:
+        settings["added_tokens_decoder"] = {"256": {"content": "<|endoftext|>", "special": True}}
+    del settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    other = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "pad_token": "<|eot_id|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(other))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    expected = theirs.apply_chat_template(turns("a"), tokenize=False)
+    assert find_template(build("TokenizersJSON", tokenizer_path=folder)).render(turns("a")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (CHATML, None),
+        (ALTERNATING, None),
+        (CHATML.replace("im_", "turn_"), r"'<\|turn_end\|>', which is 12 ordinary tokens .*--special-tokens"
+         r" '<\|turn_start\|>' '<\|turn_end\|>'$"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }} END{% endfor %}", "'END', .*--special-tokens END$"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "renders no token after .*eos_token"),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)  # fmt: skip
+def test_a_turn_that_no_control_token_ends_is_a_problem(folder: Path, text: str, problem: str | None) -> None:
+    found = chat(folder, text).end_of_turn_problem
+    assert (found is None) if problem is None else re.search(problem, str(found)), found
+
+
+def test_lone_surrogates_and_deep_nesting_are_errors(folder: Path) -> None:
+    template = chat(folder, CHATML)
+    with pytest.raises(TemplateError, match="must not contain U\\+D83D"):
+        template.encode(turns("a", "\ud83d"))
+    with pytest.raises(TemplateError, match="must not contain U\\+DC00"):
+        template.encode(turns("a", "b"), tools=[{"\udc00": 1}])
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TemplateError, match="nested"):
+        template.encode([{"role": "user", "content": "a", "x": deep}, turns("a", "b")[1]])
 
 
 def test_the_names_of_control_tokens_come_from_the_folder_or_the_vocabulary(tmp_path: Path) -> None:

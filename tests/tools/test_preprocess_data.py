@@ -132,7 +132,8 @@ def test_a_stopped_tool_ends_its_workers_and_says_how_to_go_on(folder: Path, num
 def test_standard_input_and_bad_lines(folder: Path) -> None:
     given = ["--input", "-", "--tokenizer-path", "t.json", "--output-prefix", "in/c", "--workers", "2"]
     done = start(folder, *given, "--max-bad-lines", "1", input=lines("one", "two").decode() + "x\n")
-    assert done.returncode == 0 and "2 documents" in done.stderr and "in/c.bad.jsonl tells them" in done.stderr
+    assert done.returncode == 0 and "2 documents" in done.stderr and "1 bad line was left out" in done.stderr
+    assert "in/c.bad.jsonl lists it" in done.stderr
     assert IndexedDataset(folder / "in/c").num_documents == 2
     record = json.loads((folder / "in/c.bad.jsonl").read_text())
     assert (record["file"], record["line"], record["byte_offset"]) == ("-", 3, 32)

@@ -17,6 +17,7 @@ from megatron import tokenizer
 from megatron.data.preprocess import BadRecord, tokenizer_corpus
 from megatron.data.preprocess.tokenizer_corpus import Drawn, sample
 from megatron.errors import DataError
+from megatron.tokenizer import train_progress
 from tests.helpers.fake_store import empty_store
 from tools import make_big_corpus, train_tokenizer
 
@@ -99,7 +100,15 @@ def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., t
         (["--vocab-size", 300, "--special-tokens", "a b"], "--special-tokens must be names without blanks, got 'a b'"),
         (["--vocab-size", 300, "--special-tokens", "<a>", "<a>"], "must differ from each other"),
         (["--vocab-size", 9999, "--model", "unigram"], "--vocab-size 9999 cannot be trained on this text"),
-        (["--vocab-size", 300, "--json-key", "txt"], "at most 0 bad lines are allowed (--max-bad-lines), got 1 so far"),
+        (["--vocab-size", 300, "--json-key", "txt"], "at most 0 (--max-bad-lines) may be bad, got 900 bad of 900."),
+        (
+            ["--vocab-size", 300, "--json-key", "txt", "--max-bad-fraction", 0.9],
+            "at most 0.9 of all lines (--max-bad-f",
+        ),
+        (
+            ["--vocab-size", 120, "--model", "wordpiece", "--max-token-length", 9],
+            "--max-token-length (9) is not supported with --model wordpiece",
+        ),
         (["--vocab-size", 300, "--json-key", "txt", "--model", "unigram"], "c.jsonl:1 (byte 0): has no key 'txt'"),
         (["--vocab-size", 300, "--json-key", "txt", "--max-bad-lines", 1000], "got none (900 bad)"),
         (
@@ -186,6 +195,84 @@ def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tm
     assert code == 0 and "trained on 2 documents" in said and "(2 bad left out, 0 kept apart)" in said, said
     assert "left out" in said and "c.jsonl:4 (byte 31): not UTF-8" in said
     assert "the text is too small" in said
+
+
+def bad_corpus(path: Path, num_good: int, num_bad: int) -> Path:
+    """Write good lines with the bad ones spread over them."""
+    lines = [json.dumps({"text": f"line {number}"}) for number in range(num_good)]
+    for number in range(num_bad):
+        lines.insert(number * (num_good + num_bad) // num_bad, '{"text": 1}')
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_all_bad_lines_are_named_at_once(train: Callable[..., tuple], tmp_path: Path) -> None:
+    path = bad_corpus(tmp_path / "c.jsonl", 9, 3)
+    code, output, said = train("--input", path, "--vocab-size", 260)
+    assert code == 2 and not output.exists()
+    assert (
+        "at most 0 (--max-bad-lines) may be bad, got 3 bad of 12. Correct them; --max-bad-lines 3 leaves them" in said
+    )
+    assert all(f"c.jsonl:{line} (byte " in said for line in (1, 5, 9)) and said.count("(byte ") == 3
+    for limit in (
+        ["--max-bad-lines", 3],
+        ["--max-bad-fraction", 0.25],
+        ["--max-bad-lines", 3, "--max-bad-fraction", 1],
+    ):
+        assert train("--input", path, "--vocab-size", 260, *limit)[0] == 0
+    for limit in (
+        ["--max-bad-lines", 2],
+        ["--max-bad-fraction", 0.24],
+        ["--max-bad-lines", 2, "--max-bad-fraction", 1],
+    ):
+        assert train("--input", path, "--vocab-size", 260, *limit)[0] == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c.jsonl", "t.json"]
+
+
+def test_many_bad_lines_are_listed_in_a_file(
+    train: Callable[..., tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, listed = bad_corpus(tmp_path / "c.jsonl", 99, 33), tmp_path / "t.bad.jsonl"
+    code, _, said = train("--input", path, "--vocab-size", 260)
+    assert code == 2 and said.count("(byte ") == 20 and "and 13 more" in said
+    assert f"33 bad lines; {listed} lists all of them" in " ".join(said.split())
+    bad = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [record["line"] for record in bad] == [number * 4 + 1 for number in range(33)]
+    code, _, said = train("--input", path, "--vocab-size", 260, "--max-bad-lines", 33)
+    assert code == 0 and listed.exists() and "(byte " not in said
+    assert train("--input", bad_corpus(path, 9, 1), "--vocab-size", 260, "--max-bad-lines", 1)[0] == 0
+    assert not listed.exists(), "of an earlier run"
+    monkeypatch.setattr(tokenizer_corpus, "_GIVE_UP_AT", 10)
+    code, _, said = train("--input", bad_corpus(path, 20, 400), "--vocab-size", 260)
+    assert code == 2 and "and reading stopped there" in said and "Check --input, --format and --json-key" in said
+    assert "got 10 bad of 10" in said or "got 11 bad of 11" in said
+
+
+def test_tokens_are_no_longer_than_asked_for(train: Callable[..., tuple], corpus: Path, tmp_path: Path) -> None:
+    text = {"text": "山上的小路通向河边的房子 understanding 山上的小路 understanding\n" * 50}
+    (tmp_path / "c.jsonl").write_text(json.dumps(text) + "\n")
+    longest = {}
+    for model, name, path, size in (("bpe", "t.json", tmp_path / "c.jsonl", 300), ("unigram", "t.model", corpus, 320)):
+        for limit in (None, 6 if model == "bpe" else 3):
+            more = [] if limit is None else ["--max-token-length", limit]
+            inputs = ["--input", path, "--vocab-size", size, "--model", model]
+            _, output, said = train(*inputs, *more, name=name)
+            built = tokenizer.build(tokenizer_path=output)
+            pieces = [built.piece(token) or "" for token in range(built.vocab_size)]
+            control = set(built.control_tokens)
+            longest[model, limit] = max(len(piece) for piece in pieces if piece not in control and piece[:3] != "<0x")
+    assert longest["bpe", 6] == 6  # characters of a byte-level piece stand for bytes
+    assert longest["unigram", 3] <= 3
+    assert longest["bpe", None] > 12 and longest["unigram", None] > 3
+
+
+def test_progress_is_reported_for_every_model(
+    train: Callable[..., tuple], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_progress, "INTERVAL_S", 0.01)
+    for model, name in (("bpe", "t.json"), ("wordpiece", "t.json"), ("unigram", "t.model")):
+        code, _, said = train("--input", corpus, "--vocab-size", 320, "--model", model, name=name)
+        assert code == 0 and f": training a vocabulary of 320 tokens ({model}) on 896 documents, 0.1 MB" in said
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.models.registry import load
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
-from megatron.tokenizer.chat import ChatTemplate, find_template
+from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
 
@@ -156,6 +156,10 @@ def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabu
     if vocabulary.chat is not None:
         settings |= vocabulary.chat.special
         files.write_bytes(folder / TEMPLATE, vocabulary.chat.text.encode())
+        for name, text in vocabulary.chat.named.items():
+            if Path(name).name == name:  # a name of tokenizer_config.json may be any text
+                files.make_folder(folder / NAMED)
+                files.write_bytes(folder / NAMED / f"{name}.jinja", text.encode())
     write_json(folder / SETTINGS, settings)
     if vocabulary.chat_problem is not None:
         return f"its chat template is not there: {vocabulary.chat_problem}"

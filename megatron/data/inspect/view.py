@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.console import print_table
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -180,7 +182,7 @@ def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
         console.print(Text(heading(stream, section), style=_HEADING), soft_wrap=True)
         console.print(text(stream, section, words), soft_wrap=True)
     if stream.labels is not None and num_rows:
-        console.print(table(stream, words, num_rows))
+        print_table(table(stream, words, num_rows), console)
 
 
 def heading(stream: Stream, section: Section) -> str:

@@ -10,10 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron import log, object_store
-from megatron.data.preprocess import readers
+from megatron.data.preprocess import arrow_files, readers
 from megatron.data.preprocess.encode import parse
-from megatron.data.preprocess.foreign_folders import OF_OTHER_TOOLS, check_is_finished, is_hidden, is_log_folder
-from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Record, Unit, compression_of
+from megatron.data.preprocess.foreign_folders import (
+    OF_OTHER_TOOLS,
+    check_is_finished,
+    is_hidden,
+    is_log_folder,
+    no_text_of_datasets,
+)
+from megatron.data.preprocess.job_types import FORMATS, STDIN, TABLES, BadRecord, Record, Unit, compression_of
 from megatron.data.preprocess.readers import (
     BOM,
     check_is_compressed,
@@ -83,7 +89,14 @@ def _remote_files_of(path: str) -> list[str]:
         check_is_finished(folder, inside)
         if {"executor.json", "completions"} <= inside:
             raise DataError(f"--input {folder} is the log folder of datatrove. Give the folders of text beside it.")
-    found = [name for parts, name in below if not any(map(is_hidden, parts))]
+    no_text = {
+        object_store.join(folder, name) for folder in names for name in no_text_of_datasets(folder, names[folder])
+    }
+    found = [
+        name
+        for parts, name in below
+        if not any(map(is_hidden, parts)) and object_store.join(path, *parts) not in no_text
+    ]
     if not found:
         raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
     return found
@@ -107,8 +120,9 @@ def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
         log.warning(
             f"{folder}: left out {', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}, hidden by an underscore"
         )
+    no_text = no_text_of_datasets(folder, names)
     for child in children:
-        if is_hidden(child.name):
+        if is_hidden(child.name) or child.name in no_text:
             continue
         if child.is_dir():
             yield from _walk(child, seen)
@@ -119,7 +133,8 @@ def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
 def guess_format(path: Path | str) -> str:
     """Return the format of one file by its name, the endings .gz and .zst looked through.
 
-    JSON lines for .jsonl, .json, .ndjson and for standard input; parquet for .parquet, .pq; else a document per file.
+    JSON lines for .jsonl, .json, .ndjson and for standard input; parquet for .parquet, .pq; arrow for .arrow; otherwise
+    a document per file.
     """
     if str(path) == STDIN:
         return "jsonl"
@@ -127,6 +142,8 @@ def guess_format(path: Path | str) -> str:
     suffix = inner.suffix.lower()
     if suffix in _PARQUET:
         return "parquet"
+    if suffix == ".arrow":
+        return "arrow"
     return "jsonl" if suffix in _JSON else "text-file"
 
 
@@ -147,8 +164,8 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
     """Return the units of a corpus in the order of ``paths``; they depend on the files and ``unit_bytes`` alone.
 
     A file that can be read from any byte is cut every ``unit_bytes`` (a document belongs where it begins); a compressed
-    one and standard input are one unit each. Row groups of a parquet file, and small files of one document each, share
-    a unit with those that follow as long as that is no larger than ``unit_bytes``.
+    one and standard input are one unit each. Row groups of a parquet file, record batches of an Arrow file, and small
+    files of one document each, share a unit with those that follow as long as that is no larger than ``unit_bytes``.
 
     Args:
         format: of all files, one of FORMATS; None to guess that of each by its name.
@@ -168,19 +185,19 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
     """Yield the records of a unit; memory is a few blocks of 256 kB, or its longest record.
 
     Args:
-        keys: the columns to read of parquet; other formats do not look at them.
+        keys: the columns to read of parquet and Arrow files; other formats do not use them.
 
     Raises:
         DataError: the file is damaged, or cannot be read any more.
     """
-    if unit.format == "parquet":
-        return readers.read_records(unit, keys or ("text",))
+    if unit.format in TABLES:
+        return (readers if unit.format == "parquet" else arrow_files).read_records(unit, keys or ("text",))
     return _READERS[unit.format](unit)
 
 
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
     """Yield the documents of a unit in order, and what is bad, each with its record; empty ones are left out."""
-    keys = keys if unit.format in ("jsonl", "parquet") else None
+    keys = keys if unit.format in ("jsonl", *TABLES) else None
     is_checked = compression_of(unit.path) is None
     for record in read_unit(unit, keys):
         result = parse(record, keys)
@@ -195,15 +212,19 @@ def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Rec
 
 def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
     if path == STDIN:
-        if format == "parquet":
-            raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
+        if format in TABLES:
+            raise DataError(f"--input - (standard input) cannot be {format}, which is not read in order; give the file")
         yield Unit(0, path, format, 0, _TO_THE_END, 0)
         return
     head, size = read_head(path), object_store.status(path).size
-    if format == "parquet":
+    if format in TABLES:
         if compression_of(path):
-            raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")
-        yield from _row_groups(path, unit_bytes)
+            raise DataError(f"--input {path}: a file of {format} is compressed inside; unpack it first")
+        sizes = readers.row_groups(path) if format == "parquet" else arrow_files.batch_sizes(path)
+        if sizes is None:
+            yield Unit(0, path, format, 0, _TO_THE_END, size)
+        else:
+            yield from _row_groups(path, format, sizes, unit_bytes)
         return
     check_is_compressed(path, head)
     if compression_of(path) or format == "text-file":
@@ -219,17 +240,20 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
         yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))
 
 
-def _row_groups(path: str, unit_bytes: int) -> Iterator[Unit]:
-    """Yield neighbouring row groups as units of ``unit_bytes`` at most, or of one group: some tools write tiny ones."""
-    sizes = readers.row_groups(path)
+def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
+    """Yield neighbouring row groups as units of ``unit_bytes`` at most, or of one group: some tools write tiny ones.
+
+    Args:
+        sizes: bytes of each row group, or of each record batch of an Arrow file.
+    """
     start = size = 0
     for number, group_size in enumerate(sizes):
         if number > start and size + group_size > unit_bytes:
-            yield Unit(0, path, "parquet", start, number, size)
+            yield Unit(0, path, format, start, number, size)
             start, size = number, 0
         size += group_size
     if sizes:
-        yield Unit(0, path, "parquet", start, len(sizes), size)
+        yield Unit(0, path, format, start, len(sizes), size)
 
 
 def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:

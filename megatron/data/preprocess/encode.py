@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from orjson import JSONDecodeError, loads
 
-from megatron.data.preprocess.job_types import BadRecord, Counts, Record
+from megatron.data.preprocess.job_types import TABLES, BadRecord, Counts, Record
 from megatron.data.preprocess.readers import BOM
 from megatron.tokenizer import Tokenizer
 
@@ -140,7 +140,7 @@ class Encoder:
 
     def encode(self, chunk: list[Record], format: str) -> Encoded:
         """Return the tokens of the records of a unit of this format."""
-        keys = self.json_keys if format in ("jsonl", "parquet") else None
+        keys = self.json_keys if format in ("jsonl", *TABLES) else None
         bad: list[BadRecord] = []
         texts: list[str] = []
         for record in chunk:

@@ -1,4 +1,4 @@
-"""Folders that Spark and datatrove have written: which of their files hold text, and whether the tool has finished.
+"""Folders written by Spark, datatrove and Hugging Face's datasets: which of their files hold text; are they complete?
 
 | in a folder | what it says | what is done |
 |---|---|---|
@@ -8,24 +8,28 @@
 | ``NAME._COPYING_`` | ``hdfs dfs -put`` is copying, or was cut off | refused |
 | ``_delta_log`` | a Delta table: some of its files are of older versions | refused |
 | ``executor.json`` and ``completions`` | datatrove's log folder | left out; refused where tasks are not completed |
+| ``dataset_info.json``, ``dataset_dict.json``, ``state.json`` | ``datasets`` wrote Arrow files | left out |
+| ``cache-*.arrow`` next to them | results of ``map`` and ``filter`` | left out |
 
 A file that was cut off is found by its own format: gzip by its end, parquet by its footer.
 
 Source: Spark's ``HadoopFSUtils.shouldFilterOutPathName``, Hadoop's ``FileOutputCommitter``, and datatrove's
-``jobs_status``.
+``jobs_status``, ``Dataset.save_to_disk`` of ``datasets``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
 
-from megatron import log
+from megatron import log, object_store
 from megatron.errors import DataError
 
 OF_OTHER_TOOLS = ("_SUCCESS", "_metadata", "_common_metadata", "_started_", "_committed_")
 _NAMED = 5
+_INFO, _DICT, _STATE = "dataset_info.json", "dataset_dict.json", "state.json"
 
 
 def is_hidden(name: str) -> bool:
@@ -78,3 +82,41 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
         )
     log.info(f"{folder}: left out, it is the log folder of datatrove, all {num_tasks} tasks completed")
     return True
+
+
+def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
+    """Return the names in ``folder`` that hold no text if Hugging Face's ``datasets`` wrote its Arrow files.
+
+    Raises:
+        DataError: Files that state.json lists are missing.
+    """
+    if _DICT in names:
+        log.warn_once(f"{folder}: all splits of the data set are read; name one of its folders to read one split")
+    arrow = {name for name in names if name.endswith(".arrow")}
+    if not arrow or not {_INFO, _STATE} & set(names):
+        return {_DICT} & set(names)
+    listed = _files_in_state(folder) if _STATE in names else None
+    if listed is None:
+        unlisted = {name for name in arrow if fnmatch(name, "cache-*.arrow")}
+    else:
+        unlisted = arrow - listed
+        if missing := sorted(listed - arrow):
+            raise DataError(
+                f"--input {folder} must hold all files that {_STATE} lists; {len(missing)} are missing: "
+                f"{', '.join(missing[:_NAMED])}{' ...' if len(missing) > _NAMED else ''}. Copy the folder again"
+            )
+    if unlisted:
+        log.warn_once(
+            f"{folder}: left out {', '.join(sorted(unlisted)[:_NAMED])}, which the data set does not list as data"
+        )
+    return unlisted | ({_INFO, _STATE, _DICT} & set(names))
+
+
+def _files_in_state(folder: Path | str) -> set[str] | None:
+    """Return the Arrow files that state.json lists; None if it is of another program."""
+    path = folder / _STATE if isinstance(folder, Path) else object_store.join(folder, _STATE)
+    try:
+        with object_store.open_file(path) as file:
+            return {str(entry["filename"]) for entry in json.loads(file.read())["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -18,7 +18,17 @@ from megatron.data.preprocess import plan, shards
 from megatron.data.preprocess.cluster import ClusterWorkers
 from megatron.data.preprocess.corpus import find_inputs, read_unit
 from megatron.data.preprocess.encode import Encoder, parse
-from megatron.data.preprocess.job_types import STDIN, BadRecord, Counts, Job, Share, Summary, Unit, total
+from megatron.data.preprocess.job_types import (
+    STDIN,
+    TABLES,
+    BadRecord,
+    Counts,
+    Job,
+    Share,
+    Summary,
+    Unit,
+    total,
+)
 from megatron.data.preprocess.plan import JobPlan
 from megatron.data.preprocess.progress import ErrorLimits, JobProgress, TooManyBad, progress
 from megatron.data.preprocess.shards import LOCK, Part, ShardFolder, folder_of
@@ -68,7 +78,7 @@ def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
 
 def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
     for record in read_unit(unit, keys):
-        found = parse(record, keys if unit.format in ("jsonl", "parquet") else None)
+        found = parse(record, keys if unit.format in ("jsonl", *TABLES) else None)
         yield from () if isinstance(found, BadRecord) else found
 
 

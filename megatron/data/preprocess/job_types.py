@@ -12,14 +12,17 @@ from megatron.tokenizer import Tokenizer
 
 # What reading a corpus gives: units of work, records of raw bytes, and records that are of no use.
 
-FORMATS = ("jsonl", "text-file", "text-block", "parquet")
+TABLES = ("parquet", "arrow")
+"""Formats with one document per row; a unit is a range of row groups or record batches."""
+
+FORMATS = ("jsonl", "text-file", "text-block", *TABLES)
 """One JSON object per line; one document per file; documents between blank lines; one document per row."""
 
 STDIN = "-"
 """The path that stands for standard input."""
 
 ROWS = -1
-"""``Record.line`` of a row of a parquet file, whose place is a row number, not a byte."""
+"""``Record.line`` of a row of a parquet or Arrow file, whose position is a row number, not a byte."""
 
 
 class Record(NamedTuple):
@@ -27,8 +30,8 @@ class Record(NamedTuple):
 
     Args:
         path: the file, ``-`` for standard input.
-        line: from 1; 0 where nobody has counted (a unit that begins within a file); ROWS for a row of parquet.
-        byte_offset: where ``data`` begins in the (decompressed) file; of parquet the number of the row in the file.
+        line: from 1; 0 where nobody has counted (a unit that begins within a file); ROWS for a row of a table.
+        byte_offset: where ``data`` begins in the (decompressed) file; of a table the number of the row in the file.
     """
 
     path: str
@@ -44,7 +47,8 @@ class Unit:
     Args:
         number: place among all units; documents of a corpus are in the order of its units, then of the records in them.
         path: the file, ``-`` for standard input.
-        start, stop: the unit holds the documents that begin at these bytes; row groups for parquet; the whole file
+        start, stop: the unit holds the documents that begin at these bytes; row groups of parquet, record
+            batches of Arrow; the whole file
             where it is read from its beginning only (compressed, a document per file, standard input).
         size: bytes on the disk, for the progress; 0 for standard input.
         more: further small files that are read whole after ``path``, so that a million of them are not a million units.
@@ -64,8 +68,9 @@ class Unit:
             return "standard input"
         if self.more:
             return f"{self.path} and {len(self.more)} more files"
-        if self.format == "parquet":
-            return f"{self.path} row groups {self.start}:{self.stop}"
+        if self.format in TABLES:
+            groups = "row groups" if self.format == "parquet" else "record batches"
+            return f"{self.path} {groups} {self.start}:{self.stop}"
         return self.path if is_whole(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
 
     @property

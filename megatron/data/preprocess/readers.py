@@ -48,7 +48,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
         DataError: a column is missing or holds no strings, or the file is damaged.
     """
     with _opened(unit.path) as file:
-        _check_columns(file, unit.path, keys)
+        check_columns(file.schema_arrow, unit.path, keys)
         groups = [file.metadata.row_group(number) for number in range(unit.stop)]
         number = sum(group.num_rows for group in groups[: unit.start])
         rows_at_once = _rows_at_once(groups[unit.start :])
@@ -56,7 +56,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
             for batch in file.iter_batches(
                 rows_at_once, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
             ):
-                for data in _as_json(batch, keys):
+                for data in rows_as_json(batch, keys):
                     yield Record(unit.path, ROWS, number, data)
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's errors are of these two
@@ -71,7 +71,8 @@ def _rows_at_once(groups: Sequence[Any]) -> int:
     return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
 
 
-def _as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
+def rows_as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
+    """Yield the rows of a record batch with the columns ``keys``, each as a JSON object."""
     for part in _slices(batch):
         try:
             rows = part.to_pylist()
@@ -108,21 +109,26 @@ def _raw_text(row: Any, key: str) -> bytes:
         return b'"' + error.object + b'"'
 
 
-def _check_columns(file: Any, path: str, keys: Sequence[str]) -> None:
+def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
+    """Check that a table has one column of strings for each of ``keys``.
+
+    Raises:
+        DataError: It has not; names the column.
+    """
     import pyarrow
     from pyarrow import types
 
     for key in keys:
-        fields: Any = file.schema_arrow
+        fields: Any = schema
         kind: Any = None
-        for name in [key] if key in file.schema_arrow.names else key.split("."):
+        for name in [key] if key in schema.names else key.split("."):
             times = 0 if fields is None else [field.name for field in fields].count(name)
             if times > 1:
                 raise DataError(
                     f"--input {path} must have one column {key!r} (--json-key), it has {times} of that name"
                 )
             if not times:
-                names = ", ".join(file.schema_arrow.names) or "none"
+                names = ", ".join(schema.names) or "none"
                 raise DataError(f"--input {path} must have a column {key!r} (--json-key), it has only {names}")
             kind = fields.field(name).type
             fields = kind if isinstance(kind, pyarrow.StructType) else None
@@ -160,7 +166,8 @@ _KINDS = {
     b"7z\xbc\xaf": "7-zip; unpack it: 7z x",
     b"Rar!": "RAR; unpack it: unrar x",
     b"PAR1": "parquet; give it a name that ends in .parquet, or --format parquet",
-    b"ARROW1": "arrow; write it as parquet first",
+    b"ARROW1": "an Arrow file; give it a name that ends in .arrow, or --format arrow",
+    b"\xff\xff\xff\xff": "an Arrow stream; give it a name that ends in .arrow, or --format arrow",
     b"%PDF": "PDF; take its text out first",
     b"MMIDIDX": "an index of tokens; give the text itself",
     b"\x89PNG": "a PNG picture",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.data.preprocess import readers
+from megatron.data.preprocess import arrow_files, readers
 from megatron.data.preprocess.corpus import plan_units, unit_documents
-from megatron.data.preprocess.job_types import STDIN, BadRecord, Unit, compression_of
+from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, compression_of
 from megatron.data.preprocess.readers import unpacked_size
 from megatron.errors import DataError
 
@@ -18,7 +18,7 @@ from megatron.errors import DataError
 #
 # Of a file that can be read from any byte only the sample is read: pieces of 64 kB of text at even distances.
 # Compressed files are read through and a document is taken whenever the sample has fallen behind its share. How much a
-# compressed file holds is estimated from its first 8 MB; of parquet the column's bytes count. All of it follows from
+# compressed file holds is estimated from its first 8 MB; of tables the column's bytes count. All of it follows from
 # the files alone.
 
 PIECE_BYTES = 1 << 16
@@ -56,7 +56,7 @@ def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterato
     """Take documents while fewer bytes are taken than are due: ``share`` of those that were passed."""
     taken, due = 0, 0.0
     for unit in units:
-        is_read_through = compression_of(unit.path) is not None or unit.format == "parquet"
+        is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
         if not is_read_through:  # its first documents stand for all of it
             due += share * unit.size
         for drawn in _documents(unit, keys) if is_read_through or taken < due else ():
@@ -73,7 +73,7 @@ def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterato
 
 def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
     for record, text in unit_documents(unit, keys):
-        if unit.format == "parquet" and isinstance(text, str):  # the JSON around the text is not in the file
+        if unit.format in TABLES and isinstance(text, str):  # the JSON around the text is not in the file
             yield Drawn(record.path, text, len(text.encode()))
         else:
             yield Drawn(record.path, text, len(record.data))
@@ -81,8 +81,8 @@ def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return how many bytes the unit has when it is unpacked, those of ``keys`` alone where they lie apart."""
-    if unit.format == "parquet":
-        return readers.column_bytes(unit, keys)
+    if unit.format in TABLES:
+        return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
     return unpacked_size(unit.path) if compression_of(unit.path) else unit.size
 
 
@@ -91,6 +91,9 @@ def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
 HELD_OUT_STEP = 1 << 14
 _MOST_KEPT_BYTES = 1 << 24
 _BAD_SHOWN = 20
+_MOST_BAD_LISTED = 10_000
+_GIVE_UP_AT = 1000
+"""Bad records after which reading stops if they are the majority: the input or a flag is wrong, not single lines."""
 
 
 class TrainingText:
@@ -101,31 +104,39 @@ class TrainingText:
 
     Args:
         group_of: names the group of a document by the file that it is from.
-        max_bad_lines: so many bad records are passed over.
+        max_bad_lines: number of bad records that are left out without an error; None: 0, or no limit of its own with
+            ``max_bad_fraction``.
+        max_bad_fraction: the same as a fraction of all records with text.
 
     Raises:
-        DataError: while it is gone through, when more records are bad, or when there is no document at all.
+        DataError: at the end of the text, if more records are bad, or if there is no document at all.
     """
 
     def __init__(
-        self, drawn: Iterable[Drawn], group_of: Callable[[str], str], held_out_share: float, max_bad_lines: int
-    ) -> None:
+        self, drawn: Iterable[Drawn], group_of: Callable[[str], str], held_out_share: float,
+        max_bad_lines: int | None = None, max_bad_fraction: float | None = None,
+    ) -> None:  # fmt: skip
         self._drawn, self._group_of = drawn, group_of
-        self._share, self._max_bad_lines = held_out_share, max_bad_lines
+        self._share, self._max_bad_fraction = held_out_share, max_bad_fraction
+        self._max_bad_lines = 0 if max_bad_lines is None and max_bad_fraction is None else max_bad_lines
         self._seen: dict[str, int] = defaultdict(int)
         self._held: dict[str, int] = defaultdict(int)
         self.held_out: dict[str, list[str]] = {}
         """The documents kept apart, by group."""
         self.bad: list[BadRecord] = []
-        """The first bad records."""
+        """The bad records, the first 10,000 of them."""
         self.num_documents = self.num_bytes = self.num_bad = 0
 
     def __iter__(self) -> Iterator[str]:
         for path, text, _ in self._drawn:
             if isinstance(text, BadRecord):
-                self._count_bad(text)
+                self.num_bad += 1
+                self.bad += [text][: _MOST_BAD_LISTED - len(self.bad)]
+                if self.num_bad >= _GIVE_UP_AT and self.num_bad > self.num_documents:
+                    self._check_bad(", and reading stopped there")
             elif not self._hold_out(self._group_of(path), text):
                 yield text
+        self._check_bad()
         if not self.num_documents:
             raise DataError(f"there must be documents to train on, got none ({self.num_bad} bad); check --input")
 
@@ -141,12 +152,24 @@ class TrainingText:
         self.held_out.setdefault(group, []).append(text)
         return True
 
-    def _count_bad(self, bad: BadRecord) -> None:
-        self.num_bad += 1
-        self.bad += [bad][: _BAD_SHOWN - len(self.bad)]
-        if self.num_bad > self._max_bad_lines:
-            shown = "\n".join(f"  {record}" for record in self.bad)
-            raise DataError(
-                f"at most {self._max_bad_lines} bad lines are allowed (--max-bad-lines), got {self.num_bad} so far:\n"
-                f"{shown}\nCorrect them, or allow more; bad lines are left out."
-            )
+    def _check_bad(self, end: str = "") -> None:
+        """Raise DataError if too many records are bad.
+
+        Args:
+            end: why reading ended, for the message.
+        """
+        num_records = self.num_documents + self.num_bad
+        allowed = []
+        if self._max_bad_lines is not None and self.num_bad > self._max_bad_lines:
+            allowed.append(f"{self._max_bad_lines} (--max-bad-lines)")
+        if self._max_bad_fraction is not None and self.num_bad > self._max_bad_fraction * num_records:
+            allowed.append(f"{self._max_bad_fraction:g} of all lines (--max-bad-fraction)")
+        if not allowed:
+            return
+        shown = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
+        more = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
+        fix = "Check --input, --format and --json-key" if end else f"--max-bad-lines {self.num_bad} leaves them out"
+        raise DataError(
+            f"at most {' and '.join(allowed)} may be bad, got {self.num_bad} bad of {num_records}{end}. "
+            f"Correct them; {fix}:{shown}{more}"
+        )

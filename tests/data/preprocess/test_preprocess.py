@@ -148,7 +148,7 @@ def test_too_many_bad_lines_are_named_and_nothing_is_written(corpus: Corpus, bad
         corpus.run(content)
     assert "out.bad.jsonl" in str(error.value) and "out.bad.jsonl" in corpus.names()
     assert not corpus.prefix.with_suffix(".bin").exists()
-    with pytest.raises(DataError, match="at most 1 bad lines .* got 2"):
+    with pytest.raises(DataError, match="at most 1 bad line may .* got 2"):
         corpus.run(content + bad, max_bad_lines=1)
 
 

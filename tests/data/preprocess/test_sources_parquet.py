@@ -97,7 +97,9 @@ def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.
         assert max(read) <= 3 or rows[0] == rows[1]
     raw = arrow.array([b"a" * 400, b"b" * 400, b"c" * 400, b"\xff" * 400], arrow.binary())
     batch = arrow.record_batch({"text": arrow.Array.from_buffers(arrow.string(), 4, raw.buffers())})
-    assert len(list(readers._as_json(batch, ["text"]))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
+    assert len(list(readers.rows_as_json(batch, ["text"]))) == 4, (
+        "a row that is no UTF-8 does not bring earlier ones again"
+    )
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
         ("c.txt", "words".encode("utf-16-le"), "looks like a binary file or UTF-16"),
         ("c.txt", bytes(100), "looks like a binary file"),
         ("c.parquet", b"words and words", "must be a whole parquet file"),
-        ("c.parquet.gz", b"words", "a parquet file is compressed inside"),
+        ("c.parquet.gz", b"words", "a file of parquet is compressed inside"),
     ],
 )
 def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, content: bytes, text: str) -> None:

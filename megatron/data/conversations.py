@@ -1,0 +1,434 @@
+"""Conversations for supervised fine-tuning: files of JSON records, and the formats of a record."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import zstandard
+
+from megatron.data.preprocess import arrow_files
+from megatron.errors import DataError
+from megatron.tokenizer.chat import ASSISTANT
+
+# Formats of a record:
+#
+# | record | format |
+# |---|---|
+# | {"messages": [{"role": "user", "content": "..."}, ...]} | OpenAI, TRL |
+# | {"conversations": [{"from": "human", "value": "..."}, ...]} | ShareGPT |
+# | {"instruction": "...", "input": "...", "output": "..."} | Alpaca; a question and its answer |
+#
+# | further keys of a record | effect |
+# |---|---|
+# | "system" | a system message before the others; null and "" are none |
+# | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and [] are none |
+# | "chat_template_kwargs" | further variables of the template |
+# | "history" (Alpaca) | earlier turns, [[question, answer], ...] |
+#
+# | keys of a message | effect |
+# |---|---|
+# | "weight" (OpenAI), "loss" (ms-swift), "train" (Axolotl) | 0 or false: no loss on this message of the assistant |
+# | others | passed to the template |
+
+ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+"""Names of the speakers in ShareGPT's format, and the usual ones."""
+_LOSS_KEYS = ("weight", "loss", "train")
+_TOP_KEYS = {
+    "messages": {"messages"},
+    "conversations": {"conversations"},
+    "instruction": {"instruction", "input", "output", "history"},
+}
+"""First key of a format -> all keys of the format."""
+_COMMON_KEYS = {"system", "tools", "chat_template_kwargs"}
+_MAX_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A record.
+
+    Args:
+        messages: as the template gets them.
+        more: further variables of the template.
+        without_loss: indices of messages of the assistant whose tokens have no loss.
+        unread: keys of the record without any effect.
+        passed: keys that only take effect if the template reads them -> the template's name for each.
+        differs_from_v1: releases before 2026-12 rendered this record otherwise, or gave other tokens a loss.
+    """
+
+    messages: list[dict[str, Any]]
+    more: dict[str, Any]
+    without_loss: frozenset[int] = frozenset()
+    unread: frozenset[str] = frozenset()
+    passed: Mapping[str, str] = field(default_factory=dict)
+    differs_from_v1: bool = False
+
+
+def parse_record(data: bytes) -> Conversation:
+    """Return the conversation in a JSON object.
+
+    Raises:
+        ValueError: The record is no conversation; the text names the problem and the fix.
+    """
+    try:
+        content = json.loads(data.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
+    except RecursionError:
+        raise ValueError(f"a line must not be nested that deeply, got {_shown(data)}. Remove it") from None
+    first = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
+    if first is None:
+        got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)
+        raise ValueError(
+            'a line must be an object with "messages" (or "conversations", or "instruction" and "output"), '
+            f"got {got}. Rename the field"
+        )
+    messages, passed, unread = _alpaca(content) if first == "instruction" else _listed(content[first], first)
+    system, is_system_new = _system(content, first, messages)
+    messages = [*system, *messages]
+    if not any(message["role"] == ASSISTANT for message in messages):
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f'a conversation must have a message of the role "assistant", got {roles}. Take the line out')
+    without_loss = frozenset(
+        idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
+    )
+    more = _template_variables(content)
+    known = _TOP_KEYS[first] | _COMMON_KEYS
+    unread |= {name for name, value in content.items() if name not in known and value is not None}
+    return Conversation(
+        [{name: value for name, value in message.items() if name not in _LOSS_KEYS} for message in messages],
+        more,
+        without_loss,
+        frozenset(unread),
+        passed | {name: name for name in more},
+        bool(without_loss) or is_system_new or isinstance(content.get("tools"), str),
+    )
+
+
+def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
+    """Return messages, keys passed to the template and unread keys of a list of messages."""
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f'"{name}" must be a list of messages, one at least, got {_shown(listed)}. Correct it')
+    messages, passed, unread = list[dict[str, Any]](), dict[str, str](), set[str]()
+    for number, message in enumerate(listed, 1):
+        is_sharegpt = isinstance(message, dict) and "from" in message and "role" not in message
+        messages.append(_from_sharegpt(message, number) if is_sharegpt else _checked(message, number))
+        for key in (key for key, value in message.items() if value is not None and key not in _LOSS_KEYS):
+            if is_sharegpt and key not in ("from", "value"):
+                unread.add(f"{name}[].{key}")
+            elif not is_sharegpt and key not in ("role", "content"):
+                passed[f"{name}[].{key}"] = key
+    return messages, passed, unread
+
+
+def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    role = ROLES.get(message["from"]) if isinstance(message["from"], str) else None
+    if role is None or not isinstance(message.get("value"), str):
+        raise ValueError(
+            f'message {number} must be {{"from": {" or ".join(ROLES)}, "value": a text}}, got {_shown(message)}. '
+            'Correct it, or write it as {"role": ..., "content": ...}'
+        )
+    loss = {name: message[name] for name in _LOSS_KEYS if name in message}
+    return {"role": role, "content": message["value"], **loss}
+
+
+def _checked(message: Any, number: int) -> dict[str, Any]:
+    is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
+    has_calls = isinstance(message, dict) and message.get("content") is None and bool(message.get("tool_calls"))
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not (is_text or has_calls):
+        raise ValueError(
+            f'message {number} must be {{"role": a text, "content": a text}}, got {_shown(message)}. Correct it'
+        )
+    return message
+
+
+def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
+    """Return the messages of a record in Alpaca's format; the input follows the instruction on a line of its own.
+
+    Source: Taori et al. 2023, "Stanford Alpaca", alpaca_data.json; "history" as in LLaMA-Factory.
+    """
+    texts = [content.get(name) for name in ("instruction", "input", "output")]
+    instruction, given, output = texts
+    if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(given, str | None):
+        raise ValueError(
+            'a line with "instruction" must have texts as "instruction" and "output", and a text as "input" if there '
+            f"is one, got {_shown(texts)}. Correct it"
+        )
+    history = content.get("history") or []
+    is_paired = isinstance(history, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in history
+    )
+    if not is_paired:
+        raise ValueError(f'"history" must be a list of [question, answer], got {_shown(history)}. Correct it')
+    question = f"{instruction}\n{given}" if given else instruction
+    pairs = [*history, [question, output]]
+    roles = ("user", ASSISTANT)
+    messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+    return messages, {}, set()
+
+
+def _system(
+    content: Mapping[str, Any], first: str, messages: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the system message to put before ``messages``, if any, and whether earlier releases did otherwise."""
+    system = content.get("system")
+    if not isinstance(system, str | None):
+        raise ValueError(f'"system" must be a text, got {_shown(system)}. Correct it')
+    if not system:
+        return [], system is not None and first == "conversations"
+    if messages[0]["role"] == "system":
+        if messages[0]["content"] == system:
+            return [], first == "conversations"
+        raise ValueError(
+            f'"system" ({_shown(system)}) and a first message of the role "system" ({_shown(messages[0]["content"])}) '
+            "must not differ. Keep one of them"
+        )
+    return [{"role": "system", "content": system}], first != "conversations"
+
+
+def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool:
+    """Return False for a message of the assistant whose tokens have no loss; add keys without effect to ``unread``."""
+    values = {name: message[name] for name in _LOSS_KEYS if message.get(name) is not None}
+    for name, value in values.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(
+                f'message {number}: "{name}" must be 0 or 1 (false or true), got {_shown(value)}. Correct it, or leave '
+                "it out"
+            )
+        if value and message["role"] != ASSISTANT:
+            if name == "train":
+                raise ValueError(
+                    f'message {number} must not have "train": true, got the role {_shown(message["role"])}: only '
+                    "messages of the assistant have a loss. Leave it out"
+                )
+            unread.add(f"{name} of {message['role']} messages")
+    return message["role"] != ASSISTANT or all(values.values())
+
+
+def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
+    more = content.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(more)}. Correct it')
+    tools = content.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}: {error}. '
+                "Correct it"
+            ) from None
+    if not tools or isinstance(tools, str):
+        return more
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}. Correct it'
+        )
+    return {**more, "tools": tools}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        text = value.decode("utf-8", "replace").strip()
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except RecursionError:
+            text = "a deeply nested value"
+    text = text.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+# Files of records. Positions are those of the decompressed text.
+
+_GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PARQUET = b"PAR1"
+_ARROW = (arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)
+_BOM = b"\xef\xbb\xbf"
+_ROWS_AT_ONCE = 256
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class RecordFile:
+    """The JSON records of a file: its lines that are not blank, or the elements of one JSON array.
+
+    Files that gzip or zstandard compressed are decompressed into a temporary file; rows of parquet and Arrow files are
+    converted to JSON lines in one, without the nulls that these formats add for absent keys. A context manager.
+
+    Attributes:
+        spans: int64[n, 3], for each record its line or row (from 1), its first byte and the byte after its last.
+        digest: SHA-256 of the decompressed file, in hexadecimal.
+        size: of the decompressed file in bytes.
+
+    Raises:
+        DataError: The file cannot be read, is damaged, has no record, or is a broken array.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        try:
+            self._file = _as_plain(Path(path))
+        except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self.path} must be a file of JSON lines that can be read: {error}") from error
+        try:
+            self.spans, self.digest, self.size = self._scan()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read(self, idx: int) -> bytes:
+        """Return the bytes of a record."""
+        _, start, stop = self.spans[idx].tolist()
+        self._file.seek(start)
+        return self._file.read(stop - start)
+
+    def _scan(self) -> tuple[np.ndarray, str, int]:
+        digest, spans, at, is_array = hashlib.sha256(), list[tuple[int, int, int]](), 0, False
+        for number, line in enumerate(self._file, 1):
+            digest.update(line)
+            if line.strip():
+                is_array = is_array or (not spans and line.removeprefix(_BOM).lstrip().startswith(b"["))
+                spans.append((number, at, at + len(line)))
+            at += len(line)
+        if is_array:
+            self._file.seek(0)
+            spans = list(self._elements(self._file.read()))
+        if not spans:
+            raise DataError(f"{self.path} must hold a conversation on each line, got none. Name another file")
+        return np.array(spans, np.int64), digest.hexdigest(), at
+
+    def _elements(self, data: bytes) -> Iterator[tuple[int, int, int]]:
+        """Yield the span of each element of a JSON array."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise DataError(f"{self.path}:{line}: a JSON array must be in UTF-8, got {error}. Convert it") from None
+        decoder, line, byte, counted = json.JSONDecoder(), 1, 0, 0
+        at = text.index("[") + 1
+        is_first = True
+        while True:
+            at = _after_blanks(text, at)
+            line += text.count("\n", counted, at)
+            byte += len(text[counted:at].encode())
+            counted = at
+            try:
+                if text[at : at + 1] == "]" and is_first:
+                    break
+                _, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                problem = "deeper nesting" if isinstance(error, RecursionError) else str(error)
+                raise DataError(
+                    f"{self.path}:{line}: an element of the JSON array must be an object, got "
+                    f"{_shown(text[at : at + _MAX_SHOWN].encode())} ({problem}). Correct it"
+                ) from None
+            yield line, byte, byte + len(text[at:end].encode())
+            is_first = False
+            at = _after_blanks(text, end)
+            separator = text[at : at + 1]
+            if separator == "]":
+                break
+            if separator != ",":
+                line += text.count("\n", counted, at)
+                raise DataError(
+                    f"{self.path}:{line}: a comma or ] must follow each element of the JSON array, got "
+                    f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or fetch the file again"
+                )
+            at += 1
+        rest = _after_blanks(text, at + 1)
+        if rest < len(text):
+            line += text.count("\n", counted, rest)
+            raise DataError(
+                f"{self.path}:{line}: nothing must follow the JSON array, got "
+                f"{_shown(text[rest : rest + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
+            )
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def _as_plain(path: Path) -> BinaryIO:
+    """Return the file, or a temporary one with its decompressed or converted content."""
+    file = open(path, "rb")  # noqa: SIM115 - RecordFile closes it
+    head = file.read(max(map(len, _ARROW)))
+    file.seek(0)
+    if not head.startswith((_GZIP, _ZSTANDARD, _PARQUET, *_ARROW)):
+        return file
+    with file:
+        unpacked: BinaryIO = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115
+        try:
+            if head.startswith(_GZIP):
+                with gzip.open(file) as stream:
+                    shutil.copyfileobj(stream, unpacked, 1 << 20)
+            else:
+                unpacked.writelines(_zstandard_pieces(file) if head.startswith(_ZSTANDARD) else _rows(path, head))
+        except BaseException:
+            unpacked.close()
+            raise
+        unpacked.seek(0)
+        return unpacked
+
+
+def _zstandard_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of one frame after the other; unlike the library's reader, reject a file that was cut off."""
+    library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, is_in_frame = library.decompressobj(), False
+    while piece := file.read(1 << 16):
+        while piece:
+            yield frame.decompress(piece)
+            is_in_frame, piece = not frame.eof, frame.unused_data
+            if not is_in_frame:
+                frame = library.decompressobj()
+    if is_in_frame:
+        raise EOFError("it ends in the middle of a zstandard frame")
+
+
+def _rows(path: Path, head: bytes) -> Iterator[bytes]:
+    """Yield the rows of a parquet or Arrow file as JSON lines."""
+    try:
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        what = "parquet" if head.startswith(_PARQUET) else "an Arrow file"
+        raise DataError(f"{path} is {what}, which needs pyarrow: pip install -e '.[parquet]'") from error
+    with open(path, "rb") as file:
+        if head.startswith(_PARQUET):
+            batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, use_threads=False)
+        elif head.startswith(arrow_files.FILE_MAGIC):
+            reader = ipc.open_file(file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            batches = ipc.open_stream(file)
+        for batch in batches:
+            batch.validate(full=True)
+            for row in batch.to_pylist():
+                yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str).encode() + b"\n"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,143 @@
+"""Rows of Arrow files (IPC), as Hugging Face's ``datasets`` writes them.
+
+Both IPC formats are read: the stream format of ``datasets`` and the file format, which has a footer. Files of this
+machine are mapped into memory. pyarrow is imported when the first such file is opened.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron import object_store
+from megatron.data.preprocess import readers
+from megatron.data.preprocess.job_types import ROWS, Record, Unit
+from megatron.errors import DataError
+
+FILE_MAGIC = b"ARROW1"
+STREAM_MAGIC = b"\xff\xff\xff\xff"
+"""First bytes of a stream: the continuation marker of its first message."""
+
+
+def batch_sizes(path: str) -> list[int] | None:
+    """Return the size in bytes of each record batch; None if finding out would mean reading a stream of a store.
+
+    Raises:
+        DataError: pyarrow is missing, or the file is no whole Arrow file.
+    """
+    with _opened(path) as (reader, is_stream):
+        if is_stream and object_store.is_remote(path):
+            return None
+        return [batch.nbytes for batch in _batches(path, reader, is_stream)]
+
+
+def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
+    """Return the bytes of the columns ``keys`` in the unit's record batches."""
+    with _opened(unit.path) as (reader, is_stream):
+        readers.check_columns(reader.schema, unit.path, keys)
+        batches = enumerate(_batches(unit.path, reader, is_stream, unit.stop))
+        return sum(_columns(batch, keys).nbytes for idx, batch in batches if idx >= unit.start)
+
+
+def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of the unit's record batches, each as a JSON object of the columns ``keys``.
+
+    Args:
+        keys: names of columns, "a.b" for the field b of the column a.
+
+    Raises:
+        DataError: A column is missing or does not contain strings, or the file is damaged.
+    """
+    with _opened(unit.path) as (reader, is_stream):
+        readers.check_columns(reader.schema, unit.path, keys)
+        number = 0
+        for idx, batch in enumerate(_batches(unit.path, reader, is_stream, unit.stop)):
+            if idx < unit.start:
+                number += batch.num_rows
+                continue
+            try:
+                columns = _columns(batch, keys)
+                _check_offsets(columns)
+            except (OSError, ValueError) as error:
+                raise _damaged(
+                    unit.path, f"damaged between row {number} and {number + batch.num_rows}", error
+                ) from error
+            for data in readers.rows_as_json(columns, keys):
+                yield Record(unit.path, ROWS, number, data)
+                number += 1
+
+
+def _columns(batch: Any, keys: Sequence[str]) -> Any:
+    """Return a record batch with one column for each key, named by the key."""
+    import pyarrow
+    from pyarrow import compute
+
+    columns = []
+    for key in keys:
+        first, *inner = [key] if key in batch.schema.names else key.split(".")
+        column = batch.column(first)
+        for name in inner:
+            column = compute.struct_field(column, name)
+        columns.append(column)
+    return pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
+
+
+def _check_offsets(batch: Any) -> None:
+    """Raise ValueError if a text would be read from outside of its buffer, which could end the process.
+
+    As binary: texts that are no UTF-8 are reported row by row later.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    for column in batch.columns:
+        if types.is_string(column.type):
+            column = column.cast(pyarrow.binary())
+        elif types.is_large_string(column.type):
+            column = column.cast(pyarrow.large_binary())
+        column.validate(full=True)
+
+
+def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -> Iterator[Any]:
+    """Yield the first ``stop`` record batches of a file."""
+    number = 0
+    try:
+        if is_stream:
+            for batch in reader:
+                if number == stop:
+                    return
+                yield batch
+                number += 1
+        else:
+            for number in range(min(stop, reader.num_record_batches)):
+                yield reader.get_batch(number)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"damaged or cut off at record batch {number}", error) from error
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[Any, bool]]:
+    """Yield pyarrow's reader and whether the file has the stream format."""
+    try:
+        import pyarrow
+        from pyarrow import ipc
+    except ImportError as error:
+        raise DataError(f"--input {path} is an Arrow file, which needs pyarrow: pip install -e '.[parquet]'") from error
+    with ExitStack() as stack:
+        try:
+            is_remote = object_store.is_remote(path)
+            source: Any = object_store.open_file(path) if is_remote else pyarrow.memory_map(path)
+            stack.enter_context(source)
+            is_stream = source.read(len(FILE_MAGIC)) != FILE_MAGIC
+            source.seek(0)
+            options = ipc.IpcReadOptions(use_threads=False)
+            reader = (ipc.open_stream if is_stream else ipc.open_file)(source, options=options)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, "damaged", error) from error
+        yield reader, is_stream
+
+
+def _damaged(path: str, problem: str, error: Exception) -> DataError:
+    return DataError(f"--input {path} must be a whole Arrow file; it is {problem} ({error}). Write or fetch it again")
