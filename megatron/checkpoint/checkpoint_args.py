@@ -330,6 +330,8 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     """Return the tensors that count by their full names: no copies, no biases that a model of ours lacks."""
     hf_format, expected = format_of(config), _expected(config)
     found = {full: tensors[name] for full, name in full_names(tensors, config).items()}
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in found:
+        found.setdefault(hf_format.head, found[hf_format.word])
     return {
         full: header
         for full, header in found.items()
@@ -353,7 +355,8 @@ def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapp
     shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in found.items()]
     what = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return f"{path / CONFIG} does not describe the tensors of its folder: {what}{more}{missing_head(expected - found.keys(), config) or '. Fetch the folder again'}"
+    advice = missing_head(expected - found.keys(), config) or ". Fetch the folder again"
+    return f"{path / CONFIG} does not describe the tensors of its folder: {what}{more}{advice}"
 
 
 def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:

@@ -84,7 +84,10 @@ def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
     """
+    hf_format = format_of(config)
     theirs, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in theirs:
+        theirs.setdefault(hf_format.head, theirs[hf_format.word])
     _check("the Hugging Face folder", theirs, expected, missing_head(expected.keys() - theirs.keys(), config))
     return theirs
 
@@ -163,7 +166,8 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
         if name in found and tuple(found[name].shape) != tuple(tensor.shape)
     ]
     if problems:
-        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): {'; '.join(problems)}{advice}")
+        listed = "; ".join(problems)
+        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): {listed}{advice}")
 
 
 # Weights of a Hugging Face folder read straight into the parts that a rank holds, whatever the layout.

@@ -292,6 +292,7 @@ class HFFormat:
         word: their name of the word table.
         copies: their names of copies of it, which they may leave out; a tied head is one anyway.
         head: their name of the head.
+        ties_missing_head: their class uses the word table for a missing head, whatever config.json says of it.
         short: beginning of their names that some files leave out.
         biases: their names of biases that a model of ours may lack, and theirs has.
         unread: names of what old files hold and no model reads.
@@ -315,6 +316,7 @@ class HFFormat:
     word: str
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
+    ties_missing_head: bool = False
     short: str = ""
     biases: re.Pattern[str] = NOTHING
     unread: re.Pattern[str] = NOTHING

@@ -308,6 +308,7 @@ FORMAT = HFFormat(
     recipes=_recipes,
     word="shared.weight",
     copies=tuple(f"{name}.weight" for name in _COPIES),
+    ties_missing_head=True,  # T5Config and MT5Config set tie_word_embeddings whatever the file says
     unread=re.compile(re.escape(f"{_UNUSED}.weight")),
     allowed=1e-5,  # their norm takes its variance in fp32
     auto="AutoModelForSeq2SeqLM",

@@ -21,6 +21,11 @@ from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.checkpoint_samples import FailAt
 from tests.helpers.huggingface_models import config_of, save_model
 
+_LLAMA_WORD = "model.embed_tokens.weight"
+_LLAMA: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "gated-silu"},
+}
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
     "b": torch.arange(4, dtype=torch.bfloat16),
@@ -108,9 +113,9 @@ def test_biases_that_were_trained_elsewhere_are_kept(tmp_path: Path) -> None:
     assert read_weights(open_folder(tmp_path / "back"))["layers.1.mlp.up.bias"][3] == 0.5
 
 
-@pytest.mark.parametrize(("family", "word"), [("gpt2", "transformer.wte.weight"), ("t5", "shared.weight")])
+@pytest.mark.parametrize(("family", "word"), [("gpt2", "transformer.wte.weight"), ("llama", _LLAMA_WORD)])
 def test_a_missing_head_of_an_untied_model_is_named(family: str, word: str, tmp_path: Path) -> None:
-    config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2")
+    config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2", **_LLAMA[family])
     own = {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
     theirs = weights_to_huggingface(own, config)
     assert weights_from_huggingface(theirs, config)["head.weight"].equal(own["head.weight"])
@@ -122,6 +127,19 @@ def test_a_missing_head_of_an_untied_model_is_named(family: str, word: str, tmp_
     folder.write_tensors(tmp_path, theirs, 10**9)
     with pytest.raises(CheckpointError, match=r'lm_head.weight: missing.*set "tie_word_embeddings": true'):
         read_source(tmp_path, family)
+
+
+def test_a_missing_head_of_a_t5_is_the_word_table_as_their_class_has_it(tmp_path: Path) -> None:
+    fields = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 29}
+    theirs = transformers.T5Config(**fields, tie_word_embeddings=False)
+    transformers.T5ForConditionalGeneration(theirs).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held.pop("lm_head.weight", None)
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, local_files_only=True)
+    config = config_from_huggingface(folder.read_json(tmp_path, "config.json"))
+    assert config.model.untie_embeddings and read_source(tmp_path, "t5") is not None
+    assert weights_from_huggingface(folder.read_tensors(tmp_path), config)["head.weight"].equal(loaded.lm_head.weight)
 
 
 @pytest.mark.parametrize(
