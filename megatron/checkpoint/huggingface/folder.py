@@ -28,7 +28,6 @@ from megatron.checkpoint.huggingface.config import CONFIG as CONFIG
 from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json, uses_index
 from megatron.errors import CheckpointError, ConfigError
 
-GENERATION = "generation_config.json"
 _METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers refuses a file that does not say so
 
 

@@ -290,6 +290,7 @@ class HFFormat:
         to_ours, from_ours: all weights, given the configuration.
         recipes: how each of our weights is made, by name; what a rank reads of a folder by itself goes by them.
         word: their name of the word table.
+        groups: keys of config.json that state one setting together; an export replaces all of a group or none.
         copies: their names of copies of it, which they may leave out; a tied head is one anyway.
         head: their name of the head.
         ties_missing_head: their class uses the word table for a missing head, whatever config.json says of it.
@@ -314,6 +315,7 @@ class HFFormat:
     from_ours: Callable[[Tensors, Config], Tensors]
     recipes: Callable[[Config], Mapping[str, WeightMapping]]
     word: str
+    groups: tuple[frozenset[str], ...] = ()
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     ties_missing_head: bool = False

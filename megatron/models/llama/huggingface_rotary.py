@@ -41,6 +41,8 @@ _MAY_LACK = {_LENGTH, "beta_fast", "beta_slow", "attention_factor"}
 _MSCALES = ("mscale", "mscale_all_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BASE, _LOCAL_BASE = 10000.0, "rope_local_base_freq"
+ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE})
+"""Keys of config.json that state the rotary positions."""
 
 
 def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = False) -> dict[str, Any]:
