@@ -14,71 +14,33 @@ import torch
 import transformers
 
 from megatron.checkpoint.checkpoint_args import read_source
-from megatron.checkpoint.huggingface.config import family_by_type, formats_of, saved_config
+from megatron.checkpoint.huggingface.config import family_by_type, saved_config
 from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE, export, import_folder
 from megatron.checkpoint.huggingface.folder import read_tensors
 from megatron.checkpoint.huggingface.origin import STATE, config_text, origin_of
 from megatron.checkpoint.loading import Checkpoint, open_folder
 from tests.helpers.chats import CHATML, LLAMA3, write_tokenizer
+from tests.helpers.instruct_folders import files_in, write_folder
 
 TYPES = [name for name in family_by_type() if name in transformers.CONFIG_MAPPING]
-IN_SHORT_RUN = {"llama", "t5"}
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
-OPTIONAL = {
-    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "d_ff": 24, "num_local_experts": 4, "num_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
-}  # fmt: skip
-UNKNOWN = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, "ratio": 1e-05}, "odd_flag": None}
-
-
-def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changed: Any) -> Path:
-    """Write a random model of their class, with a tokenizer and everything that an instruct model's folder has."""
-    write_tokenizer(folder)
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if model_type in ("t5", "mt5"):
-        library.add_special_tokens(["</s>", *(f"<extra_id_{number}>" for number in reversed(range(20)))])
-        library.save(str(folder / "tokenizer.json"))
-    kind: Any = transformers.CONFIG_MAPPING[model_type]
-    fields = {kind.attribute_map.get(name, name): size for name, size in SIZES.items()}
-    fields |= {name: size for name, size in OPTIONAL.items() if hasattr(kind, name)}
-    torch.manual_seed(0)
-    config = kind(vocab_size=library.get_vocab_size(), **fields)
-    auto = formats_of(family_by_type()[model_type])[0].auto
-    name = auto if isinstance(auto, str) else "AutoModelForPreTraining"
-    getattr(transformers, name).from_config(config).to(dtype).save_pretrained(folder)
-    text = json.loads((folder / "config.json").read_text())
-    ids = {name: library.token_to_id(name) for name in ("<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>", "<pad>")}
-    bos, end, turn, pad = ids.values()
-    eos = library.token_to_id("</s>") if model_type in ("t5", "mt5") else [end, turn]
-    text |= {**UNKNOWN, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, **changed}
-    # another layout than ours, to see that the text is kept
-    (folder / "config.json").write_text(json.dumps(text, indent=4, ensure_ascii=True))
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    settings = {
-        "add_bos_token": True, "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<pad>",
-        "unk_token": "<|im_start|>", "model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast",
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=3))
-    (folder / "special_tokens_map.json").write_text('{\r\n"eos_token": "<|eot_id|>"}')
-    (folder / "chat_template.jinja").write_text(LLAMA3)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}" + LLAMA3)
-    return folder
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files but those with tensors."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".safetensors"
-    }
+IN_SHORT_RUN = {"llama"}
 
 
 def imported(folder: Path, run: Path) -> Checkpoint:
     import_folder(folder, run)
     return open_folder(run)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a LLaMA, which no test changes."""
+    return write_folder(tmp_path_factory.mktemp("folders") / "source")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The same as a checkpoint of ours."""
+    return imported(source, tmp_path_factory.mktemp("runs") / "run")
 
 
 @pytest.mark.parametrize(
@@ -187,15 +149,17 @@ def put_templates_into_settings(folder: Path, is_list: bool) -> None:
     (folder / "chat_template.jinja").unlink()
 
 
-def test_fine_tuning_with_the_template_of_the_folder_changes_nothing(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source")
-    checkpoint = trained(imported(source, tmp_path / "run"), data={"sft": ("a.jsonl",)})
+def test_fine_tuning_with_the_template_of_the_folder_changes_nothing(
+    source: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    checkpoint = trained(checkpoint, data={"sft": ("a.jsonl",)})
     export(checkpoint, tmp_path / "back")
     assert files_in(tmp_path / "back") == files_in(source)
 
 
-def test_a_template_that_is_lost_is_reported_and_the_old_one_is_not_written(tmp_path: Path) -> None:
-    checkpoint = imported(write_folder(tmp_path / "source"), tmp_path / "run")
+def test_a_template_that_is_lost_is_reported_and_the_old_one_is_not_written(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     checkpoint = trained(checkpoint, data={"sft": ("a.jsonl",), "chat_template": str(tmp_path / "gone.jinja")})
     done = export(checkpoint, tmp_path / "back")
     assert "chat template" in done.notes[0] and "gone.jinja" in done.notes[0]
@@ -203,9 +167,9 @@ def test_a_template_that_is_lost_is_reported_and_the_old_one_is_not_written(tmp_
     assert "default" not in (ours.chat_template or {})
 
 
-def test_small_files_come_from_the_checkpoint_where_the_tokenizer_has_none_next_to_it(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source")
-    checkpoint = imported(source, tmp_path / "run")
+def test_small_files_come_from_the_checkpoint_where_the_tokenizer_has_none(
+    source: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
@@ -213,9 +177,7 @@ def test_small_files_come_from_the_checkpoint_where_the_tokenizer_has_none_next_
     assert files_in(tmp_path / "back") == files_in(source)
 
 
-def test_another_vocabulary_brings_its_own_ids(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source")
-    checkpoint = imported(source, tmp_path / "run")
+def test_another_vocabulary_brings_its_own_ids(checkpoint: Checkpoint, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other")
     library = json.loads((other / "tokenizer.json").read_text())
     names = {"<|eot_id|>": "<|end|>"}
@@ -231,9 +193,10 @@ def test_another_vocabulary_brings_its_own_ids(tmp_path: Path) -> None:
     assert not (tmp_path / "back" / "chat_template.jinja").exists()
 
 
-def test_settings_that_another_type_has_take_only_the_ids_along(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source")
-    checkpoint = trained(imported(source, tmp_path / "run"), model={"window_size": 7})
+def test_settings_that_another_type_has_take_only_the_ids_along(
+    source: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    checkpoint = trained(checkpoint, model={"window_size": 7})
     done = export(checkpoint, tmp_path / "back")
     assert "no longer those of a llama: the export is a mistral" in done.notes[0]
     after = read(tmp_path / "back")
