@@ -331,10 +331,29 @@ def origin_in(source: Path) -> Origin:
         CheckpointError: a file cannot be read.
     """
     try:
-        tokenizer = _tokenizer_in(source)
+        return read_origin(source, partial(_pieces_in, source))
     except DataError:
         return read_origin(source)
-    return read_origin(source, partial(pieces_of, tokenizer))
+
+
+def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
+    """Return id -> text of those of ``ids`` that the tokenizer in the folder ``source`` has.
+
+    A tokenizer.json is searched as it is: building a tokenizer of 128,000 tokens takes seconds.
+    """
+    if not (source / JSON).is_file():
+        return pieces_of(_tokenizer_in(source), ids)
+    try:
+        content = json.loads((source / JSON).read_bytes())
+        vocabulary = content["model"]["vocab"]
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
+        )
+        wanted = set(ids)
+        found = {token: piece for piece, token in pairs if token in wanted}
+        return {**found, **{one["id"]: one["content"] for one in content["added_tokens"] if one["id"] in wanted}}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
 
 
 def _tokenizer_in(source: Path) -> Tokenizer:
