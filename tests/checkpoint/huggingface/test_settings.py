@@ -80,7 +80,7 @@ def test_a_config_of_sizes_only_has_the_defaults_of_the_class(model_type: str) -
 def test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have(tmp_path: Path) -> None:
     folder.write_json(tmp_path / folder.CONFIG, {"model_type": "opt"})
     require_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="model_type must be one of gpt2, t5, .*bert, got 'opt'"):
+    with pytest.raises(CheckpointError, match="model_type must be one of .*gpt2.*, got 'opt'"):
         weights.open_pretrained(tmp_path, None)  # type: ignore[arg-type]
     folder.write_json(tmp_path / folder.CONFIG, {"family": "gpt2"})  # as a run of ours writes it
     assert not weights.is_folder(tmp_path)
