@@ -15,7 +15,7 @@ from tests.helpers.runs import TOKENIZER, write_corpus
 from tests.helpers.toy_family import FILES
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FILES = 7
+MOST_FILES = 8
 FLAGS_DOC = "docs/flags.md"
 SPEED = "| `tokens_per_s` |"
 Edit = tuple[str, str] | str
@@ -108,7 +108,7 @@ class WeightNorm(Callback):
         "docs/zh/seeing.md": [(SPEED, "| `slowest_s` | train | 秒 | 各进程中最长的工作 |\n" + SPEED)],
     },
     "A family": {
-        "megatron/models/toy/config.py": [FILES["config.py"].replace("pretrain_toy.py", "examples/toy/pretrain_toy.py")],
+        "megatron/models/toy/config.py": [FILES["config.py"].replace('"pretrain_toy', '"examples/toy/pretrain_toy')],
         "megatron/models/toy/huggingface.py": [FILES["huggingface.py"]],
         "megatron/models/registry.py": [
             (
@@ -124,6 +124,9 @@ class WeightNorm(Callback):
             ]
             for name in ("pretrain_mpt.py", "run_mpt.sh", "ds_config_mpt.json")
         },
+        "tests/config/test_every_field.py": [
+            ("READ_IN = {\n", 'READ_IN = {\n    "toy_size": "models/toy/huggingface.py",\n')
+        ],
         FLAGS_DOC: [""],
     },
     "A pipeline schedule": {
