@@ -163,9 +163,11 @@ def _write_carried(
     folder: Path, origin: Origin, config: Config, dtype: str, model_type: str | None, vocabulary: Vocabulary | None
 ) -> list[str]:
     """Write config.json and generation_config.json of a run that started from a Hugging Face folder; return notes."""
-    notes, ids, generation_ids = [], None, None
+    notes: list[str] = []
+    ids: dict[str, Any] | None = None
+    generation_ids: dict[str, Any] | None = None
     if not _has_tokens(origin, config, vocabulary):
-        ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
+        ids = {**(unknown_ids(config) if vocabulary is None else vocabulary.ids())}
         generation_ids = ids if vocabulary is None else vocabulary.generation_ids()
         notes.append(
             "the vocabulary is not that of the imported folder, so the ids of control tokens are those of the run and "

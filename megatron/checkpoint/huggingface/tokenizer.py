@@ -346,7 +346,7 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
     try:
         content = json.loads((source / JSON).read_bytes())
         vocabulary = content["model"]["vocab"]
-        pairs = (
+        pairs: Iterable[tuple[str, int]] = (
             vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
         )
         wanted = set(ids)
