@@ -41,14 +41,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SIZES = "--hidden-size 64 --num-attention-heads 4 --batch-size 2 --gas 2 --lr 1e-3 "
+ONE_SIDE = SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05"
 DEFAULTS = {
-    "gpt2": SIZES + "--num-layers 4 --seq-length 32 --hidden-bias --init-method-std 0.05",
-    "t5": SIZES + "--num-layers 2 --enc-seq-length 32",
-    "llama": SIZES + "--num-layers 4 --seq-length 32 --num-query-groups 2 --init-method-std 0.05",
-    "bert": SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05",
-    "mpt": SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05",
+    "decoder": ONE_SIDE,
+    "encoder": ONE_SIDE,
+    "encoder-decoder": SIZES + "--num-layers 2 --enc-seq-length 32",
 }
-"""What holds where the user gives nothing else."""
+"""Kind of family -> flags that apply where the user gives no others."""
+MORE_DEFAULTS = {"gpt2": " --hidden-bias", "llama": " --num-query-groups 2"}
+"""Family -> further ones."""
 DROPPED = "--layout-independent-dropout"
 UNDROPPED = "--attention-dropout 0 --hidden-dropout 0".split()
 """What comes last where that flag is not given."""
@@ -97,7 +98,7 @@ def main() -> int:
     given = list(flags)
     pipe, context = max(own.pipe_parallel_size, 1), own.context_parallel_size
     layout = Layout(own.model_parallel_size, pipe, own.data_parallel_size, context)
-    os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
+    os.environ["MEGATRON_DEFAULTS"] = f"{defaults_of(own.model)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
     flags = [*flags, f"--{own.dtype}", "--device", own.device, *([] if DROPPED in flags else UNDROPPED)]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
     backend = ["--distributed-backend", own.distributed_backend] if own.distributed_backend else []
@@ -116,12 +117,21 @@ def main() -> int:
     return report(one, many, own.dtype, own.json)
 
 
+def defaults_of(model: str) -> str:
+    """Return the flags of a family that apply where the user gives no others."""
+    from megatron.models.registry import FAMILIES
+
+    return DEFAULTS[FAMILIES[model].kind] + MORE_DEFAULTS.get(model, "")
+
+
 def own_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags that are this tool's own."""
+    from megatron.models.registry import FAMILIES
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", choices=tuple(DEFAULTS), default="gpt2", help="which model (default: gpt2)")
+    parser.add_argument("--model", choices=tuple(FAMILIES), default="gpt2", help="which model (default: gpt2)")
     parser.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipe-parallel-size", "--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument(

@@ -24,8 +24,10 @@ from megatron.checkpoint.huggingface.config import (
     format_of,
     full_names,
     missing_file,
+    missing_head,
     read_json,
     saved_config,
+    uses_index,
     words_of,
 )
 from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
@@ -271,7 +273,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     Raises:
         CheckpointError: a file is missing, cut off, no safetensors, or lacks what the index says.
     """
-    if not (folder / INDEX).exists():
+    if not uses_index(folder):
         return _header_of(folder, WEIGHTS)
     index = read_json(folder, INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(Path(str(name)).name == name for name in index.values()):
@@ -349,8 +351,8 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     """Return the tensors that count by their full names: no copies, no biases that a model of ours lacks."""
     hf_format, expected = format_of(config), _expected(config)
     found = {full: tensors[name] for full, name in full_names(tensors, config).items()}
-    if hf_format.head in expected and hf_format.head not in found and hf_format.word in found:
-        found[hf_format.head] = found[hf_format.word]  # left out where it equals the table
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in found:
+        found.setdefault(hf_format.head, found[hf_format.word])
     return {
         full: header
         for full, header in found.items()
@@ -374,7 +376,8 @@ def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapp
     shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in found.items()]
     what = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return f"{path / CONFIG} does not describe the tensors of its folder: {what}{more}. Fetch the folder again"
+    advice = missing_head(expected - found.keys(), config) or ". Fetch the folder again"
+    return f"{path / CONFIG} does not describe the tensors of its folder: {what}{more}{advice}"
 
 
 def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:

@@ -50,7 +50,14 @@ def register(family: ModelFamily) -> None:
     FAMILIES[family.name] = family
 
 
-for _family in (GPT2, T5, LLAMA, MPT, BERT):
+_OWN = (
+    GPT2,
+    T5,
+    LLAMA,
+    MPT,
+    BERT,
+)
+for _family in _OWN:
     register(_family)
 
 

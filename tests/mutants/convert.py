@@ -72,7 +72,7 @@ CONVERT = (
     Mutant(
         "a tokenizer is written in other bytes",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        'if not added and [path.suffix for path in tokenizer.paths] == [".json"]:',
+        'if not added and suffixes == [".json"]:',
         "if False:",
         (f"{_TOOL}::test_a_tokenizer_travels_both_ways",),
     ),

@@ -36,15 +36,15 @@ LEFTOVERS = (
     Mutant(
         "vocab.txt stays behind",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        "    JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES,",
-        "    JSON, SPIECE, VOCAB, MERGES,",
+        "_VOCABULARIES = (JSON, VOCAB_TEXT, ",
+        "_VOCABULARIES = (JSON, ",
         (BERT,),
     ),
     Mutant(
         "the case of a BERT's vocabulary stays behind",
-        "megatron/checkpoint/huggingface/tokenizer.py",
-        'VOCAB, MERGES, SETTINGS, TEMPLATE, "special_tokens_map.json"',
-        'VOCAB, MERGES, TEMPLATE, "special_tokens_map.json"',
+        "megatron/checkpoint/huggingface/origin.py",
+        'TOKENIZER_TEXTS = (SETTINGS, "special_tokens_map.json"',
+        'TOKENIZER_TEXTS = ("special_tokens_map.json"',
         (BERT,),
     ),
     Mutant(

@@ -89,8 +89,8 @@ MODERN_DECODERS = (
     Mutant(
         "the type of an imported folder is forgotten",
         "megatron/checkpoint/huggingface/convert.py",
-        "    model_type = model_type or checkpoint.state.get(_TYPE)\n",
-        "",
+        "    if model_type is None and saved_type is not None:\n",
+        "    if False:\n",
         (f"{_FORM}::test_a_type_may_be_named_where_several_hold_the_model",),
     ),
     Mutant(

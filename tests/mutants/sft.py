@@ -201,14 +201,14 @@ SFT = (
     Mutant(
         "an exported folder has no chat template",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        "        files.write_bytes(folder / TEMPLATE, vocabulary.chat.text.encode())\n",
+        "            texts[TEMPLATE] = vocabulary.chat.text\n",
         "",
         (FOLDERS,),
     ),
     Mutant(
         "an exported folder ends a turn as a document",
         "megatron/checkpoint/huggingface/tokenizer.py",
-        "            ends = (self.chat.stop_id, ids",
+        "            ends = (self.stop_id, ids",
         "            ends = (ids",
         (FOLDERS,),
         refuses=True,

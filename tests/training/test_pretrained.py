@@ -14,6 +14,7 @@ import pretrain_gpt2
 from examples.llama import pretrain_llama
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import config_to_huggingface
+from megatron.checkpoint.huggingface.origin import origin_of
 from megatron.checkpoint.huggingface.tokenizer import JSON, tokenizer_difference
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
 from megatron.checkpoint.loading import open_folder, read_weights
@@ -55,6 +56,9 @@ def test_a_hugging_face_folder_starts_the_same_run_in_every_layout(ranks: int, c
         assert codes == [0] * count
     one, other = losses(tmp_path / "1"), losses(tmp_path / str(ranks))
     assert len(one) == 3 and one == pytest.approx(other, rel=1e-5)
+    for count in (1, ranks):
+        origin = origin_of(open_folder(tmp_path / str(count)).state)
+        assert origin is not None and origin.files == {folder.CONFIG: (tmp_path / "hf" / folder.CONFIG).read_text()}
     scratch = tmp_path / "scratch"
     assert train_ranks(1, flags(corpus, scratch, FEW))[0] == [0]
     assert abs(losses(scratch)[0] - one[0]) > 0.1, "the folder's weights must count"

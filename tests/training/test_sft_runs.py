@@ -23,6 +23,7 @@ from megatron.tokenizer.chat import find_template
 from megatron.training.callbacks import hf_exporter
 from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
+from tests.helpers.instruct_folders import files_in, write_folder
 from tests.helpers.runs import start_script
 from tests.training.test_saves_in_runs import assert_same
 from tools import generate
@@ -167,3 +168,34 @@ def test_an_export_that_fails_does_not_end_the_run(place: Path, tmp_path: Path) 
     text = log.read_text()
     assert text.count("NOT EXPORTED") == 2 and "No space left on device. The run goes on" in text
     assert open_folder(run).step == 2
+
+
+@pytest.mark.slow
+def test_an_instruct_folder_reaches_its_exports_through_training_and_a_resume(tmp_path: Path) -> None:
+    """Its control tokens, templates, generation settings and unknown keys, on two stages and then on one process.
+
+    The siblings of the short run: tests/checkpoint/huggingface/test_origin.py, and a folder's start in test_pretrained.
+    """
+    source = write_folder(tmp_path / "source")
+    wanted = {name: content for name, content in files_in(source).items() if name != "generation_config.json"}
+    wanted["chat_template.jinja"] = CHATML.encode()
+    data = write_conversations(tmp_path / "c.jsonl", [*SOME, *(turns(f"question {n}", f"yes {n}") for n in range(20))])
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = (
+        f"--sft {data} --tokenizer-path {source} --chat-template {tmp_path / 'chatml.jinja'} --save {run} "
+        "--seq-length 96 --batch-size 1 --gas 2 --lr 1e-3 --eval-iters 0 --device cpu --progress plain --split 1,0,0 "
+        "--attention-dropout 0 --hidden-dropout 0"
+    )
+    first = f"{words} --load {source} --finetune --train-iters 1 --export-hf-interval 1 --pipe-parallel-size 2"
+    assert start_script(2, first.split(), log) == [0, 0], log.read_text()
+    assert start_script(1, f"{words} --load {run} --train-iters 2".split(), log) == [0], log.read_text()
+    (tmp_path / "chatml.jinja").unlink()
+    convert.export(open_folder(run), tmp_path / "by-hand")
+    turn = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).convert_tokens_to_ids("<|im_end|>")
+    generation = json.loads((source / "generation_config.json").read_text())
+    for folder in (run / "hf" / "step-00000001", tmp_path / "by-hand"):
+        found = files_in(folder)
+        ended = json.loads(found.pop("generation_config.json"))
+        assert ended == {**generation, "eos_token_id": [turn, *generation["eos_token_id"]]}
+        assert found == wanted

@@ -48,6 +48,24 @@ def missing_file(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
 
 
+def uses_index(folder: Path) -> bool:
+    """Return True if the tensors of ``folder`` are those of its index, as transformers chooses.
+
+    A ``model.safetensors`` takes precedence: an index next to it is left over from an earlier save.
+    """
+    return (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file()
+
+
+def missing_head(missing: Iterable[str], config: Config) -> str:
+    """Return the advice for an untied model whose head is among the ``missing`` tensors; empty for any other model."""
+    if not config.model.untie_embeddings or format_of(config).head not in missing:
+        return ""
+    return (
+        ". config.json describes a head of its own (tie_word_embeddings false); if the word embeddings are the head, "
+        'set "tie_word_embeddings": true'
+    )
+
+
 def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
     """Return tensor's full name -> its name in the files, without what no model reads."""
     hf_format, names = format_of(config), list(names)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron import files
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.huggingface.config import (
     config_from_huggingface,
@@ -18,7 +19,6 @@ from megatron.checkpoint.huggingface.config import (
 )
 from megatron.checkpoint.huggingface.folder import (
     CONFIG,
-    GENERATION,
     new_folder,
     read_json,
     read_tensors,
@@ -26,10 +26,20 @@ from megatron.checkpoint.huggingface.folder import (
     write_json,
     write_tensors,
 )
+from megatron.checkpoint.huggingface.origin import (
+    GENERATION,
+    STATE,
+    Origin,
+    config_text,
+    generation_text,
+    origin_of,
+)
 from megatron.checkpoint.huggingface.tokenizer import (
     Vocabulary,
+    carried_files,
     copy_files,
     fields_of,
+    origin_in,
     unknown_ids,
     vocabulary_of,
     write_tokenizer,
@@ -52,7 +62,9 @@ from megatron.mpu.topology import Topology
 # A checkpoint of ours as a Hugging Face folder.
 
 _TYPE, _THEIR_IDS = "hugging_face_type", "hugging_face_ids"
-"""Entries of the state of an imported checkpoint: what its config.json said and no setting of ours holds."""
+"""Entries of the state of a checkpoint that an earlier version imported; ``origin`` takes their place."""
+CHAT_TEMPLATE = "chat_template"
+"""Entry of the state of a run with --sft: the text of the file that --chat-template named."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -92,33 +104,101 @@ def export(
         DataError: ``tokenizer_path`` cannot be read.
     """
     require_free(output)
-    config = saved_config(checkpoint.state)
-    model_type = model_type or checkpoint.state.get(_TYPE)
+    config, origin = saved_config(checkpoint.state), origin_of(checkpoint.state)
+    vocabulary, notes = _vocabulary(config, tokenizer_path, checkpoint.state.get(CHAT_TEMPLATE))
+    saved_type = checkpoint.state.get(_TYPE) if origin is None else origin.model_type
+    if model_type is None and saved_type is not None:
+        model_type = _still_fitting(config, saved_type, notes)
     config_to_huggingface(config, "", model_type)  # refuses before anything large is read
-    vocabulary, notes = _vocabulary(config, tokenizer_path)
     weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     theirs = weights_to_huggingface(weights, config)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
-    ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
-    ids.update(checkpoint.state.get(_THEIR_IDS) or {} if vocabulary is None else {})
     with new_folder(output) as folder:
         names = write_tensors(folder, theirs, max_shard_bytes)
-        write_json(folder / CONFIG, {**config_to_huggingface(config, kind, model_type), **ids})
-        generation = ids if vocabulary is None else vocabulary.generation_ids()
-        write_json(folder / GENERATION, {"_from_model_config": generation == ids, **generation})
-        lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary)
+        if origin is None:
+            _write_settings(folder, checkpoint, config, kind, model_type, vocabulary)
+        else:
+            notes += _write_carried(folder, origin, config, kind, model_type, vocabulary)
+        carried = None if vocabulary is None or origin is None else _carried(origin, vocabulary)
+        lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary, carried)
     if lacking is not None:
         notes.append(f"the tokenizer is not whole: {lacking}")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     return Exported(names, len(theirs), num_bytes, notes)
 
 
-def _vocabulary(config: Config, tokenizer_path: Path | None) -> tuple[Vocabulary | None, list[str]]:
+def _still_fitting(config: Config, model_type: str, notes: list[str]) -> str | None:
+    """Return ``model_type``, that of the imported folder, if it holds the settings of the run, else None with a note.
+
+    Raises:
+        CheckpointError: no type holds them.
+    """
+    try:
+        format_of(config, model_type)
+    except CheckpointError:
+        other = format_of(config).model_types[0]
+        notes.append(
+            f"the settings of the run are no longer those of a {model_type}: the export is a {other}, and of the "
+            "imported config.json only the ids of control tokens are carried"
+        )
+        return None
+    return model_type
+
+
+def _write_settings(
+    folder: Path, checkpoint: Checkpoint, config: Config, dtype: str, model_type: str | None,
+    vocabulary: Vocabulary | None,
+) -> None:  # fmt: skip
+    """Write config.json and generation_config.json of a run that started from scratch."""
+    ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
+    ids.update(checkpoint.state.get(_THEIR_IDS) or {} if vocabulary is None else {})
+    write_json(folder / CONFIG, {**config_to_huggingface(config, dtype, model_type), **ids})
+    generation = ids if vocabulary is None else vocabulary.generation_ids()
+    write_json(folder / GENERATION, {"_from_model_config": generation == ids, **generation})
+
+
+def _write_carried(
+    folder: Path, origin: Origin, config: Config, dtype: str, model_type: str | None, vocabulary: Vocabulary | None
+) -> list[str]:
+    """Write config.json and generation_config.json of a run that started from a Hugging Face folder; return notes."""
+    notes: list[str] = []
+    ids: dict[str, Any] | None = None
+    generation_ids: dict[str, Any] | None = None
+    if not _has_tokens(origin, config, vocabulary):
+        ids = {**(unknown_ids(config) if vocabulary is None else vocabulary.ids())}
+        generation_ids = ids if vocabulary is None else vocabulary.generation_ids()
+        notes.append(
+            "the vocabulary is not that of the imported folder, so the ids of control tokens are those of the run and "
+            "the folder's tokenizer settings and chat templates are not written"
+        )
+    files.write_bytes(folder / CONFIG, config_text(origin, config, dtype, ids, model_type).encode())
+    stop_id = None if vocabulary is None else vocabulary.stop_id
+    generation = generation_text(origin, stop_id, generation_ids)
+    if generation is not None:
+        files.write_bytes(folder / GENERATION, generation.encode())
+    return notes
+
+
+def _has_tokens(origin: Origin, config: Config, vocabulary: Vocabulary | None) -> bool:
+    if vocabulary is None:
+        return origin.has_tokens_of(None, config.model.vocab_size or 0)
+    return origin.has_tokens_of(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
+
+
+def _carried(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
+    """Return the tokenizer's small files of the imported folder; None where the run has another vocabulary."""
+    is_same = origin.has_tokens_of(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
+    return carried_files(origin, vocabulary) if is_same else None
+
+
+def _vocabulary(
+    config: Config, tokenizer_path: Path | None, template: str | None
+) -> tuple[Vocabulary | None, list[str]]:
     """Return the tokenizer, and why there is none; only the one that the user names must be there."""
     try:
-        found = vocabulary_of(config, tokenizer_path)
+        found = vocabulary_of(config, tokenizer_path, template)
     except DataError as error:
         if tokenizer_path is not None:
             raise
@@ -242,7 +322,6 @@ def _state(config: Config, origin: str) -> dict[str, Any]:
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer's files in the run folder
 NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
@@ -267,7 +346,6 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
         if copy_files(source, folder / TOKENIZER):
             named = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **named))
-        ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
-        said = {_THEIR_IDS: ids, _TYPE: theirs["model_type"]}
-        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, said)
+        carried = {STATE: origin_in(source).state()}
+        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, carried)
     return output / CHECKPOINTS / saved.name, config

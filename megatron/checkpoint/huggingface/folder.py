@@ -25,10 +25,9 @@ from safetensors import SafetensorError, safe_open
 from megatron import files
 from megatron.checkpoint import shard_file
 from megatron.checkpoint.huggingface.config import CONFIG as CONFIG
-from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json
+from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json, uses_index
 from megatron.errors import CheckpointError, ConfigError
 
-GENERATION = "generation_config.json"
 _METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers refuses a file that does not say so
 
 
@@ -150,7 +149,7 @@ def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
     Raises:
         CheckpointError: as ``read_tensors``.
     """
-    if not (folder / INDEX).exists():
+    if not uses_index(folder):
         return _open_file(folder, WEIGHTS, stack)
     try:
         index: dict[str, str] = read_json(folder, INDEX)["weight_map"]

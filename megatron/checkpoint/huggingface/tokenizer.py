@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,22 @@ import sentencepiece
 import tokenizers
 
 from megatron import files
-from megatron.checkpoint.huggingface.folder import write_json
+from megatron.checkpoint.huggingface.origin import (
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER_TEXTS,
+    Origin,
+    as_json,
+    read_origin,
+    tokenizer_texts,
+    with_template,
+)
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.models.registry import load
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
-from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template
+from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template, special_names
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
 
@@ -31,28 +43,35 @@ from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5Sentence
 # | CPM1, CPM2 | none: words are cut before pieces are |
 #
 # ``tokenizer_config.json`` names class and control tokens in the first two cases. A run with --sft adds its template as
-# ``chat_template.jinja``. On the way back a ``vocab.txt`` is
-# read too, where there is no ``tokenizer.json``: as BertWordPiece, lower case as ``tokenizer_config.json`` says.
+# ``chat_template.jinja``. A run that started from a Hugging Face folder, and has its tokens, writes the folder's own
+# files instead, from the folder of the run's tokenizer or from the checkpoint (``origin``).
+# The import also reads a ``vocab.txt`` where there is no ``tokenizer.json``: as BertWordPiece, lower case as
+# ``tokenizer_config.json`` says.
 
-JSON, SPIECE, VOCAB, MERGES, SETTINGS = (
-    "tokenizer.json", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json",
-)  # fmt: skip
+JSON, SPIECE, VOCAB, MERGES = "tokenizer.json", "spiece.model", "vocab.json", "merges.txt"
 VOCAB_TEXT = "vocab.txt"  # of BERT
-TEMPLATE = "chat_template.jinja"
-_COPIED = (
-    JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
+_VOCABULARIES = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """A run's tokenizer, for T5 where its control tokens lie, and of a run with --sft its chat template, or why there
-    is none any more."""
+    is none any more.
+
+    Args:
+        has_own_template: --chat-template replaces the template next to the tokenizer.
+    """
 
     tokenizer: Tokenizer
     t5: T5Tokens | None
     chat: ChatTemplate | None = None
     chat_problem: str | None = None
+    has_own_template: bool = False
+
+    @property
+    def stop_id(self) -> int | None:
+        """The token that ends a turn of the conversations that the run was trained on; None without any."""
+        return None if self.chat is None else self.chat.stop_id
 
     def ids(self) -> dict[str, int | None]:
         """Return the ids that config.json and generation_config.json name."""
@@ -65,8 +84,8 @@ class Vocabulary:
     def generation_ids(self) -> dict[str, Any]:
         """Return the ids that generation_config.json names: what was fine-tuned on conversations stops at two."""
         ids: dict[str, Any] = self.ids()
-        if self.chat is not None and self.chat.stop_id is not None:
-            ends = (self.chat.stop_id, ids["eos_token_id"])
+        if self.stop_id is not None:
+            ends = (self.stop_id, ids["eos_token_id"])
             ids["eos_token_id"] = [token for token in dict.fromkeys(ends) if token is not None]
         return ids
 
@@ -77,8 +96,11 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
     return {first: None, "eos_token_id": None, "pad_token_id": None}
 
 
-def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | None:
+def vocabulary_of(config: Config, tokenizer_path: Path | None, template: str | None = None) -> Vocabulary | None:
     """Return the tokenizer of the run, or that of ``tokenizer_path``; None where neither is named.
+
+    Args:
+        template: text of the file that --chat-template named when the run saved.
 
     Raises:
         DataError: it cannot be read.
@@ -107,17 +129,48 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | N
         )
     if named.sft is None:
         return Vocabulary(tokenizer, t5)
+    has_own = named.chat_template is not None
     try:
-        return Vocabulary(tokenizer, t5, find_template(tokenizer, named.chat_template))
+        if template is not None:
+            special = special_names(tokenizer)
+            chat = ChatTemplate(template, tokenizer, source=str(named.chat_template), special=special)
+        else:
+            chat = find_template(tokenizer, named.chat_template)
+        return Vocabulary(tokenizer, t5, chat, has_own_template=has_own)
     except DataError as error:
-        return Vocabulary(tokenizer, t5, chat_problem=str(error))
+        return Vocabulary(tokenizer, t5, chat_problem=str(error), has_own_template=has_own)
 
 
-def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> str | None:
-    """Write the files of the table above; return why there is less than a tokenizer, None where it is whole."""
-    tokenizer, t5 = vocabulary.tokenizer, vocabulary.t5
+def carried_files(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
+    """Return path -> text of the tokenizer's small files that an export takes from the run's Hugging Face folder.
+
+    The folder of the run's tokenizer takes precedence, since the user has chosen it.
+
+    Raises:
+        CheckpointError: a file next to the tokenizer cannot be read.
+    """
+    files = tokenizer_texts(vocabulary.tokenizer.paths[0].parent)
+    files = files if SETTINGS in files else dict(origin.tokenizer_files)
+    if not vocabulary.has_own_template:
+        return files
+    return with_template(files, None if vocabulary.chat is None else vocabulary.chat.text)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
+    """Return id -> text of those of ``ids`` that the tokenizer has."""
+    pieces = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
+    return {token: piece for token, piece in pieces.items() if piece is not None}
+
+
+def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, str] | None = None) -> str | None:
+    """Write the files of the table above; return why there is less than a tokenizer, None where it is whole.
+
+    Args:
+        carried: path -> text of small files, which are written in place of those that follow from the tokenizer.
+    """
+    tokenizer, t5, carried = vocabulary.tokenizer, vocabulary.t5, carried or {}
     if isinstance(tokenizer, LibraryTokenizer):
-        return _write_library(folder, tokenizer, vocabulary)
+        return _write_library(folder, tokenizer, vocabulary, carried)
     if type(tokenizer) not in (SentencePieceTokenizer, T5SentencePieceTokenizer):
         return "its words are cut before they become pieces, for which Hugging Face has no files"
     _copy(tokenizer.paths[0], folder / SPIECE)
@@ -129,8 +182,13 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> str | None:
         return f"{SPIECE} is there, but T5Tokenizer would cut text into other pieces: use the sentencepiece library"
     names = [f"<extra_id_{number}>" for number in range(len(t5.sentinels))]
     added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
-    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
-    write_json(folder / SETTINGS, {**settings, **_names(vocabulary)})
+    theirs = json.loads(carried.get(SETTINGS, "null"))
+    if theirs is None:
+        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
+        carried = {**carried, SETTINGS: as_json({**settings, **_names(vocabulary)})}
+    elif theirs.get("extra_ids", 100) != added:
+        carried = {**carried, SETTINGS: as_json({**theirs, "extra_ids": added})}
+    _write_texts(folder, carried)
     return None
 
 
@@ -141,26 +199,35 @@ def _cuts_as_t5(model: Path) -> bool:
     return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
 
 
-def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary) -> str | None:
+def _write_library(
+    folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary, carried: Mapping[str, str]
+) -> str | None:
     library = tokenizers.Tokenizer.from_str(tokenizer.description)
     added = {} if vocabulary.t5 is None else _appended(tokenizer, vocabulary.t5)
     library.add_special_tokens(list(added))
-    if not added and [path.suffix for path in tokenizer.paths] == [".json"]:
+    texts, is_theirs = dict(carried), SETTINGS in carried and not added
+    suffixes = [path.suffix for path in tokenizer.paths]
+    if not added and suffixes == [".json"]:
         _copy(tokenizer.paths[0], folder / JSON)  # byte for byte: token files know their tokenizer by its bytes
-    else:
+    elif not is_theirs:  # else their class makes it from the vocabulary, with added tokens and special ones
         files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
-    if [path.suffix for path in tokenizer.paths] == [".json", ".txt"]:
+    if suffixes == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
             _copy(path, folder / name)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)}
-    if vocabulary.chat is not None:
-        settings |= vocabulary.chat.special
-        files.write_bytes(folder / TEMPLATE, vocabulary.chat.text.encode())
-        for name, text in vocabulary.chat.named.items():
-            if Path(name).name == name:  # a name of tokenizer_config.json may be any text
-                files.make_folder(folder / NAMED)
-                files.write_bytes(folder / NAMED / f"{name}.jinja", text.encode())
-    write_json(folder / SETTINGS, settings)
+    if is_theirs and suffixes == [".txt"]:
+        _copy(tokenizer.paths[0], folder / VOCAB_TEXT)
+    if is_theirs:
+        _copy_vocabularies(tokenizer.paths[0].parent, folder)
+    else:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)}
+        if vocabulary.chat is not None:
+            settings |= vocabulary.chat.special
+            texts[TEMPLATE] = vocabulary.chat.text
+            for name, text in vocabulary.chat.named.items():
+                if Path(name).name == name:  # a name in tokenizer_config.json may be any text
+                    texts[f"{NAMED}/{name}.jinja"] = text
+        texts[SETTINGS] = as_json(settings)
+    _write_texts(folder, texts)
     if vocabulary.chat_problem is not None:
         return f"its chat template is not there: {vocabulary.chat_problem}"
     if any(library.token_to_id(name) != token for name, token in added.items()):
@@ -192,14 +259,30 @@ def _copy(source: Path, target: Path) -> None:
         raise DataError(f"{source} is gone: {error}") from error
 
 
+def _copy_vocabularies(source: Path, target: Path) -> None:
+    """Copy the vocabulary files of a Hugging Face folder that ``target`` lacks: the same tokenizer in other formats."""
+    if not (source / SETTINGS).is_file():
+        return
+    for name in _VOCABULARIES:
+        if (source / name).is_file() and not (target / name).exists():
+            _copy(source / name, target / name)
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        files.make_folder((folder / name).parent)
+        files.write_bytes(folder / name, text.encode())
+
+
 def copy_files(source: Path, target: Path) -> bool:
     """Copy the tokenizer's files of the folder ``source`` into ``target``; return whether there are any."""
-    found = [name for name in _COPIED if (source / name).is_file()]
+    found = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
     if not ({JSON, VOCAB_TEXT, SPIECE} & {*found} or {VOCAB, MERGES} <= {*found}):
         return False
     files.make_folder(target)
     for name in found:
         shutil.copyfile(source / name, target / name)
+    _write_texts(target, {name: text for name, text in tokenizer_texts(source).items() if "/" in name})
     return True
 
 
@@ -242,6 +325,38 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
 def has_tokenizer(folder: Path) -> bool:
     """Tell whether there are files in ``folder`` that ``fields_of`` names."""
     return any((folder / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB))
+
+
+def origin_in(source: Path) -> Origin:
+    """Return the small files of the Hugging Face folder ``source``, with the texts of its control tokens.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    try:
+        return read_origin(source, partial(_pieces_in, source))
+    except DataError:
+        return read_origin(source)
+
+
+def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
+    """Return id -> text of those of ``ids`` that the tokenizer in the folder ``source`` has.
+
+    A tokenizer.json is searched as it is: building a tokenizer of 128,000 tokens takes seconds.
+    """
+    if not (source / JSON).is_file():
+        return pieces_of(_tokenizer_in(source), ids)
+    try:
+        content = json.loads((source / JSON).read_bytes())
+        vocabulary = content["model"]["vocab"]
+        pairs: Iterable[tuple[str, int]] = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
+        )
+        wanted = set(ids)
+        found = {token: piece for piece, token in pairs if token in wanted}
+        return {**found, **{one["id"]: one["content"] for one in content["added_tokens"] if one["id"] in wanted}}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
 
 
 def _tokenizer_in(source: Path) -> Tokenizer:

@@ -13,7 +13,14 @@ import torch
 from safetensors import SafetensorError
 
 from megatron.checkpoint.huggingface import folder
-from megatron.checkpoint.huggingface.config import config_from_huggingface, copies, flags_of, format_of, full_names
+from megatron.checkpoint.huggingface.config import (
+    config_from_huggingface,
+    copies,
+    flags_of,
+    format_of,
+    full_names,
+    missing_head,
+)
 from megatron.checkpoint.loading import check_model, fill, is_resized
 from megatron.checkpoint.metadata import TensorRecord, part_shape
 from megatron.config import Config
@@ -79,9 +86,9 @@ def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """
     hf_format = format_of(config)
     theirs, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
-    if config.model.untie_embeddings and hf_format.head not in theirs and hf_format.word in theirs:
-        theirs[hf_format.head] = theirs[hf_format.word]  # transformers 5 leaves out a head that equals the table
-    _check("the Hugging Face folder", theirs, expected)
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in theirs:
+        theirs.setdefault(hf_format.head, theirs[hf_format.word])
+    _check("the Hugging Face folder", theirs, expected, missing_head(expected.keys() - theirs.keys(), config))
     return theirs
 
 
@@ -120,11 +127,23 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
 
 
 def _equal(one: Readable, other: Readable) -> bool:
-    """Compare a block of rows after another, so that neither need be in memory."""
+    """Return True if two tables have the same values, block by block so that neither has to be in memory.
+
+    Tables of different types are compared in the type with fewer bits: a copy may have been rounded.
+    """
     return tuple(one.shape) == tuple(other.shape) and all(
-        (a := one[at : at + _ROWS_AT_ONCE]).dtype == (b := other[at : at + _ROWS_AT_ONCE]).dtype and torch.equal(a, b)
-        for at in range(0, one.shape[0], _ROWS_AT_ONCE)
+        _same_values(one[start : start + _ROWS_AT_ONCE], other[start : start + _ROWS_AT_ONCE])
+        for start in range(0, one.shape[0], _ROWS_AT_ONCE)
     )
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    if one.element_size() == other.element_size():  # bf16 and fp16
+        return torch.equal(one.float(), other.float())
+    coarse = min(one, other, key=torch.Tensor.element_size).dtype
+    return torch.equal(one.to(coarse), other.to(coarse))
 
 
 def expected_weights(config: Config) -> Tensors:
@@ -138,7 +157,7 @@ def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config)
     return {name: tensor for name, tensor in theirs.items() if name not in copies(config)}
 
 
-def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor], advice: str = "") -> None:
     problems = [f"{name}: missing" for name in expected if name not in found]
     problems += [f"{name}: no such tensor in this model" for name in found if name not in expected]
     problems += [
@@ -147,7 +166,8 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
         if name in found and tuple(found[name].shape) != tuple(tensor.shape)
     ]
     if problems:
-        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): " + "; ".join(problems))
+        listed = "; ".join(problems)
+        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): {listed}{advice}")
 
 
 # Weights of a Hugging Face folder read straight into the parts that a rank holds, whatever the layout.

@@ -290,8 +290,10 @@ class HFFormat:
         to_ours, from_ours: all weights, given the configuration.
         recipes: how each of our weights is made, by name; what a rank reads of a folder by itself goes by them.
         word: their name of the word table.
+        groups: keys of config.json that state one setting together; an export replaces all of a group or none.
         copies: their names of copies of it, which they may leave out; a tied head is one anyway.
         head: their name of the head.
+        ties_missing_head: their class uses the word table for a missing head, whatever config.json says of it.
         short: beginning of their names that some files leave out.
         biases: their names of biases that a model of ours may lack, and theirs has.
         unread: names of what old files hold and no model reads.
@@ -313,8 +315,10 @@ class HFFormat:
     from_ours: Callable[[Tensors, Config], Tensors]
     recipes: Callable[[Config], Mapping[str, WeightMapping]]
     word: str
+    groups: tuple[frozenset[str], ...] = ()
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
+    ties_missing_head: bool = False
     short: str = ""
     biases: re.Pattern[str] = NOTHING
     unread: re.Pattern[str] = NOTHING

@@ -122,7 +122,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
         "activation": _ACTIVATIONS[activation],
         "hidden_bias": True,
         "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-5),
-        "max_position_embeddings": given["n_positions"],
+        "max_position_embeddings": given.get("n_positions", 1024),
         "vocab_size": given["vocab_size"],
         "untie_embeddings": not given.get("tie_word_embeddings", True),
     }

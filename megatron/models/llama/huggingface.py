@@ -69,7 +69,7 @@ from megatron.models.llama.huggingface_experts import (
     expert_recipes,
     expert_values,
 )
-from megatron.models.llama.huggingface_rotary import rotary_fields, rotary_values
+from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -88,7 +88,12 @@ _NORMS = {
 _WORD, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OF_ALL = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+_WINDOW_KEYS = frozenset(
+    {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
+)
 _WINDOWS = {"window_size", "window_attn_skip_freq"}
+_ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
+"""Buffers that older versions saved, per layer or once for the model."""
 _REFUSED = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
 """What changes numbers and no model of ours has -> the value that may stand there, or None."""
 
@@ -505,7 +510,8 @@ def _format(preset: Preset) -> HFFormat:
         values=partial(values, preset),
         **by_recipes(partial(recipes, preset), heights),
         word=_WORD,
-        unread=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        groups=(ROTARY_KEYS, _WINDOW_KEYS),
+        unread=_ROTARY_BUFFERS,
         named=_named if preset.experts is GLM4 else as_it_is,
         prepare=_one_by_one if preset.experts is not None else leave_as_it_is,
         allowed=1e-5,  # their norms and angles are in fp32

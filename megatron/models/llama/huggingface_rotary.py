@@ -1,8 +1,15 @@
-"""Rotary positions of a config.json under our settings and back.
+"""Rotary positions: config.json to our settings and back.
 
-Since transformers 5 everything stands in ``rope_parameters``; before, ``rope_theta`` stood beside ``rope_scaling``,
-whose kind was called ``type`` at first. Gemma 3 has one of them for each kind of layers, before transformers 5
-``rope_local_base_freq`` beside the others. All are written.
+transformers 5 saves one dictionary, ``rope_parameters``. Older versions saved ``rope_theta`` next to ``rope_scaling``,
+whose ``rope_type`` was first called ``type``. Gemma 3 has one set of parameters for each type of layer: nested in
+``rope_parameters``, or ``rope_local_base_freq`` next to the older keys.
+
+A folder may hold both forms, for example after Qwen's YaRN recipe was added to a folder that transformers 5 saved.
+They are read as transformers 5 reads them (``convert_rope_params_to_dict``): a ``rope_scaling`` that is set replaces
+``rope_parameters``, the base included; in Gemma 3 it updates those of the layers without a window.
+
+The older form is written, which every version reads and in which a ``rope_scaling`` that a user adds takes effect.
+Gemma 3 with scaled windows has no older form and is written as ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron import log
 from megatron.config.model import ModelConfig
 
 _SCALING = {
@@ -33,60 +41,95 @@ _MAY_LACK = {_LENGTH, "beta_fast", "beta_slow", "attention_factor"}
 _MSCALES = ("mscale", "mscale_all_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BASE, _LOCAL_BASE = 10000.0, "rope_local_base_freq"
+ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE})
+"""Keys of config.json that state the rotary positions."""
 
 
 def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = False) -> dict[str, Any]:
-    """Return the fields of config.json.
+    """Return the rotary fields of config.json.
 
     Args:
-        has_local: layers with a window have a base of their own there.
-        has_share: a share of each head may turn there.
+        has_local: layers with a window have a base of their own in this model type.
+        has_share: only a share of each head may be rotated in this model type.
     """
-    kind = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
-    scaled = {"rope_type": kind, **{key: getattr(model, _SCALING[key]) for key in _OF_SCALING[kind]}}
+    rope_type = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
+    scaled = {"rope_type": rope_type, **{key: getattr(model, _SCALING[key]) for key in _OF_SCALING[rope_type]}}
     if not scaled.get("attention_factor", 1.0):
-        del scaled["attention_factor"]  # theirs follows from the factor then, as ours
-    whole = {**scaled, "rope_theta": model.rotary_base}
-    found = {"rope_theta": model.rotary_base, "rope_scaling": scaled if kind != "default" else None}
+        del scaled["attention_factor"]  # transformers derives it from the factor, as we do
+    found = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
     if has_share:
-        found["partial_rotary_factor"] = whole["partial_rotary_factor"] = model.rotary_percent
-    if not has_local:
-        return {**found, "rope_parameters": whole}
-    local = (
-        {**whole} if not model.rotary_local_base else {"rope_type": "default", "rope_theta": model.rotary_local_base}
-    )
-    return {**found, _LOCAL_BASE: local["rope_theta"], "rope_parameters": {_FULL: whole, _SLIDING: local}}
+        found["partial_rotary_factor"] = model.rotary_percent
+    if has_local and model.rotary_local_base:
+        found[_LOCAL_BASE] = model.rotary_local_base
+    elif has_local and rope_type == "default":
+        found[_LOCAL_BASE] = model.rotary_base
+    elif has_local:
+        whole = {**scaled, "rope_theta": model.rotary_base}
+        return {"rope_parameters": {_FULL: whole, _SLIDING: {**whole}}}
+    return found
 
 
 def rotary_values(
     theirs: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_share: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields of a config.json, and which of its settings have no counterpart."""
-    given, local = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}, None
-    if has_share:
-        theirs, given = dict(theirs), dict(given)
-        inner, outer = given.pop("partial_rotary_factor", None), theirs.pop("partial_rotary_factor", None)
-        share = outer if inner is None else inner
-        found, odd = rotary_values({**theirs, "rope_parameters": given}, has_local=has_local, has_windows=has_windows)
-        return {**found, "rotary_percent": 0.5 if share is None else float(share)}, odd
-    if _FULL in given or _SLIDING in given:
-        if not has_local:
-            return {}, [f"rope_parameters of {_FULL} and {_SLIDING} (known: one for all layers)"]
-        given, local = given.get(_FULL) or {}, given.get(_SLIDING) or {}
-    share = theirs.get("partial_rotary_factor")
-    if share not in (None, 1.0):
+    """Return our fields for a config.json, and its settings without a counterpart.
+
+    Args:
+        has_windows: some layers have a window.
+        has_local, has_share: as in ``rotary_fields``.
+    """
+    if has_local:
+        return _by_layer_type(theirs, has_windows)
+    rope = _global_parameters(theirs)
+    if _FULL in rope or _SLIDING in rope:
+        return {}, [f"rope_parameters of {_FULL} and {_SLIDING} (known: one for all layers)"]
+    outer_share = theirs.get("partial_rotary_factor")
+    share = rope.pop("partial_rotary_factor", None)
+    share = outer_share if share is None else share
+    if not has_share and share not in (None, 1.0):
         return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
-    found, odd = _one(given, theirs)
-    if not has_local or not has_windows or odd:
+    found, odd = _one(rope, theirs)
+    if has_share and found:
+        found["rotary_percent"] = 0.5 if share is None else float(share)
+    return found, odd
+
+
+def _global_parameters(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of all layers: ``rope_scaling`` where it is set, else ``rope_parameters``."""
+    scaling, saved = theirs.get("rope_scaling"), theirs.get("rope_parameters")
+    if scaling and saved:
+        base = dict(scaling).get("rope_theta") or theirs.get("rope_theta", _BASE)
+        hidden = saved.get("rope_theta")
+        if hidden is not None and hidden != base:
+            log.warn_once(
+                f"config.json: rope_scaling replaces rope_parameters, as in transformers, so the rotary base is {base} "
+                f"instead of {hidden}. To keep {hidden}, add it to rope_scaling as rope_theta"
+            )
+    return dict(scaling or saved or {})
+
+
+def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return our fields and the settings without a counterpart of a Gemma 3."""
+    saved, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling")
+    full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
+    if scaling is not None:
+        if "type" in scaling and "rope_type" not in scaling:
+            return {}, ["rope_scaling with type (known: rope_type, the only key that Gemma 3 reads there)"]
+        full.update(scaling)
+    for share in (theirs.get("partial_rotary_factor"), full.get("partial_rotary_factor")):
+        if share not in (None, 1.0):
+            return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
+    found, odd = _one(full, theirs)
+    if not has_windows or odd:
         return found, odd
-    base = float((local or {}).get("rope_theta") or theirs.get(_LOCAL_BASE, _BASE))
-    kind = (local or {}).get("rope_type", "default")
-    if kind == "default":
+    base = float(local.get("rope_theta") or theirs.get(_LOCAL_BASE, _BASE))
+    rope_type = local.get("rope_type", "default")
+    if rope_type == "default":
         is_same = found["rotary_scaling"] == "none" and found["rotary_base"] == base
         return (found if is_same else {**found, "rotary_local_base": base}), []
-    same, odd = _one(local or {}, {**theirs, "rope_theta": base})
+    same, odd = _one(local, {**theirs, "rope_theta": base})
     if same != found and not odd:
-        odd = [f"rope_type {kind!r} of layers with a window (known: default, or all as in the others)"]
+        odd = [f"rope_type {rope_type!r} of layers with a window (known: default, or all as in the others)"]
     return same, odd
 
 
@@ -123,5 +166,5 @@ def _resolve_mscale(given: dict[str, Any]) -> None:
     one, other = (given.pop(key, None) for key in _MSCALES)
     factor = given.get("factor")
     if one and other and factor and "attention_factor" not in given:
-        log = 0.1 * math.log(factor) if factor > 1 else 0.0
-        given["attention_factor"] = (one * log + 1.0) / (other * log + 1.0)
+        log_factor = 0.1 * math.log(factor) if factor > 1 else 0.0
+        given["attention_factor"] = (one * log_factor + 1.0) / (other * log_factor + 1.0)

@@ -149,7 +149,7 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": size,
         "num_attention_heads": heads,
         "vocab_size": theirs["vocab_size"],
-        "max_position_embeddings": theirs["max_seq_len"],
+        "max_position_embeddings": theirs.get("max_seq_len", 2048),
         "activation": "gelu",
         "layernorm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
         "untie_embeddings": not theirs.get("tie_word_embeddings", True),

@@ -49,6 +49,8 @@ _SETTINGS = {
     "gated-gelu_new": "gated-gelu",
     "gated-silu": "gated-silu",
 }
+_DEFAULT_PROJECTIONS = {"t5": "relu", "mt5": "gated-gelu"}
+"""Their classes' defaults by model type."""
 _THEIR_SETTINGS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -112,7 +114,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
         CheckpointError: listing the settings that our T5 does not have.
     """
     given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-    projection = given.get("feed_forward_proj", "relu")
+    projection = given.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[given.get("model_type", "t5")]
     if projection not in _SETTINGS:
         raise CheckpointError(
             f"our T5 has no counterpart of feed_forward_proj {projection!r} (known: {', '.join(_SETTINGS)})"
@@ -308,6 +310,7 @@ FORMAT = HFFormat(
     recipes=_recipes,
     word="shared.weight",
     copies=tuple(f"{name}.weight" for name in _COPIES),
+    ties_missing_head=True,  # T5Config and MT5Config set tie_word_embeddings whatever the file says
     unread=re.compile(re.escape(f"{_UNUSED}.weight")),
     allowed=1e-5,  # their norm takes its variance in fp32
     auto="AutoModelForSeq2SeqLM",

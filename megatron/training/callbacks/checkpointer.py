@@ -21,6 +21,9 @@ from megatron.checkpoint.folders import (
     newest_first,
     step_of,
 )
+from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE
+from megatron.checkpoint.huggingface.origin import CARRIED, STATE
+from megatron.checkpoint.huggingface.tokenizer import origin_in
 from megatron.checkpoint.metadata import read_sequence
 from megatron.errors import CheckpointError, NumericsError, marked
 from megatron.training import deepspeed_checkpoint, failure
@@ -77,11 +80,15 @@ class Checkpointer(Callback):
         self.saves = Saves()
         self.is_held = False
         self._data_loaded = Saved()
+        self._for_export: dict[str, Any] = {}
 
     # The start.
 
     def on_train_start(self) -> None:
-        trainer, flags = self.trainer, self.trainer.config.checkpoint
+        trainer, flags, data = self.trainer, self.trainer.config.checkpoint, self.trainer.config.data
+        if data.sft is not None and data.chat_template is not None and trainer.world.rank == 0:
+            # its text, since the file may be gone or changed when the run is exported
+            self._for_export[CHAT_TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
         if self.place.remote is not None and self.place.downloads is not None:
             with trainer.phases.over(LOADING):
                 self.place = replace(self.place, source=self._downloaded(self.place.remote, self.place.downloads))
@@ -106,11 +113,14 @@ class Checkpointer(Callback):
         trainer, place, config = self.trainer, self.place, self.trainer.config
         if place.source is not None and is_pretrained(place.source):
             start_from(trainer, place.source)
+            if trainer.world.rank == 0:
+                self._for_export[STATE] = origin_in(place.source).state()
             self.loaded = place.source
             return
         flags, world = config.checkpoint, trainer.world
         checkpoint = open_source(trainer, place.source or place.folder)
         state = checkpoint.state
+        self._for_export |= {name: state[name] for name in CARRIED if name in state}
         taken = EVERYTHING if place.is_restart else RestoreOptions.of(flags)
         order = None
         with marked(is_of_this_rank=False):
@@ -371,6 +381,7 @@ class Checkpointer(Callback):
         more = {
             "tokenizer": self.tokenizer,
             "job": job(),
+            **self._for_export,
             **beside,
             **({"callbacks": states} if states else {}),
             **lineage.state(),

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.checkpoint_args import read_headers, read_source
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, saved_config
 from megatron.checkpoint.huggingface.convert import export, import_folder
@@ -19,6 +21,11 @@ from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.checkpoint_samples import FailAt
 from tests.helpers.huggingface_models import config_of, save_model
 
+_LLAMA_WORD = "model.embed_tokens.weight"
+_LLAMA: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "gated-silu"},
+}
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
     "b": torch.arange(4, dtype=torch.bfloat16),
@@ -106,14 +113,83 @@ def test_biases_that_were_trained_elsewhere_are_kept(tmp_path: Path) -> None:
     assert read_weights(open_folder(tmp_path / "back"))["layers.1.mlp.up.bias"][3] == 0.5
 
 
-def test_a_head_that_equals_the_table_need_not_be_there(tmp_path: Path) -> None:
-    for family, word in (("gpt2", "transformer.wte.weight"), ("t5", "shared.weight")):
-        config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2")
-        own = {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
-        own["head.weight"] = own["embedding.word.weight"].clone()
-        theirs = weights_to_huggingface(own, config)
-        for held in (theirs, {name: tensor for name, tensor in theirs.items() if name != "lm_head.weight"}):
-            assert word in held and weights_from_huggingface(held, config)["head.weight"].equal(own["head.weight"])
+@pytest.mark.parametrize(("family", "word"), [("gpt2", "transformer.wte.weight"), ("llama", _LLAMA_WORD)])
+def test_a_missing_head_of_an_untied_model_is_named(family: str, word: str, tmp_path: Path) -> None:
+    config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2", **_LLAMA[family])
+    own = {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
+    theirs = weights_to_huggingface(own, config)
+    assert weights_from_huggingface(theirs, config)["head.weight"].equal(own["head.weight"])
+    del theirs["lm_head.weight"]
+    assert word in theirs
+    with pytest.raises(CheckpointError, match=r'lm_head.weight: missing.*set "tie_word_embeddings": true'):
+        weights_from_huggingface(theirs, config)
+    tmp_path.joinpath("config.json").write_text(json.dumps(config_to_huggingface(config, "float32")))
+    folder.write_tensors(tmp_path, theirs, 10**9)
+    with pytest.raises(CheckpointError, match=r'lm_head.weight: missing.*set "tie_word_embeddings": true'):
+        read_source(tmp_path, family)
+
+
+def test_a_missing_head_of_a_t5_is_the_word_table_as_their_class_has_it(tmp_path: Path) -> None:
+    fields = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 29}
+    theirs = transformers.T5Config(**fields, tie_word_embeddings=False)
+    transformers.T5ForConditionalGeneration(theirs).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held.pop("lm_head.weight", None)
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, local_files_only=True)
+    config = config_from_huggingface(folder.read_json(tmp_path, "config.json"))
+    assert config.model.untie_embeddings and read_source(tmp_path, "t5") is not None
+    assert weights_from_huggingface(folder.read_tensors(tmp_path), config)["head.weight"].equal(loaded.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("table", "head"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.half)]
+)
+def test_a_tied_head_of_another_type_is_compared_by_value(table: torch.dtype, head: torch.dtype) -> None:
+    config = config_of("t5")
+    own = {name: torch.randn(tensor.shape).bfloat16() for name, tensor in expected_weights(config).items()}
+    theirs = weights_to_huggingface({name: tensor.to(table) for name, tensor in own.items()}, config)
+    copy = theirs["shared.weight"].to(head)
+    back = weights_from_huggingface({**theirs, "lm_head.weight": copy}, config)
+    assert back["embedding.word.weight"].equal(theirs["shared.weight"])
+    copy[3, 5] += 0.5
+    with pytest.raises(CheckpointError, match="lm_head.weight must equal shared.weight"):
+        weights_from_huggingface({**theirs, "lm_head.weight": copy}, config)
+
+
+def test_one_file_takes_precedence_over_an_index_of_an_earlier_save(tmp_path: Path) -> None:
+    """As in transformers."""
+    save_small_llama(tmp_path, 1)
+    wanted = load_file(tmp_path / "model.safetensors")
+    folder.write_tensors(tmp_path, {name: tensor + 1 for name, tensor in wanted.items()}, 20_000)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).state_dict()
+    found = folder.read_tensors(tmp_path)
+    assert sorted(found) == sorted(theirs) and all(found[name].equal(tensor) for name, tensor in theirs.items())
+    assert {header.file.name for header in read_headers(tmp_path).values()} == {"model.safetensors"}
+    (tmp_path / "model.safetensors").unlink()
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).state_dict()
+    assert all(folder.read_tensors(tmp_path)[name].equal(tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"])
+def test_saved_buffers_of_rotary_positions_are_passed_over(name: str, tmp_path: Path) -> None:
+    save_small_llama(tmp_path, 2)
+    path = tmp_path / "model.safetensors"
+    wanted = load_file(path)
+    save_file({**wanted, name: torch.ones(4)}, path, metadata={"format": "pt"})
+    config = config_from_huggingface(folder.read_json(tmp_path, "config.json"))
+    assert set(weights_from_huggingface(folder.read_tensors(tmp_path), config)) == set(expected_weights(config))
+    assert read_source(tmp_path, "llama") is not None
+
+
+def save_small_llama(place: Path, seed: int) -> None:
+    """Write an untied LLaMA of two layers with random weights into ``place``."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
 
 
 def test_a_tied_head_with_other_values_is_refused() -> None:

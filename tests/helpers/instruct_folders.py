@@ -1,0 +1,66 @@
+"""Hugging Face folders with everything that an instruct model's has, of tiny random models of transformers' classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+from megatron.checkpoint.huggingface.config import family_by_type, formats_of
+from tests.helpers.chats import LLAMA3, write_tokenizer
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
+OPTIONAL = {
+    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "d_ff": 24, "num_local_experts": 4, "num_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+}  # fmt: skip
+UNKNOWN = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, "ratio": 1e-05}, "odd_flag": None}
+
+
+def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changed: Any) -> Path:
+    """Write a random model of their class, with a tokenizer and everything that an instruct model's folder has."""
+    write_tokenizer(folder)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if model_type in ("t5", "mt5"):
+        library.add_special_tokens(["</s>", *(f"<extra_id_{number}>" for number in reversed(range(20)))])
+        library.save(str(folder / "tokenizer.json"))
+    kind: Any = transformers.CONFIG_MAPPING[model_type]
+    fields = {kind.attribute_map.get(name, name): size for name, size in SIZES.items()}
+    fields |= {name: size for name, size in OPTIONAL.items() if hasattr(kind, name)}
+    torch.manual_seed(0)
+    config = kind(vocab_size=library.get_vocab_size(), **fields)
+    auto = formats_of(family_by_type()[model_type])[0].auto
+    name = auto if isinstance(auto, str) else "AutoModelForPreTraining"
+    getattr(transformers, name).from_config(config).to(dtype).save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text())
+    ids = {name: library.token_to_id(name) for name in ("<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>", "<pad>")}
+    bos, end, turn, pad = ids.values()
+    eos = library.token_to_id("</s>") if model_type in ("t5", "mt5") else [end, turn]
+    text |= {**UNKNOWN, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, **changed}
+    # another layout than ours, to see that the text is kept
+    (folder / "config.json").write_text(json.dumps(text, indent=4, ensure_ascii=True))
+    generation = {"bos_token_id": bos, "eos_token_id": eos, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    settings = {
+        "add_bos_token": True, "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<pad>",
+        "unk_token": "<|im_start|>", "model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=3))
+    (folder / "special_tokens_map.json").write_text('{\r\n"eos_token": "<|eot_id|>"}')
+    (folder / "chat_template.jinja").write_text(LLAMA3)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}" + LLAMA3)
+    return folder
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files but those with tensors."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".safetensors"
+    }
