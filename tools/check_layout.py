@@ -15,8 +15,9 @@ All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: exam
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
 given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
 given. With --loss-average micro-batch the one process takes the same micro-batches (--batch-size samples each), and so
-must every layout that is compared; context ranks equal it only where no token is masked. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process runs on the same
-device. --json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
+must every layout that is compared; context ranks equal it only where no token is masked. Several ranks on one GPU need
+--distributed-backend gloo (docs/accelerators.md); the one process runs on the same device. --json leaves what was seen
+in a file; --reference keeps what the one process showed for the next start.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 

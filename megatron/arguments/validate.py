@@ -461,8 +461,8 @@ def notes_of(config: Config, world_size: int) -> list[str]:
     decay_iters = config.optimizer.lr_decay_iters
     if config.optimizer.lr_decay_style == "inverse-square-root" and 0 < decay_iters < config.batch.train_iters:
         notes.append(
-            f"--lr-decay-style inverse-square-root continues to fall after --lr-decay-iters {decay_iters}; Megatron-LM stays at "
-            "--min-lr from there on"
+            "--lr-decay-style inverse-square-root continues to fall after --lr-decay-iters "
+            f"{decay_iters}; Megatron-LM stays at --min-lr from there on"
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
