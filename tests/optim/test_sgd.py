@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from megatron.arguments import parse
+from megatron.errors import CheckpointError
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
+from megatron.training import train_state
 
 STEPS = 5
 
@@ -62,3 +67,29 @@ def test_states_are_named_by_what_they_hold(line: str, state: str) -> None:
     config = parse(f"--optimizer sgd {line}".split(), world_size=1, env={})
     assert config.optimizer.state_type == state
     assert ("--sgd-momentum 0.9" in config.neutral) == (state == "adamw")
+
+
+@pytest.mark.parametrize(
+    ("names", "momentum", "updates", "is_rejected"),
+    [
+        ([], 0.9, 3, True),
+        ([], 0.9, 0, False),
+        ([], 0.0, 3, False),
+        (["optimizer/momentum_buffer/head.weight"], 0.9, 3, False),
+    ],
+)
+def test_a_checkpoint_without_its_momentum_is_rejected(
+    names: list[str], momentum: float, updates: int, is_rejected: bool
+) -> None:
+    """It was saved with --no-save-optim; SGD counts no steps of its own."""
+    state = {
+        "optimizer_steps": 0,
+        "progress": {"step": 3, "updates": updates, "samples_consumed": 12},
+        "config": {"optimizer": {"optimizer": "sgd", "sgd_momentum": momentum}},
+    }
+    checkpoint: Any = SimpleNamespace(state=state, names=lambda: names, path="run")
+    if is_rejected:
+        with pytest.raises(CheckpointError, match="holds no optimizer state"):
+            train_state._check_moments(checkpoint)
+    else:
+        train_state._check_moments(checkpoint)
