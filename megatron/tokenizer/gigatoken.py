@@ -39,7 +39,8 @@ class GigatokenTokenizer(LibraryTokenizer):
         self.identity = identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+        given = (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+        return type(self), given, self.eod_name
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         spelled = {place: text for place, text in enumerate(texts) if self._spellings.is_in(text)}
@@ -70,9 +71,12 @@ class GigatokenTokenizer(LibraryTokenizer):
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     """Return the same tokenizer, encoded by gigatoken."""
-    return GigatokenTokenizer(
+    fast = GigatokenTokenizer(
         tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
     )
+    if tokenizer.eod_name is not None:
+        fast.use_eod(tokenizer.eod_name)
+    return fast
 
 
 class _Bounded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron import log
 from megatron.errors import DataError
+from megatron.tokenizer import identity as identities
 from megatron.tokenizer.build import read_vocabulary
 from megatron.tokenizer.tokenizer import (
     EOD_NAMES,
@@ -168,11 +169,40 @@ class LibraryTokenizer(Tokenizer):
         self._hidden = HiddenSpellings(description, self.control_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.description, self.paths, self.settings)
+        return type(self), (self.description, self.paths, self.settings), self.eod_name
+
+    def use_eod(self, name: str) -> None:
+        super().use_eod(name)
+        self._hidden = HiddenSpellings(self.description, self.control_tokens)
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @cached_property
+    def plain_names(self) -> frozenset[str]:
+        added = self._library.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if not token.special)
+
+    @cached_property
+    def extra_ids(self) -> frozenset[int]:
+        """Ids of added tokens behind the base vocabulary that no plain text becomes: they are special."""
+        size = self._library.get_vocab_size(with_added_tokens=False)
+        added = self._library.get_added_tokens_decoder()
+        return frozenset(token for token, facts in added.items() if token >= size and facts.special)
+
+    def _facts(self) -> Iterable[Any]:
+        steps = (self._library.normalizer, self._library.pre_tokenizer)
+        return identities.library_facts(
+            self.description, *(None if step is None else json.loads(step.__getstate__()) for step in steps)
+        )
+
+    def _files_digest(self) -> str:
+        hidden, self._hidden = self._hidden, HiddenSpellings(self.description, {})  # names that text itself spells
+        try:
+            return super()._files_digest()
+        finally:
+            self._hidden = hidden
 
     def token_to_id(self, token: str) -> int | None:
         return self._library.token_to_id(token)
