@@ -62,7 +62,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
             template = find_template(vocabulary.tokenizer, args.chat_template or config.data.chat_template)
             prompts: Prompts = ChatPrompts(template, args.system)
         else:
-            prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
+            prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode, adds_bos=args.add_bos_token)
         kind = device.DTYPES[args.dtype]
         part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}

@@ -7,7 +7,7 @@ the entry is missing, the run was started before the setting existed, and the fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -18,24 +18,30 @@ class ChangedDefault(NamedTuple):
         section: section of the configuration, such as ``"optimizer"``.
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
+        is_reported: False if the code that resolves the setting reports it, since the value alone says too little.
     """
 
     section: str
     field: str
     former: Any
+    is_reported: bool = True
 
 
-CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = ()
+CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
+    ChangedDefault("data", "eod_token", "by-name", is_reported=False),  # reported by training/end_of_document.py
+)
 """One row per setting; rows are never removed while checkpoints of that age must load."""
 
 
-def former_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = None) -> dict[str, Any]:
     """Return field -> former default of every setting of the table that the saved configuration does not have.
 
     Args:
         saved: ``Config.to_dict()`` as any version saved it.
+        sections: the sections to look at; None: all.
     """
-    return {row.field: row.former for row in CHANGED_DEFAULTS if row.field not in _section(saved, row)}
+    rows = [row for row in CHANGED_DEFAULTS if sections is None or row.section in sections]
+    return {row.field: row.former for row in rows if row.field not in _section(saved, row)}
 
 
 def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +51,9 @@ def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
     """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run."""
+    unreported = {row.field for row in CHANGED_DEFAULTS if not row.is_reported}
     for field, value in kept.items():
-        if value != defaults[field]:
+        if value != defaults[field] and field not in unreported:
             yield f"{field.replace('_', '-')} {value} (a new run: {defaults[field]})"
 
 

@@ -212,6 +212,12 @@ class LoggingConfig:
         join=shlex.join,
         short="texts to go on from at the end",
     )
+    prompt_bos: bool = option(
+        True,
+        "start --sample-prompts and the contexts of --eval-tasks with the bos_token where the tokenizer adds one",
+        flag="",
+        constants={"--no-prompt-bos": False},
+    )
     eval_tasks: str | None = option(
         None,
         "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "

@@ -113,12 +113,14 @@ class Corpus:
     """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples.
 
     ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
+    ``other_fingerprints`` are those by which other versions, or runs with a copy of the tokenizer, know the same corpus.
     """
 
     name: str
     fingerprint: str
     samples_per_epoch: int
     is_drawn: bool = False
+    other_fingerprints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,8 @@ def resumed_order(
         CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
     """
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
-    now = {corpus.fingerprint: corpus for corpus in order.corpora}
+    now = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}
+    now |= {corpus.fingerprint: corpus for corpus in order.corpora}
     matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}
     lost = [_difference(order, saved, name, matches) for name in saved.fingerprints if name not in matches]
     if lost and not allow_change:
@@ -407,7 +410,11 @@ def _changed_parts(was: str, now: str) -> str:
 
 def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _Saved:
     """Return what a checkpoint means that holds the fingerprint of a single corpus's samples and nothing else."""
-    found = [corpus for corpus in order.corpora if fingerprint in (corpus.fingerprint, _samples(corpus))]
+    found = [
+        corpus
+        for corpus in order.corpora
+        if fingerprint in (corpus.fingerprint, *corpus.other_fingerprints, _samples(corpus))
+    ]
     phases = [(0, {_ONE: 1}, {_ONE: 0})] if samples_consumed else []
     return _Saved({_ONE: found[0].fingerprint if found else fingerprint}, {_ONE: samples_consumed}, phases)
 

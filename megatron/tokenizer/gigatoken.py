@@ -14,7 +14,7 @@ import gigatoken
 import numpy as np
 
 from megatron.tokenizer.huggingface import LibraryTokenizer
-from megatron.tokenizer.tokenizer import Arrays, Spellings, splits_words, without_prefix
+from megatron.tokenizer.tokenizer import Arrays, Spellings, without_prefix
 
 _MOST_BYTES = 32 << 20
 """Text between two renewals: 120 MB of words even where every one is new."""
@@ -62,7 +62,7 @@ class GigatokenTokenizer(LibraryTokenizer):
         return self._without_hidden(self._library, texts, self._fast.encode(texts))
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        if splits_words(self.description):
+        if self._splits_words:
             return super()._encode_continued(texts)
         if self._fast_continued is None:
             self._fast_continued = _Bounded(without_prefix(self.description))

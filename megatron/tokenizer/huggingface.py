@@ -121,6 +121,9 @@ class HiddenSpellings:
     """
 
     def __init__(self, description: str, control: Mapping[str, int]) -> None:
+        self._ids = np.zeros(0, np.int32)
+        if not control:
+            return
         fields = json.loads(description)
         unknown = {*UNK_NAMES, fields["model"].get("unk_token")}
         if fields["model"].get("unk_id") is not None:
@@ -163,7 +166,8 @@ class LibraryTokenizer(Tokenizer):
         self._continued: tokenizers.Tokenizer | None = None
         self._rendered: tokenizers.Tokenizer | None = None
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._drops_blanks = strips_end(description) or splits_words(description)
+        self._splits_words = splits_words(description)
+        self._drops_blanks = self._splits_words or strips_end(description)
         self._hidden = HiddenSpellings(description, {})
         super().__init__(paths, settings)
         self._hidden = HiddenSpellings(description, self.control_tokens)
@@ -185,11 +189,27 @@ class LibraryTokenizer(Tokenizer):
         return frozenset(token.content for token in added if not token.special)
 
     @cached_property
-    def extra_ids(self) -> frozenset[int]:
-        """Ids of added tokens behind the base vocabulary that no plain text becomes: they are special."""
-        size = self._library.get_vocab_size(with_added_tokens=False)
-        added = self._library.get_added_tokens_decoder()
-        return frozenset(token for token, facts in added.items() if token >= size and facts.special)
+    def opening_ids(self) -> tuple[int, ...]:
+        """The ids that the post-processor puts in front of a text; its ``add_bos_token`` is ignored, as by transformers.
+
+        GPT-2's two files have no post-processor: ``add_bos_token`` of tokenizer_config.json decides.
+        """
+        if json.loads(self.description).get("post_processor") is None and self.is_from_gpt2_files:
+            return super().opening_ids
+        with_bos = self._library.encode("a", add_special_tokens=True)
+        first = next((at for at, mark in enumerate(with_bos.special_tokens_mask) if not mark), 0)
+        return tuple(with_bos.ids[:first])
+
+    @property
+    def is_from_gpt2_files(self) -> bool:
+        """True if the vocabulary was read from vocab.json and merges.txt."""
+        return [path.suffix for path in self.paths] == [".json", ".txt"]
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        added = self._library.get_added_tokens_decoder().items()
+        ids = [*self._library.get_vocab(with_added_tokens=False).values()]
+        return max([*ids, *(token for token, facts in added if not facts.special), self._largest_used_id()]) + 1
 
     def _facts(self) -> Iterable[Any]:
         steps = (self._library.normalizer, self._library.pre_tokenizer)
@@ -232,6 +252,12 @@ class LibraryTokenizer(Tokenizer):
             self._rendered = load(self.description)
             self._rendered.encode_special_tokens = False
         encoding = self._rendered.encode(text, add_special_tokens=False)
+        largest = max(encoding.ids, default=0)
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise DataError(
+                f"a conversation holds {self.piece(largest)} (id {largest}), but the model has {self.num_rows} rows. "
+                "Leave the token out of the conversation and of the chat template"
+            )
         return encoding.ids, encoding.offsets
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
@@ -243,7 +269,7 @@ class LibraryTokenizer(Tokenizer):
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:
             self._continued = load(without_prefix(self.description))
-        if not splits_words(self.description):
+        if not self._splits_words:
             return self._ids_of(self._continued, texts)
         cut = [behind_first_word(text) for text in texts]
         words = as_lists(self._ids_of(self._continued, [word for word, _ in cut]))

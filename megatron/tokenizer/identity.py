@@ -62,7 +62,12 @@ def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list
         pre_tokenizer: likewise.
     """
     fields = json.loads(description)
-    return [*_model(fields["model"]), _steps(normalizer), _steps(pre_tokenizer), _added(fields.get("added_tokens") or [])]
+    return [
+        *_model(fields["model"]),
+        _steps(normalizer),
+        _steps(pre_tokenizer),
+        _added(fields.get("added_tokens") or []),
+    ]
 
 
 def _model(model: Mapping[str, Any]) -> list[Any]:

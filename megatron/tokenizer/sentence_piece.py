@@ -202,6 +202,15 @@ class SentencePieceTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return self._library.get_piece_size()
 
+    @cached_property
+    def text_vocab_size(self) -> int:
+        if type(self) is not SentencePieceTokenizer:
+            return self.vocab_size
+        size = self._library.get_piece_size()
+        while size and self._library.is_control(size - 1):
+            size -= 1
+        return max(size, self._largest_used_id() + 1)
+
     def token_to_id(self, token: str) -> int | None:
         found = self._library.piece_to_id(token)
         is_unknown = found == self._library.unk_id() and token != self._library.id_to_piece(found)
@@ -219,7 +228,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _former_control_names(self) -> list[str]:
         names = super()._former_control_names()
-        return [name for name in names if name not in self.plain_names]  # they were control pieces, which no text becomes
+        return [
+            name for name in names if name not in self.plain_names
+        ]  # they were control pieces, which no text becomes
 
     def _declared_control_names(self) -> Iterable[str]:
         library = self._library

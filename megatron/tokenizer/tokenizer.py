@@ -168,11 +168,15 @@ class Tokenizer(ABC):
     Args:
         paths: the files that the vocabulary is read from.
         settings: what else decides the ids; empty where the files say it all.
+
+    Attributes:
+        num_rows: rows of the model's vocabulary where they are fewer than the ids; None: every id has a row.
     """
 
     def __init__(self, paths: Sequence[Path], settings: str = "") -> None:
         self.paths = list(paths)
         self.settings = settings
+        self.num_rows: int | None = None
         self._eod_token: str | None = None
         self._spellings = Spellings(self._found_in_text(self.control_tokens))
 
@@ -207,6 +211,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def vocab_size(self) -> int:
         """One more than the largest id."""
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        """One more than the largest id that plain text, its end or padding may have; special tokens may lie above."""
+        return self.vocab_size
+
+    def _largest_used_id(self) -> int:
+        used = (self.eod_id if self.has_eod else None, self.pad_id, self.unk_id)
+        return max((token for token in used if token is not None), default=-1)
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -330,7 +343,7 @@ class Tokenizer(ABC):
         2. the eos_token of the vocabulary's folder, if the folder has no chat template;
         3. with a chat template, whose eos_token often ends a turn (``<|im_end|>``): the end-of-text token among the
            folder's special tokens, its eos_token first;
-        4. the first of ``EOD_NAMES`` that is not an ordinary token of the vocabulary.
+        4. the first of ``EOD_NAMES``, tokens that the vocabulary adds as ordinary text last.
         """
         if self._eod_token is not None:
             return self._eod_token
@@ -345,11 +358,17 @@ class Tokenizer(ABC):
         elif eos is not None:
             yield eos
         yield from (name for name in EOD_NAMES if name not in self.plain_names)
+        yield from EOD_NAMES
 
     @property
     def former_eod_name(self) -> str | None:
         """The name of the token that versions up to 8c23b9e6 ended documents with, None if there is none."""
         return next((name for name in FORMER_EOD_NAMES if self.token_to_id(name) is not None), None)
+
+    @property
+    def has_given_eod(self) -> bool:
+        """True if ``use_eod`` chose the end-of-document token."""
+        return self._eod_token is not None
 
     @property
     def has_eod(self) -> bool:
@@ -372,6 +391,17 @@ class Tokenizer(ABC):
                 "--no-append-eod)."
             )
         return token
+
+    def name_of(self, token: int) -> str | None:
+        """Return the name of a token, None if the vocabulary has no name for it."""
+        return next((name for name, number in self.control_tokens.items() if number == token), self.piece(token))
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """The ids that transformers puts in front of a prompt, such as ``<s>``; empty if there are none."""
+        name = self.siblings.named.get("bos_token")
+        token = None if name is None or not self.siblings.add_bos_token else self.token_to_id(name)
+        return () if token is None else (token,)
 
     @cached_property
     def pad_id(self) -> int | None:

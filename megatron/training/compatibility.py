@@ -20,6 +20,7 @@ from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
+from megatron.tokenizer.identity import is_same
 
 MUST, WARNED, MAY = "must match", "warned", "may change"
 
@@ -187,7 +188,7 @@ def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_cha
         CheckpointError: it has another; the same on every rank.
     """
     saved = state.get("tokenizer")
-    if saved is None or identity is None or saved == identity:
+    if saved is None or identity is None or is_same(saved, identity):
         return
     identities = f"saved {saved[:12]}, now {identity[:12]} (SHA-256 of its files and settings)"
     if not allow_change:

@@ -19,6 +19,7 @@ from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import ChatTemplate, find_template
 from megatron.tokenizer.huggingface import LibraryTokenizer
+from megatron.tokenizer.tokenizer import BY_NAME
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
 
 # Tokenizer files of a Hugging Face folder, and the ids of its control tokens.
@@ -97,6 +98,9 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | N
         merge_file=named.merge_file,
         tokenizer_path=named.tokenizer_path,
     )
+    eod_token = named.eod_token
+    if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
+        tokenizer.use_eod(eod_token)
     has_more = config.own.is_encoder_decoder
     t5 = load(config.family, "data").special_tokens(tokenizer, config) if has_more else None
     size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
