@@ -284,6 +284,8 @@ def logging_problems(config: Config) -> Iterator[str]:
             f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
             "prompts out, and use tools/generate.py on the run's checkpoint"
         )
+    if not seeing.prompt_bos and seeing.sample_prompts is None and seeing.eval_tasks is None:
+        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or leave it out"
     yield from _task_problems(config)
     yield from _profiled_beyond_run(config)
 

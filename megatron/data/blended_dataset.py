@@ -113,7 +113,7 @@ class Corpus:
     """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples.
 
     ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
-    ``other_fingerprints`` are those by which other versions, or runs with a copy of the tokenizer, know the same corpus.
+    ``other_fingerprints``: names of the same corpus in runs of other versions, or with a copy of the tokenizer.
     """
 
     name: str

@@ -255,9 +255,9 @@ def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
     if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None or eod_id is None or sidecar.eod_id == eod_id:
         return
     raise DataError(
-        f"the documents of {token_file.prefix} end with the token of id {sidecar.eod_id}, but the end-of-document token "
-        f"of the tokenizer has id {eod_id}. Name the token of id {sidecar.eod_id} with --eod-token, or build the data "
-        "again."
+        f"the documents of {token_file.prefix} end with the token of id {sidecar.eod_id}, but the end-of-document "
+        f"token of the tokenizer has id {eod_id}. Name the token of id {sidecar.eod_id} with --eod-token, or build "
+        "the data again."
     )
 
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
 # Each document is read alone, after the bos_token where the tokenizer adds one, otherwise after the end-of-document
-# token, and each of its tokens is predicted once (``rolling_rows``). The end of a document is not predicted. Bits per byte are the sum of -log2 p over the UTF-8 bytes
-# of the text: unlike a perplexity by tokens they compare models with different vocabularies.
+# token, and each of its tokens is predicted once (``rolling_rows``). The end of a document is not predicted. Bits per
+# byte are the sum of -log2 p over the UTF-8 bytes of the text: unlike a perplexity by tokens they compare models with
+# different vocabularies.
 #
 # | name | a document is |
 # |---|---|

@@ -110,8 +110,8 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} is for --chat, got none. Add --chat, or leave it out"
     if args.chat and args.add_bos_token is not None:
         yield (
-            f"--{'' if args.add_bos_token else 'no-'}add-bos-token is for prompts without --chat, whose template writes "
-            "the bos_token. Leave one out"
+            f"--{'' if args.add_bos_token else 'no-'}add-bos-token is for prompts without --chat, whose template "
+            "writes the bos_token. Leave one out"
         )
     if args.chat and args.mode is not None:
         yield "--chat is for decoders, got --mode, which is a T5's. Leave one out"

@@ -190,7 +190,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that the post-processor puts in front of a text; its ``add_bos_token`` is ignored, as by transformers.
+        """The ids that the post-processor of tokenizer.json puts in front of a text, as in transformers 5.
 
         GPT-2's two files have no post-processor: ``add_bos_token`` of tokenizer_config.json decides.
         """

@@ -4,7 +4,7 @@ An identity is two SHA-256 digests in hexadecimal, ``IDS.FILES``:
 
 | part | covers |
 |---|---|
-| IDS | vocabulary, merges, normalizer, pre-tokenizer, added tokens; not the post-processor, decoder, padding, truncation |
+| IDS | vocabulary, merges, normalizer, pre-tokenizer, added tokens; no post-processor, decoder, padding, truncation |
 | FILES | the bytes of the files; token files and checkpoints of earlier versions have this part only |
 
 Two identities are equal if one of the parts is. transformers rewrites tokenizer.json when it saves a tokenizer: it adds
@@ -20,7 +20,7 @@ from typing import Any
 
 _SHOWN = 12
 _WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
-"""Keys that do not change the ids: offsets, dropout (never applied here); ``fuse_unk`` is added back where it counts."""
+"""Keys that do not change the ids: offsets, dropout (never applied here), ``fuse_unk`` without an unknown token."""
 
 
 def join(ids: str, files: str) -> str:

@@ -1,4 +1,4 @@
-"""The end-of-document token of a run: given, saved with the run, that of its token files, or by the tokenizer's folder."""
+"""The end-of-document token of a run: given, saved with the run, of its token files, or by the tokenizer's folder."""
 
 from __future__ import annotations
 

@@ -132,8 +132,10 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
             "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
             f"{config.own.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
         )
-    rows, needed = config.model.vocab_size, tokens_of(tokenizer, config).vocab_size
-    if rows is not None and needed > rows and needed == tokenizer.vocab_size and tokenizer.text_vocab_size <= rows:
+    rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
+    needed = tokens.vocab_size
+    uses_text_only = tokens is tokenizer and not config.data.fim_rate
+    if rows is not None and needed > rows and uses_text_only and tokenizer.text_vocab_size <= rows:
         log.info(
             f"the tokenizer has {needed} ids and the model {rows} rows: the ids from {rows} on are special tokens, "
             "which plain text never becomes"
