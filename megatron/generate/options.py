@@ -87,8 +87,20 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
 
 def add_bos_option(parser: RaisingParser) -> None:
     """Add --add-bos-token and --no-add-bos-token."""
-    what = "start each prompt with the bos_token, or not (as the tokenizer does; a chat template has its own)"
-    parser.add_argument("--add-bos-token", action=argparse.BooleanOptionalAction, default=None, help=what)
+    add = parser.add_argument
+    add(
+        "--add-bos-token",
+        action="store_true",
+        default=None,
+        help="start each prompt with the bos_token (as the tokenizer does; a chat template writes its own)",
+    )
+    add(
+        "--no-add-bos-token",
+        action="store_false",
+        dest="add_bos_token",
+        default=None,
+        help="do not, even if the tokenizer does",
+    )
 
 
 def device_problems(args: argparse.Namespace) -> Iterator[str]:
