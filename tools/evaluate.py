@@ -79,7 +79,7 @@ def make_model(
         )
     model = ModelOfAllRanks(
         part,
-        Prompts(tokenizer, None),
+        Prompts(tokenizer, None, adds_bos=args.add_bos_token),
         data=grid.data,
         world=grid.host,
         max_length=args.max_length or config.model.max_position_embeddings,

@@ -64,7 +64,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
             if problem := template.end_of_turn_problem:
                 log.warn_once_per_job(problem)
         else:
-            prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
+            prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode, adds_bos=args.add_bos_token)
         kind = device.DTYPES[args.dtype]
         part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}

@@ -42,6 +42,7 @@ from megatron.data import preprocess  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
+from megatron.tokenizer.identity import is_same  # noqa: E402
 
 RECIPE = "2"
 """Raise it when the way the data is made changes: older data is then made anew."""
@@ -435,7 +436,7 @@ def is_up_to_date(output: Path, key: str) -> bool:
     try:
         sidecar = IndexedDataset(output / PREFIX).sidecar
         identity = tokenizer.build(tokenizer_path=output / "tokenizer.json").identity
-        return (output / "key").read_text() == key and sidecar is not None and sidecar.tokenizer == identity
+        return (output / "key").read_text() == key and sidecar is not None and is_same(sidecar.tokenizer, identity)
     except (OSError, DataError):
         return False
 

@@ -30,6 +30,7 @@ from megatron.data.index_format import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import DataError, exit_code
+from megatron.tokenizer.identity import is_same
 
 BLOCK = 1 << 20
 INTERRUPTED = 130
@@ -123,15 +124,24 @@ def check_alike(parts: Sequence[IndexedDataset]) -> None:
             )
     named = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
     for prefix, sidecar in named[1:]:
-        if vocabulary(sidecar) != vocabulary(named[0][1]):
+        if not has_same_vocabulary(sidecar, named[0][1]):
             raise DataError(
                 f"all inputs must have one vocabulary, got {vocabulary(named[0][1])} in {named[0][0]} and "
                 f"{vocabulary(sidecar)} in {prefix}. Build one of them again with the tokenizer of the other."
             )
 
 
+def has_same_vocabulary(first: DatasetMetadata, second: DatasetMetadata) -> bool:
+    """Return True if both token files were built with one tokenizer, as far as they say."""
+    if first.vocab_size != second.vocab_size:
+        return False
+    if not (first.tokenizer and second.tokenizer):
+        return first.tokenizer == second.tokenizer
+    return is_same(first.tokenizer, second.tokenizer)
+
+
 def vocabulary(sidecar: DatasetMetadata) -> str:
-    """Return what must be equal, in words."""
+    """Return a description of the vocabulary."""
     return f"identity {sidecar.tokenizer or UNNAMED} of {sidecar.vocab_size} ids"
 
 
@@ -147,8 +157,18 @@ def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
 
 
 def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
-    """Return the id that ends every document of all parts, None where there is no such id."""
+    """Return the id that ends every document of all parts, None where there is no such id.
+
+    Raises:
+        DataError: If documents of two parts end with two tokens.
+    """
     ends = {part.sidecar.eod_id if part.sidecar and part.sidecar.has_eod else None for part in parts}
+    named = {part.sidecar.eod_id: part.prefix for part in parts if part.sidecar and part.sidecar.has_eod}
+    if len(named) > 1:
+        said = " and ".join(f"the id {eod_id} in {prefix}" for eod_id, prefix in named.items())
+        raise DataError(
+            f"documents of all inputs must end with one token, got {said}. Build one of them again with --eod-token"
+        )
     if len(ends) > 1 and all(part.sidecar for part in parts):
         log.warning(
             "documents of some inputs end with the end-of-document token and others do not: neither does the whole"

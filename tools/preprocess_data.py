@@ -106,6 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--gigatoken", action="store_true", help="encode BPE with gigatoken, if its ids agree on a sample of the corpus"
     )
     add("--workers", type=at_least(1), help=f"processes that encode (default: one per core, {CORES}, of a cluster all)")
+    add("--eod-token", metavar="NAME", help="end-of-document token (by the tokenizer's folder)")
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
     add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
     add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
@@ -139,6 +140,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
     if args.part and args.cluster:
         parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
+    if args.eod_token and args.no_append_eod:
+        parser.error("--eod-token ends documents, --no-append-eod does not: give one")
     if args.part and args.verify:
         parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
     if args.verify and object_store.is_remote(args.output_prefix):
@@ -154,6 +157,7 @@ def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
         tokenizer_path=args.tokenizer_path,
+        eod_token=args.eod_token,
     )
 
 

@@ -7,7 +7,7 @@ the entry is missing, the run was started before the setting existed, and the fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -19,12 +19,14 @@ class ChangedDefault(NamedTuple):
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "": every run does.
+        is_reported: False if the code that resolves the setting reports it, since the value alone says too little.
     """
 
     section: str
     field: str
     former: Any
     optimizer: str = ""
+    is_reported: bool = True
 
 
 CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
@@ -35,17 +37,20 @@ CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
     ChangedDefault("optimizer", "muon_momentum", 0.95, "muon"),
     ChangedDefault("optimizer", "muon_nesterov", True, "muon"),
     ChangedDefault("optimizer", "muon_scale_mode", "match_rms_adamw", "muon"),
+    ChangedDefault("data", "eod_token", "by-name", is_reported=False),  # reported by training/end_of_document.py
 )
 """One row per setting; rows are never removed while checkpoints of that age must load."""
 
 
-def former_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = None) -> dict[str, Any]:
     """Return field -> former default of every setting of the table that the saved configuration does not have.
 
     Args:
         saved: ``Config.to_dict()`` as any version saved it.
+        sections: the sections to look at; None: all.
     """
-    return {row.field: row.former for row in CHANGED_DEFAULTS if row.field not in _section(saved, row)}
+    rows = [row for row in CHANGED_DEFAULTS if sections is None or row.section in sections]
+    return {row.field: row.former for row in rows if row.field not in _section(saved, row)}
 
 
 def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,9 +64,11 @@ def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any], optimize
     Args:
         optimizer: name of the run's optimizer; settings of other optimizers are left out. None: all are described.
     """
-    unused = {row.field for row in CHANGED_DEFAULTS if optimizer is not None and row.optimizer not in ("", optimizer)}
+    left_out = {row.field for row in CHANGED_DEFAULTS if not row.is_reported}
+    if optimizer is not None:
+        left_out |= {row.field for row in CHANGED_DEFAULTS if row.optimizer not in ("", optimizer)}
     for field, value in kept.items():
-        if value != defaults[field] and field not in unused:
+        if value != defaults[field] and field not in left_out:
             yield f"{field.replace('_', '-')} {value} (a new run: {defaults[field]})"
 
 

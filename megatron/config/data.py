@@ -246,6 +246,11 @@ class DataConfig:
         aliases=("--tokenizer-model", "--tokenizer-name-or-path"),
         short="file or folder of the tokenizer",
     )
+    eod_token: str | None = option(
+        None,
+        "name of the end-of-document token; by-name: the first of a list of names, as up to version 8c23b9e6",
+        shown_default="by the token files and the tokenizer's folder",
+    )
     num_workers: int = option(
         0,
         "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, "

@@ -223,6 +223,12 @@ class LoggingConfig:
         join=shlex.join,
         short="texts to go on from at the end",
     )
+    prompt_bos: bool = option(
+        True,
+        "start --sample-prompts and the contexts of --eval-tasks with the bos_token where the tokenizer adds one",
+        flag="",
+        constants={"--no-prompt-bos": False},
+    )
     eval_tasks: str | None = option(
         None,
         "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "
@@ -289,6 +295,8 @@ def logging_problems(config: Config) -> Iterator[str]:
             f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
             "prompts out, and use tools/generate.py on the run's checkpoint"
         )
+    if not seeing.prompt_bos and seeing.sample_prompts is None and seeing.eval_tasks is None:
+        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or leave it out"
     yield from _task_problems(config)
     yield from _profiled_beyond_run(config)
 

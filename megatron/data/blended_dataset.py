@@ -116,6 +116,7 @@ class Corpus:
 
     ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
     ``num_documents``, ``num_tokens``: of its files, for messages; None where they are unknown.
+    ``other_fingerprints``: names of the same corpus in runs of other versions, or with a copy of the tokenizer.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Corpus:
     is_drawn: bool = False
     num_documents: int | None = None
     num_tokens: int | None = None
+    other_fingerprints: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -330,7 +332,8 @@ def resumed_order(
         CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
     """
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
-    now = {corpus.fingerprint: corpus for corpus in order.corpora}
+    now = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}
+    now |= {corpus.fingerprint: corpus for corpus in order.corpora}
     matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}
     lost = _differences(order, saved, matches, settings)
     if lost and not allow_change:
@@ -462,7 +465,11 @@ def _changed_parts(was: str, now: str) -> tuple[str, ...]:
 
 def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _Saved:
     """Return what a checkpoint means that holds the fingerprint of a single corpus's samples and nothing else."""
-    found = [corpus for corpus in order.corpora if fingerprint in (corpus.fingerprint, _samples(corpus))]
+    found = [
+        corpus
+        for corpus in order.corpora
+        if fingerprint in (corpus.fingerprint, *corpus.other_fingerprints, _samples(corpus))
+    ]
     phases = [(0, {_ONE: 1}, {_ONE: 0})] if samples_consumed else []
     return _Saved({_ONE: found[0].fingerprint if found else fingerprint}, {_ONE: samples_consumed}, phases)
 

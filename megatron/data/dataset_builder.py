@@ -18,6 +18,7 @@ from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, IndexedDataset, count_of, num_tokens_of
 from megatron.data.split import NAMES, split_by_hash, split_documents
 from megatron.errors import DataError
+from megatron.tokenizer.identity import is_same, parts, shown
 
 # The corpora that a run reads, as its flags name them, and short names to tell them apart in logs and checkpoints.
 
@@ -205,10 +206,10 @@ def check_splits(
 def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     """The data must have been built with the tokenizer of this ``identity``, where both are known."""
     built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
-    if built_with and identity and built_with != identity:
+    if built_with and identity and not is_same(built_with, identity):
         raise DataError(
-            f"{token_file.prefix} was built with another tokenizer (identity {built_with[:12]}...) than the one given "
-            f"({identity[:12]}...). Give that tokenizer, or build the data again with tools/preprocess_data.py."
+            f"{token_file.prefix} was built with another tokenizer (identity {shown(built_with)}...) than the one "
+            f"given ({shown(identity)}...). Give that tokenizer, or build the data again with tools/preprocess_data.py."
         )
 
 
@@ -244,8 +245,29 @@ def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexC
     return bool(cache.array(name, look, outlives_boot=True)[0])
 
 
+def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
+    """Check that documents end with the tokenizer's end-of-document token, as far as the sidecar says.
+
+    Raises:
+        DataError: If they end with another token.
+    """
+    sidecar = token_file.sidecar
+    if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None or eod_id is None or sidecar.eod_id == eod_id:
+        return
+    raise DataError(
+        f"the documents of {token_file.prefix} end with the token of id {sidecar.eod_id}, but the end-of-document "
+        f"token of the tokenizer has id {eod_id}. Name the token of id {sidecar.eod_id} with --eod-token, or build "
+        "the data again."
+    )
+
+
 def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> None:
-    """Documents must end with the end-of-document token; ``flags`` need it."""
+    """Check that documents end with the end-of-document token, which ``flags`` need.
+
+    Raises:
+        DataError: If they do not, or end with another token.
+    """
+    check_same_eod(token_file, eod_id)
     if eod_id is None:
         raise DataError(f"{flags} need an end-of-document token, the tokenizer has none")
     has_eod = token_file.has_eod
@@ -367,6 +389,10 @@ def _mixed(
             corpus.is_drawn,
             corpus.token_file.num_documents,
             corpus.token_file.num_tokens,
+            tuple(
+                fingerprint_of(corpus.content, identity, part.fingerprint)
+                for identity in _tokenizer_parts(corpus, tokenizer_identity)
+            ),
         )
         for name, corpus, part in zip(names, opened, parts, strict=True)
     ]
@@ -376,3 +402,10 @@ def _mixed(
 def _tokenizer(corpus: OpenCorpus, given: str | None) -> str | None:
     sidecar = corpus.token_file.sidecar
     return given or (sidecar.tokenizer if sidecar else None)
+
+
+def _tokenizer_parts(corpus: OpenCorpus, given: str | None) -> list[str]:
+    """Return the digests by which a checkpoint may know the tokenizer of a corpus."""
+    sidecar = corpus.token_file.sidecar
+    known = (given, sidecar.tokenizer if sidecar else None)
+    return [part for identity in known if identity for part in parts(identity)]

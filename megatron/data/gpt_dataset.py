@@ -362,6 +362,7 @@ def build_train_valid_test(
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_builder.check_tokenizer(token_file, tokenizer_identity)
         dataset_builder.check_token_ids(token_file, vocab_size, cache)
+        dataset_builder.check_same_eod(token_file, eod_id)
         if flags_needing_eod:
             dataset_builder.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 

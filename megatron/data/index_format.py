@@ -341,11 +341,22 @@ def read(path: Path) -> DatasetMetadata | None:
         DataError: unreadable, of another format, or not what was written (older files do not tell their crc32).
     """
     try:
-        fields = dict(json.loads(path.read_bytes()))
-        crc32 = fields.pop(_CHECKSUM, None)
-        sidecar = DatasetMetadata(**fields)
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    return parse(content, path)
+
+
+def parse(content: bytes, path: Path | str) -> DatasetMetadata:
+    """Return the sidecar with this content; ``path`` is for messages.
+
+    Raises:
+        DataError: as ``read``.
+    """
+    try:
+        fields = dict(json.loads(content))
+        crc32 = fields.pop(_CHECKSUM, None)
+        sidecar = DatasetMetadata(**fields)
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Delete it, or build the data again.") from error
     if sidecar.format != FORMAT:

@@ -13,6 +13,7 @@ from megatron.errors import DataError
 from megatron.evaluation.all_ranks import ModelOfAllRanks, Writing
 from megatron.evaluation.scoring import Row, rolling_rows, row_of
 from megatron.generate.sampling import Sampling
+from megatron.generate.text import opening_ids
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat import ChatTemplate
 
@@ -30,16 +31,17 @@ class DecoderLM(LM):  # type: ignore[misc]
 
     Args:
         chat: what renders messages, where tasks are asked with a chat template.
-        add_bos_token: put the vocabulary's token for the beginning of a text in front of each context.
+        add_bos_token: start each context with the bos_token, unless a chat template has written it; None: if the
+            tokenizer does so.
     """
 
     def __init__(
-        self, model: ModelOfAllRanks, *, chat: ChatTemplate | None = None, add_bos_token: bool = False
+        self, model: ModelOfAllRanks, *, chat: ChatTemplate | None = None, add_bos_token: bool | None = None
     ) -> None:
         super().__init__()
         self.model, self.chat = model, chat
         self.tokenizer: Tokenizer = model.prompts.tokenizer
-        self._front = [self._bos()] if add_bos_token else []
+        self._front = opening_ids(self.tokenizer, add_bos_token)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-probability, whether it is the likeliest text) of each request's continuation."""
@@ -74,7 +76,7 @@ class DecoderLM(LM):  # type: ignore[misc]
                     f"a task must let the model write fewer tokens than the {self.model.max_length} that it reads, got "
                     f"{how.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
                 )
-            prompts = [([*self._front, *self.encode(requests[place].args[0])] or [self.prefix]) for place in places]
+            prompts = [self._opened(self.encode(requests[place].args[0])) or [self.prefix] for place in places]
             found.update(zip(places, self.model.write([prompt[-room:] for prompt in prompts], how), strict=True))
         texts = [found[place] for place in range(len(requests))]
         self._keep("generate_until", requests, texts)
@@ -83,7 +85,7 @@ class DecoderLM(LM):  # type: ignore[misc]
     @property
     def prefix(self) -> int:
         """The token behind which texts begin."""
-        return self._front[0] if self._front else self.tokenizer.eod_id
+        return self._front[-1] if self._front else self.tokenizer.eod_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -121,8 +123,12 @@ class DecoderLM(LM):  # type: ignore[misc]
         own = self.encode(context)
         tokens = self.encode(context + continuation)[len(own) :] or self.encode(continuation)
         self._require(tokens, continuation)
-        front = self._front or ([] if own else [self.prefix])
-        return row_of([*front, *own], tokens, self.model.max_length)
+        return row_of(self._opened(own) or [self.prefix], tokens, self.model.max_length)
+
+    def _opened(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a context after the bos_token, which a chat template may have written already."""
+        has_it = tokens[: len(self._front)] == self._front
+        return tokens if has_it else [*self._front, *tokens]
 
     def _require(self, tokens: Sequence[int], continuation: str) -> None:
         if not tokens:
@@ -130,15 +136,6 @@ class DecoderLM(LM):  # type: ignore[misc]
                 f"a continuation must have a token of its own behind its context, got {continuation!r}. Correct the "
                 "task: its doc_to_choice, or doc_to_target"
             )
-
-    def _bos(self) -> int:
-        from megatron.tokenizer.chat import special_names
-
-        name = special_names(self.tokenizer).get("bos_token")
-        token = None if name is None else self.tokenizer.token_to_id(name)
-        if token is None:
-            raise DataError("--add-bos-token needs a tokenizer that names its bos_token, got none. Leave it out")
-        return token
 
     def _keep(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
         """Give lm_eval's cache of results what it may keep."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.generate.options import device_problems, layout_problems, model_parser, parsed
+from megatron.generate.options import add_bos_option, device_problems, layout_problems, model_parser, parsed
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--fewshot-as-multiturn", choices=("true", "false"), default="true",
         help="with --apply-chat-template: solved examples are turns (true)")  # fmt: skip
     add("--log-samples", action="store_true", help="with --tasks and --output: each question with its answers, too")
-    add("--add-bos-token", action="store_true", help="begin each context with the vocabulary's bos_token")
+    add_bos_option(parser)
     add("--max-length", type=int, metavar="N", help="tokens that the model reads at once (--max-position-embeddings)")
     add("--max-tokens", type=int, default=16384, metavar="N",
         help="tokens of a batch, with what fills it up (16384)")  # fmt: skip

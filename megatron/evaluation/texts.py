@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from megatron.evaluation.all_ranks import ModelOfAllRanks
     from megatron.tokenizer import Tokenizer
 
-# Each document is read alone, behind the token that documents begin behind, and each of its tokens is predicted once
-# (``rolling_rows``). The end of a document is not predicted. Bits per byte are the sum of -log2 p over the UTF-8 bytes
-# of the text: unlike a perplexity by tokens they compare models with different vocabularies.
+# Each document is read alone, after the bos_token where the tokenizer adds one, otherwise after the end-of-document
+# token, and each of its tokens is predicted once (``rolling_rows``). The end of a document is not predicted. Bits per
+# byte are the sum of -log2 p over the UTF-8 bytes of the text: unlike a perplexity by tokens they compare models with
+# different vocabularies.
 #
 # | name | a document is |
 # |---|---|
@@ -113,7 +114,8 @@ def together(scores: Sequence[TextScore]) -> TextScore:
 
 
 def _score(model: ModelOfAllRanks, name: str, found: Iterable[Document]) -> TextScore:
-    prefix = model.prompts.tokenizer.eod_id
+    prompts = model.prompts
+    prefix = prompts.opening[-1] if prompts.opening else prompts.tokenizer.eod_id
     count = tokens = num_bytes = 0
     nats = list[float]()
     for some in _portions(found):
@@ -159,6 +161,8 @@ def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator
 def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
     corpus = IndexedDataset(path)
     eod = tokenizer.eod_id if tokenizer.has_eod else None
+    if corpus.sidecar is not None and corpus.sidecar.eod_id is not None:
+        eod = corpus.sidecar.eod_id
     for number in range(corpus.num_documents):
         tokens = corpus.read(number).tolist()
         while tokens and tokens[-1] == eod:

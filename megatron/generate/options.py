@@ -75,6 +75,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together reach P (1.0: all)")
     add("--seed", type=int, help="other numbers to draw with (0)")
     add("--batch-size", type=int, metavar="N", help="prompts that go through the model together (8)")
+    add_bos_option(parser)
     add("--mode", choices=("R", "X", "S"), help="of a T5 trained with several --denoisers: whose task this is (first)")
     args = parsed(parser, argv)
     problems = [*device_problems(args), *_input_problems(args), *_number_problems(args)]
@@ -82,6 +83,24 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     if problems:
         raise ConfigError("\n".join(problems))
     return args
+
+
+def add_bos_option(parser: RaisingParser) -> None:
+    """Add --add-bos-token and --no-add-bos-token."""
+    add = parser.add_argument
+    add(
+        "--add-bos-token",
+        action="store_true",
+        default=None,
+        help="start each prompt with the bos_token (as the tokenizer does; a chat template writes its own)",
+    )
+    add(
+        "--no-add-bos-token",
+        action="store_false",
+        dest="add_bos_token",
+        default=None,
+        help="do not, even if the tokenizer does",
+    )
 
 
 def device_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -101,6 +120,11 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     for flag, value in of_chat.items() if not args.chat else ():
         if value is not None:
             yield f"{flag} is for --chat, got none. Add --chat, or leave it out"
+    if args.chat and args.add_bos_token is not None:
+        yield (
+            f"--{'' if args.add_bos_token else 'no-'}add-bos-token is for prompts without --chat, whose template "
+            "writes the bos_token. Leave one out"
+        )
     if args.chat and args.mode is not None:
         yield "--chat is for decoders, got --mode, which is a T5's. Leave one out"
     if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):

@@ -21,7 +21,7 @@ from megatron.models.t5.data import T5Tokens
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.chat import ASSISTANT, ChatTemplate
+from megatron.tokenizer.chat import ASSISTANT, ChatTemplate, special_names
 
 # A person's text as the tokens that a model reads, and what it says as text.
 
@@ -40,12 +40,16 @@ class Prompts:
     Args:
         tokens: T5's control tokens; None: a GPT-2.
         mode: the kind of denoiser (R, X, S) whose token opens the inputs; for a T5 that was trained with several.
+        adds_bos: start a decoder's prompts with the tokens that the tokenizer puts in front of a text; None: if it
+            does so; True: with its bos_token in any case.
 
     Raises:
-        DataError: ``mode`` is not one of the model's.
+        DataError: If ``mode`` is not one of the model's, or ``adds_bos`` is True and the tokenizer has no bos_token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokens: T5Tokens | None, mode: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tokens: T5Tokens | None, mode: str | None = None, *, adds_bos: bool | None = None
+    ) -> None:
         self.tokenizer, self.tokens = tokenizer, tokens
         modes = {} if tokens is None else tokens.modes
         if mode is not None and mode not in modes:
@@ -54,6 +58,8 @@ class Prompts:
                 f"{'has ' + ', '.join(modes) if modes else 'has none (several --denoisers make them)'}."
             )
         self.opening = [modes[mode or next(iter(modes))]] if modes else []
+        if tokens is None:
+            self.opening = opening_ids(tokenizer, adds_bos)
 
     @property
     def eos_id(self) -> int | None:
@@ -65,7 +71,8 @@ class Prompts:
     def encode(self, text: str) -> list[int]:
         """Return what the model reads.
 
-        GPT-2: the text; nothing but an end-of-document token, as documents begin behind one, where it is empty.
+        Decoder: bos where the tokenizer adds it, text; for an empty prompt without bos the end-of-document token,
+        since documents begin after one.
         T5: mode token, text with its sentinels, end.
 
         Raises:
@@ -73,7 +80,7 @@ class Prompts:
         """
         if self.tokens is not None:
             return [*self.opening, *self._with_sentinels(text), self.tokens.eos_id]
-        return self.tokenizer.encode(text) or [self.tokenizer.eod_id]
+        return [*self.opening, *self.tokenizer.encode(text)] or [self.tokenizer.eod_id]
 
     def _with_sentinels(self, text: str) -> list[int]:
         """Return the tokens of ``text``. What follows a sentinel is encoded as the rest of the text, not as a new one;
@@ -127,6 +134,23 @@ class Prompts:
             else:
                 same = list(run)
                 yield self.tokenizer.decode(same) if is_known else UNKNOWN * len(same)
+
+
+def opening_ids(tokenizer: Tokenizer, adds_bos: bool | None) -> list[int]:
+    """Return the ids in front of a decoder's prompt, with ``adds_bos`` as in ``Prompts``.
+
+    Raises:
+        DataError: If ``adds_bos`` is True and the tokenizer has no bos_token.
+    """
+    if adds_bos is False:
+        return []
+    if tokenizer.opening_ids or adds_bos is None:
+        return list(tokenizer.opening_ids)
+    name = special_names(tokenizer).get("bos_token")
+    token = None if name is None else tokenizer.token_to_id(name)
+    if token is None:
+        raise DataError("--add-bos-token needs a tokenizer that names its bos_token, got none. Leave it out")
+    return [token]
 
 
 class ChatPrompts(Prompts):

@@ -54,11 +54,13 @@ def build(
     merge_file: str | Path | None = None,
     tokenizer_path: str | Path | None = None,
     vocab_size: int | None = None,
+    eod_token: str | None = None,
 ) -> Tokenizer:
     """Return the tokenizer that the flags name: the table at the top of this file.
 
     Args:
         vocab_size: ids of a NullTokenizer.
+        eod_token: name of the end-of-document token, or ``BY_NAME``; None: by the rule of ``Tokenizer.eod_name``.
 
     Raises:
         DataError: unknown type, a file that is missing or not of that type, a library that is not installed.
@@ -67,9 +69,23 @@ def build(
     kind = tokenizer_type or _guess(given, merge_file)
     if kind not in TYPES:
         raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {kind}")
+    tokenizer = _build(kind, vocab_file, merge_file, tokenizer_path, vocab_size)
+    if eod_token is not None:
+        tokenizer.use_eod(eod_token)
+    return tokenizer
+
+
+def _build(
+    kind: str,
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+    tokenizer_path: str | Path | None,
+    vocab_size: int | None,
+) -> Tokenizer:
     if kind == "NullTokenizer":
         return null_tokenizer(vocab_size, (vocab_file, merge_file, tokenizer_path))
     module, name = _BUILDERS[kind]
+    given = tokenizer_path or vocab_file
     if kind == "GPT2BPETokenizer":
         files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]
     else:
@@ -80,7 +96,8 @@ def build(
         raise DataError(
             f"--tokenizer-type {kind} needs {error.name}, which is not installed. Run: pip install {error.name}"
         ) from error
-    return getattr(found, name)(*files)
+    tokenizer: Tokenizer = getattr(found, name)(*files)
+    return tokenizer
 
 
 def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:
@@ -172,7 +189,7 @@ def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
 
 
 def _spellings(tokenizer: Tokenizer) -> list[str]:
-    return [f"a{name}a{name} {name}\n" for name in tokenizer.control_tokens]
+    return [f"a{name}a{name} {name}\n" for name in (*tokenizer.control_tokens, *tokenizer.plain_names)]
 
 
 def _first_difference(slow: Tokenizer, fast: Tokenizer, texts: Sequence[str]) -> str:

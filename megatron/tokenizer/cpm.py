@@ -207,7 +207,10 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         super().__init__(model, [numbers] if numbers else [], "CPM1")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._path, self._numbers)
+        return type(self), (self._path, self._numbers), self.eod_name
+
+    def _facts(self) -> Iterable[Any]:
+        return [*super()._facts(), sorted((self._own_ids or {}).items())]
 
     @cached_property
     def _id_of_piece(self) -> np.ndarray | None:
@@ -320,7 +323,10 @@ class CPM2Tokenizer(Tokenizer):
         super().__init__([path], "CPM2")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._path,)
+        return type(self), (self._path,), self.eod_name
+
+    def _facts(self) -> Iterable[Any]:
+        return [self.settings, sorted(self._ids.items())]
 
     @property
     def vocab_size(self) -> int:

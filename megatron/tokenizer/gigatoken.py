@@ -14,7 +14,7 @@ import gigatoken
 import numpy as np
 
 from megatron.tokenizer.huggingface import LibraryTokenizer
-from megatron.tokenizer.tokenizer import Arrays, Spellings, splits_words, without_prefix
+from megatron.tokenizer.tokenizer import Arrays, Spellings, without_prefix
 
 _MOST_BYTES = 32 << 20
 """Text between two renewals: 120 MB of words even where every one is new."""
@@ -39,7 +39,8 @@ class GigatokenTokenizer(LibraryTokenizer):
         self.identity = identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+        given = (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+        return type(self), given, self.eod_name
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         spelled = {place: text for place, text in enumerate(texts) if self._spellings.is_in(text)}
@@ -61,7 +62,7 @@ class GigatokenTokenizer(LibraryTokenizer):
         return self._without_hidden(self._library, texts, self._fast.encode(texts))
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        if splits_words(self.description):
+        if self._splits_words:
             return super()._encode_continued(texts)
         if self._fast_continued is None:
             self._fast_continued = _Bounded(without_prefix(self.description))
@@ -70,9 +71,12 @@ class GigatokenTokenizer(LibraryTokenizer):
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     """Return the same tokenizer, encoded by gigatoken."""
-    return GigatokenTokenizer(
+    fast = GigatokenTokenizer(
         tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
     )
+    if tokenizer.eod_name is not None:
+        fast.use_eod(tokenizer.eod_name)
+    return fast
 
 
 class _Bounded:

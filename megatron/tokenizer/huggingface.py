@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron import log
 from megatron.errors import DataError
+from megatron.tokenizer import identity as identities
 from megatron.tokenizer.build import read_vocabulary
 from megatron.tokenizer.tokenizer import (
     EOD_NAMES,
@@ -120,6 +121,9 @@ class HiddenSpellings:
     """
 
     def __init__(self, description: str, control: Mapping[str, int]) -> None:
+        self._ids = np.zeros(0, np.int32)
+        if not control:
+            return
         fields = json.loads(description)
         unknown = {*UNK_NAMES, fields["model"].get("unk_token")}
         if fields["model"].get("unk_id") is not None:
@@ -162,17 +166,63 @@ class LibraryTokenizer(Tokenizer):
         self._continued: tokenizers.Tokenizer | None = None
         self._rendered: tokenizers.Tokenizer | None = None
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._drops_blanks = strips_end(description) or splits_words(description)
+        self._splits_words = splits_words(description)
+        self._drops_blanks = self._splits_words or strips_end(description)
         self._hidden = HiddenSpellings(description, {})
         super().__init__(paths, settings)
         self._hidden = HiddenSpellings(description, self.control_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.description, self.paths, self.settings)
+        return type(self), (self.description, self.paths, self.settings), self.eod_name
+
+    def use_eod(self, name: str) -> None:
+        super().use_eod(name)
+        self._hidden = HiddenSpellings(self.description, self.control_tokens)
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @cached_property
+    def plain_names(self) -> frozenset[str]:
+        added = self._library.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if not token.special)
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """The ids that the post-processor of tokenizer.json puts in front of a text, as in transformers 5.
+
+        GPT-2's two files have no post-processor: ``add_bos_token`` of tokenizer_config.json decides.
+        """
+        if json.loads(self.description).get("post_processor") is None and self.is_from_gpt2_files:
+            return super().opening_ids
+        with_bos = self._library.encode("a", add_special_tokens=True)
+        first = next((at for at, mark in enumerate(with_bos.special_tokens_mask) if not mark), 0)
+        return tuple(with_bos.ids[:first])
+
+    @property
+    def is_from_gpt2_files(self) -> bool:
+        """True if the vocabulary was read from vocab.json and merges.txt."""
+        return [path.suffix for path in self.paths] == [".json", ".txt"]
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        added = self._library.get_added_tokens_decoder().items()
+        ids = [*self._library.get_vocab(with_added_tokens=False).values()]
+        return max([*ids, *(token for token, facts in added if not facts.special), self._largest_used_id()]) + 1
+
+    def _facts(self) -> Iterable[Any]:
+        steps = (self._library.normalizer, self._library.pre_tokenizer)
+        return identities.library_facts(
+            self.description, *(None if step is None else json.loads(step.__getstate__()) for step in steps)
+        )
+
+    def _files_digest(self) -> str:
+        hidden, self._hidden = self._hidden, HiddenSpellings(self.description, {})  # names that text itself spells
+        try:
+            return super()._files_digest()
+        finally:
+            self._hidden = hidden
 
     def token_to_id(self, token: str) -> int | None:
         return self._library.token_to_id(token)
@@ -202,6 +252,12 @@ class LibraryTokenizer(Tokenizer):
             self._rendered = load(self.description)
             self._rendered.encode_special_tokens = False
         encoding = self._rendered.encode(text, add_special_tokens=False)
+        largest = max(encoding.ids, default=0)
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise DataError(
+                f"a conversation holds {self.piece(largest)} (id {largest}), but the model has {self.num_rows} rows. "
+                "Leave the token out of the conversation and of the chat template"
+            )
         return encoding.ids, encoding.offsets
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
@@ -213,7 +269,7 @@ class LibraryTokenizer(Tokenizer):
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:
             self._continued = load(without_prefix(self.description))
-        if not splits_words(self.description):
+        if not self._splits_words:
             return self._ids_of(self._continued, texts)
         cut = [behind_first_word(text) for text in texts]
         words = as_lists(self._ids_of(self._continued, [word for word, _ in cut]))

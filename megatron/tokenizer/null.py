@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,10 @@ class NullTokenizer(Tokenizer):
             )
         return [int(word) for word in words]
 
-    def _found_in_text(self) -> list[str]:
+    def _facts(self) -> Iterable[Any]:
+        return [self.settings]
+
+    def _found_in_text(self, control: Mapping[str, int]) -> list[str]:
         return []
 
 

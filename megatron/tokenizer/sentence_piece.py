@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from megatron.errors import DataError
-from megatron.tokenizer.tokenizer import Arrays, Tokenizer, all_names, as_arrays, with_blanks_in_front
+from megatron.tokenizer.tokenizer import Arrays, Spellings, Tokenizer, all_names, as_arrays, with_blanks_in_front
 
 # The few fields of a SentencePiece ``.model`` file that must be read or changed: a protocol buffer, walked by hand.
 #
@@ -25,6 +25,11 @@ _PIECE, _TEXT, _TYPE = 1, 1, 3
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _CONTROL = 3
 _NORMALIZER, _DUMMY_PREFIX = 3, 3
+_SCORE = 2
+_TRAINER = 2
+_DECISIVE = {_TRAINER: (3, 24, 35), _NORMALIZER: (2, 3, 4, 5)}
+"""Fields that decide the ids: model type, whitespace as suffix, byte fallback; character map, prefix, spaces."""
+_DEFAULTS = {"2.3": "01", "2.24": "00", "2.35": "00", "3.2": "", "3.3": "01", "3.4": "01", "3.5": "01"}
 
 
 def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
@@ -47,6 +52,22 @@ def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
     A message that comes twice is merged, the later value holds: so field 3 of field 3 is appended.
     """
     return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
+
+
+def model_facts(model: bytes) -> Iterator[Any]:
+    """Yield what decides the ids: pieces, algorithm, normalization; not how and from what the model was trained."""
+    pieces, settings = list[list[Any]](), dict[str, str]()
+    for field, start, stop in _fields(model, 0, len(model)):
+        if field == _PIECE:
+            parts = {part: model[first:last].hex() for part, first, last in _fields(model, start, stop)}
+            kind = int(parts.get(_TYPE, "01"), 16)
+            pieces.append([bytes.fromhex(parts.get(_TEXT, "")).decode("utf-8", "replace"), parts.get(_SCORE, ""), kind])
+        elif field in _DECISIVE:
+            for part, first, last in _fields(model, start, stop):
+                if part in _DECISIVE[field]:
+                    settings[f"{field}.{part}"] = model[first:last].hex()
+    yield pieces
+    yield {name: value for name, value in settings.items() if value != _DEFAULTS.get(name)}
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -134,16 +155,42 @@ class SentencePieceTokenizer(Tokenizer):
             self._library = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{path} must be a SentencePiece .model file; reading it failed: {error}") from error
-        changed = self._spelled_names()
-        if changed:
-            model = with_control_pieces(model, changed)
-            self._library = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self._model = model
-        beyond_eod = sorted(changed - {self.eod_name})
+        self._raw_model, self._settings = model, settings
+        spelled = self._spelled_names()
+        self._spelled = spelled - self.plain_names
+        self._use_control_pieces(self._spelled)
+        beyond_eod = sorted(spelled - {self.former_eod_name})
         super().__init__([path, *paths], "\n".join(filter(None, [settings, *beyond_eod])))
+        self.use_eod_piece()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._path,)
+        return type(self), (self._path,), self.eod_name
+
+    def use_eod(self, name: str) -> None:
+        super().use_eod(name)
+        self.use_eod_piece()
+
+    def use_eod_piece(self) -> None:
+        """Make the end-of-document token a control piece, if it is one of the ordinary symbols of the text."""
+        if self.eod_name in self.plain_names:
+            self._use_control_pieces({*self._spelled, self.eod_name})
+            self._spellings = Spellings(self._found_in_text(self.control_tokens))
+
+    def _use_control_pieces(self, names: Collection[str]) -> None:
+        self._model = with_control_pieces(self._raw_model, names) if names else self._raw_model
+        self._library = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        self.__dict__.pop("_continued", None)
+
+    @cached_property
+    def plain_names(self) -> frozenset[str]:
+        """<s> and </s> where they are symbols of the text, as HTML tags are, and other pieces begin and end texts."""
+        library = self._library
+        ends = {"<s>": library.bos_id(), "</s>": library.eos_id()}
+        return frozenset(
+            name
+            for name, control in ends.items()
+            if control >= 0 and library.piece_to_id(name) not in (control, library.unk_id())
+        )
 
     def _spelled_names(self) -> set[str]:
         found = {name: token for name in all_names() if (token := self.token_to_id(name)) is not None}
@@ -154,6 +201,15 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return self._library.get_piece_size()
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        if type(self) is not SentencePieceTokenizer:
+            return self.vocab_size
+        size = self._library.get_piece_size()
+        while size and self._library.is_control(size - 1):
+            size -= 1
+        return max(size, self._largest_used_id() + 1)
 
     def token_to_id(self, token: str) -> int | None:
         found = self._library.piece_to_id(token)
@@ -166,6 +222,15 @@ class SentencePieceTokenizer(Tokenizer):
 
     def piece(self, token: int) -> str | None:
         return str(self._library.id_to_piece(token)) if token < self._library.get_piece_size() else None
+
+    def _facts(self) -> Iterable[Any]:
+        return [self._settings, *model_facts(self._raw_model)]
+
+    def _former_control_names(self) -> list[str]:
+        names = super()._former_control_names()
+        return [
+            name for name in names if name not in self.plain_names
+        ]  # they were control pieces, which no text becomes
 
     def _declared_control_names(self) -> Iterable[str]:
         library = self._library
@@ -206,7 +271,7 @@ class T5SentencePieceTokenizer(SentencePieceTokenizer):
         if super().token_to_id(_NAME.format(0)) is None:
             top = self._library.get_piece_size() + NUM_SENTINELS - 1
             self._appended = {_NAME.format(number): top - number for number in range(NUM_SENTINELS)}
-            self.__dict__.pop("control_tokens")  # found without them
+            self.__dict__.pop("control_tokens", None)  # found without them
 
     @property
     def vocab_size(self) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import DataError
+from megatron.tokenizer import identity as identities
+from megatron.tokenizer.sibling_files import SiblingFiles, read_siblings
 
 # Parts that go on where another part of the same text stopped: what a ``tokenizers`` JSON text must be for them.
 #
@@ -79,8 +81,18 @@ def behind_first_word(text: str) -> tuple[str, str]:
 
 # Names of control tokens: what those of a vocabulary are called, whoever made it.
 
-EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
-"""Names of the end-of-document token, the first that is in the vocabulary counts."""
+EOD_NAMES = (
+    *("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("<EOS_TOKEN>", "[EOS]", "[SEP]"),
+)
+"""Names of the end-of-document token; the first one in the vocabulary is used. See ``Tokenizer.eod_name``."""
+_NOT_OF_CHATS = ("[SEP]",)
+FORMER_EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
+"""Names from which versions up to 8c23b9e6 took the first one in the vocabulary, also a tag such as Gemma's </s>."""
+_NEW_NAMES = ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>")
+"""Names that versions up to 8c23b9e6 did not look for; the file digest of an identity leaves them out."""
+BY_NAME = "by-name"
+"""Value of --eod-token that selects the rule of ``FORMER_EOD_NAMES``, which older runs keep."""
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 """Names of the padding token, as above."""
 UNK_NAMES = ("<unk>", "[UNK]", "<|unk|>")
@@ -156,17 +168,58 @@ class Tokenizer(ABC):
     Args:
         paths: the files that the vocabulary is read from.
         settings: what else decides the ids; empty where the files say it all.
+
+    Attributes:
+        num_rows: rows of the model's vocabulary where they are fewer than the ids; None: every id has a row.
     """
 
     def __init__(self, paths: Sequence[Path], settings: str = "") -> None:
         self.paths = list(paths)
         self.settings = settings
-        self._spellings = Spellings(self._found_in_text())
+        self.num_rows: int | None = None
+        self._eod_token: str | None = None
+        self._spellings = Spellings(self._found_in_text(self.control_tokens))
+
+    def __setstate__(self, eod_token: str) -> None:
+        """Restore the end-of-document token of a pickled tokenizer, whose sibling files may be on another machine."""
+        self.use_eod(eod_token)
+
+    def use_eod(self, name: str) -> None:
+        """Make ``name`` the end-of-document token, as --eod-token does. Text that spells it is ordinary text.
+
+        Raises:
+            DataError: If the vocabulary has no such token.
+        """
+        if name == BY_NAME:
+            if self.former_eod_name is None:
+                return
+            name = self.former_eod_name
+        if self.token_to_id(name) is None:
+            raise DataError(
+                f"--eod-token {name} is not in the vocabulary of {', '.join(map(str, self.paths))}. Name one of its "
+                "tokens, or leave the flag out"
+            )
+        is_changed = name != self.eod_name
+        self._eod_token = name
+        if not is_changed:
+            return
+        for cached in ("eod_name", "eod_id", "control_tokens"):
+            self.__dict__.pop(cached, None)
+        self._spellings = Spellings(self._found_in_text(self.control_tokens))
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
         """One more than the largest id."""
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        """One more than the largest id that plain text, its end or padding may have; special tokens may lie above."""
+        return self.vocab_size
+
+    def _largest_used_id(self) -> int:
+        used = (self.eod_id if self.has_eod else None, self.pad_id, self.unk_id)
+        return max((token for token in used if token is not None), default=-1)
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -239,9 +292,9 @@ class Tokenizer(ABC):
         tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
         return np.concatenate([tokens, self._encode_continued(others)[0]])
 
-    def _found_in_text(self) -> list[str]:
-        """Return the names of the control tokens whose ids the kind would give to text that spells them."""
-        names = [name for name in self.control_tokens if len(name) > 1]
+    def _found_in_text(self, control: Mapping[str, int]) -> list[str]:
+        """Return the names in ``control`` whose ids the library would give to text that spells them."""
+        names = [name for name in control if len(name) > 1]
         if not names:
             return []
         alone = as_lists(self._encode_arrays(names))
@@ -251,14 +304,19 @@ class Tokenizer(ABC):
         return [
             name
             for place, name in enumerate(names)
-            if self.control_tokens[name] in (*alone[place], *within[place])
-            and self.control_tokens[name] not in (*start[place], *end[place])  # <unk>, for characters of its name
+            if control[name] in (*alone[place], *within[place])
+            and control[name] not in (*start[place], *end[place])  # <unk>, for characters of its name
         ]
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
         """The ids of all control tokens by name: end of document, padding, unknown, spans, masks and the like."""
-        found = {name: self.token_to_id(name) for name in (*all_names(), *self._declared_control_names())}
+        eod = [self.eod_name] if self.eod_name is not None else []
+        names = [name for name in (*all_names(), *self._declared_control_names()) if name not in self.plain_names]
+        return self._ids_by_name([*names, *eod])
+
+    def _ids_by_name(self, names: Iterable[str]) -> dict[str, int]:
+        found = {name: self.token_to_id(name) for name in names}
         return {name: token for name, token in found.items() if token is not None}
 
     def _declared_control_names(self) -> Iterable[str]:
@@ -266,9 +324,51 @@ class Tokenizer(ABC):
         return ()
 
     @cached_property
+    def plain_names(self) -> frozenset[str]:
+        """Names of tokens that the vocabulary adds as ordinary text, such as Gemma's HTML tags <s> and </s>."""
+        return frozenset()
+
+    @cached_property
+    def siblings(self) -> SiblingFiles:
+        """What the files next to the vocabulary say."""
+        return read_siblings(self.paths)
+
+    @cached_property
     def eod_name(self) -> str | None:
-        """The name of the end-of-document token, None if there is none."""
-        return next((name for name in EOD_NAMES if self.token_to_id(name) is not None), None)
+        """The name of the end-of-document token, None if there is none.
+
+        The first of these that is in the vocabulary:
+
+        1. the token of ``use_eod`` (--eod-token, a token file's sidecar, a resumed run);
+        2. the eos_token of the vocabulary's folder, if the folder has no chat template;
+        3. with a chat template, whose eos_token often ends a turn (``<|im_end|>``): the end-of-text token among the
+           folder's special tokens, its eos_token first;
+        4. the first of ``EOD_NAMES``, tokens that the vocabulary adds as ordinary text last.
+        """
+        if self._eod_token is not None:
+            return self._eod_token
+        return next((name for name in self._eod_candidates() if self.token_to_id(name) is not None), None)
+
+    def _eod_candidates(self) -> Iterator[str]:
+        eos = self.siblings.named.get("eos_token")
+        if self.siblings.has_chat_template:
+            special = {*self.siblings.special, *self._declared_control_names()}
+            of_texts = [name for name in EOD_NAMES if name in special and name not in _NOT_OF_CHATS]
+            yield from sorted(of_texts, key=lambda name: name != eos)
+        elif eos is not None:
+            yield eos
+        yield from (name for name in EOD_NAMES if name not in self.plain_names)
+        yield from EOD_NAMES
+
+    @property
+    def former_eod_name(self) -> str | None:
+        """The name of the token that versions up to 8c23b9e6 ended documents with, None if there is none."""
+        return next((name for name in FORMER_EOD_NAMES if self.token_to_id(name) is not None), None)
+
+    @property
+    def has_given_eod(self) -> bool:
+        """True if ``use_eod`` chose the end-of-document token."""
+        return self._eod_token is not None
 
     @property
     def has_eod(self) -> bool:
@@ -286,10 +386,22 @@ class Tokenizer(ABC):
         if token is None:
             raise DataError(
                 f"the vocabulary must have an end-of-document token, one of {', '.join(EOD_NAMES)}; "
-                f"{', '.join(map(str, self.paths))} has none. Take another tokenizer (tools/train_tokenizer.py adds "
-                "one), or leave out what needs it (preprocessing: --no-append-eod)."
+                f"{', '.join(map(str, self.paths))} has none. Name one of its tokens with --eod-token, take another "
+                "tokenizer (tools/train_tokenizer.py adds one), or leave out what needs it (preprocessing: "
+                "--no-append-eod)."
             )
         return token
+
+    def name_of(self, token: int) -> str | None:
+        """Return the name of a token, None if the vocabulary has no name for it."""
+        return next((name for name, number in self.control_tokens.items() if number == token), self.piece(token))
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """The ids that transformers puts in front of a prompt, such as ``<s>``; empty if there are none."""
+        name = self.siblings.named.get("bos_token")
+        token = None if name is None or not self.siblings.add_bos_token else self.token_to_id(name)
+        return () if token is None else (token,)
 
     @cached_property
     def pad_id(self) -> int | None:
@@ -323,11 +435,24 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 over the tokenizer's files and all else that decides the ids, in hexadecimal."""
+        """What token files and checkpoints know the tokenizer by: see ``megatron/tokenizer/identity.py``."""
+        return identities.join(identities.digest(self._facts()), self._files_digest())
+
+    @abstractmethod
+    def _facts(self) -> Iterable[Any]:
+        """Return JSON values that decide the ids of a text, and nothing else."""
+
+    def _former_control_names(self) -> list[str]:
+        """Return the names that versions up to 8c23b9e6 looked for, whether the vocabulary has them or not."""
+        return [*(name for name in all_names() if name not in _NEW_NAMES), *self._declared_control_names()]
+
+    def _files_digest(self) -> str:
+        """Return the identity of versions up to 8c23b9e6: SHA-256 over the files and the names that are escaped."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        beyond_eod = [name for name in self._spellings.names if name != self.eod_name]
+        spelled = Spellings(self._found_in_text(self._ids_by_name(self._former_control_names()))).names
+        beyond_eod = [name for name in spelled if name != self.former_eod_name]
         for part in (self.settings, *beyond_eod):
             digest.update(part.encode())
         return digest.hexdigest()

@@ -22,6 +22,7 @@ from megatron.config.decoder import REFITTED
 from megatron.data.blended_dataset import CONTENT, SAMPLES, TOKENIZER
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
+from megatron.tokenizer.identity import is_same
 
 MUST, WARNED, MAY = "must match", "warned", "may change"
 
@@ -247,7 +248,7 @@ def check_tokenizer(
         CheckpointError: it has another; the same on every rank.
     """
     saved = state.get("tokenizer")
-    if saved is None or identity is None or saved == identity:
+    if saved is None or identity is None or is_same(saved, identity):
         return
     log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
     changed = [] if config is None else data_settings_changed(state.get("config", {}), config)[TOKENIZER]

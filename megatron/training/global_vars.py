@@ -6,11 +6,13 @@ import argparse
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron import log
 from megatron.config import Config
 from megatron.data import BlendPaths
 from megatron.errors import ConfigError, DataError
 from megatron.models.registry import has_part, load
 from megatron.tokenizer import build
+from megatron.training.end_of_document import choose_eod
 
 # What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, dropout.
 #
@@ -122,6 +124,8 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
         tokenizer_path=files.tokenizer_path,
         vocab_size=config.model.vocab_size,
     )
+    choose_eod(tokenizer, config)
+    config = replace(config, data=replace(config.data, eod_token=tokenizer.eod_name))
     if is_null:  # behind whose ids a family may put others
         config = replace(config, model=replace(config.model, vocab_size=None))
     return tokenizer, with_vocabulary(tokenizer, config)
@@ -139,7 +143,16 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
             "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
             f"{config.own.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
         )
-    return config.with_vocab(tokens_of(tokenizer, config).vocab_size)
+    rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
+    needed = tokens.vocab_size
+    uses_text_only = tokens is tokenizer and not config.data.fim_rate
+    if rows is not None and needed > rows and uses_text_only and tokenizer.text_vocab_size <= rows:
+        log.info(
+            f"the tokenizer has {needed} ids and the model {rows} rows: the ids from {rows} on are special tokens, "
+            "which plain text never becomes"
+        )
+        tokenizer.num_rows, needed = rows, rows
+    return config.with_vocab(needed)
 
 
 def tokens_of(tokenizer: Any, config: Config) -> Any:

@@ -106,6 +106,7 @@ NEEDS = {
     "--resize-vocab": ["--load", "somewhere", "--finetune"],
     **dict.fromkeys(("--valid-sft", "--chat-template", "--sft-overlong"), ["--sft", __file__]),
     "--eval-tasks-interval": ["--eval-tasks", __file__],
+    "--no-prompt-bos": ["--sample-prompts", "the"],
     "--keep-every": ["--keep-last", "1"],
     "--check-paths": ["--dry-run"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],

@@ -162,6 +162,8 @@ READ_IN = {
     "log_layer_norms": "training/train.py",
     "profile": "training/train.py:profiled()",
     "sample_prompts": "training/train.py",
+    "prompt_bos": "training/callbacks/text_samples.py",
+    "eod_token": "training/end_of_document.py",
     "eval_tasks": "training/train.py",
     "eval_tasks_interval": "training/train.py",
     "wandb_project": "training/callbacks/wandb.py",

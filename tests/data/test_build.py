@@ -114,3 +114,13 @@ def test_a_large_file_without_a_sidecar_is_looked_through_once(tmp_path: Path, m
     os.utime(tmp_path / "a.bin", (1, 1))
     build(tmp_path / "a", vocab_size=100, **cache)
     assert len(said) == 4, "a file that was written to is read again"
+
+
+@pytest.mark.parametrize("flags", [[], ["--eod-mask-loss"]])
+def test_an_end_of_documents_that_is_not_the_tokenizers_is_an_error_with_both_ids(
+    flags: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "a", [10] * 10, eod_id=7)
+    assert build(tmp_path / "a", eod_id=7, flags_needing_eod=flags)[0] is not None
+    with pytest.raises(DataError, match="a end with the token of id 7, .* has id 8"):
+        build(tmp_path / "a", eod_id=8, flags_needing_eod=flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import BlendedDataset, DataLoader, Fim, IndexedDataset, IndexedDatasetBuilder, resumed_order
+from megatron.data import (
+    BlendedDataset,
+    DataLoader,
+    Fim,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    index_format,
+    resumed_order,
+)
 from megatron.data.file_io import READERS, FileBinReader
 from megatron.errors import CheckpointError, DataError
 from megatron.models.t5.data import T5Tokens
@@ -269,3 +278,24 @@ def test_a_corpus_that_is_alone_in_a_split_is_cut_as_ever(folder: Path) -> None:
     alone, _, _ = build_t5(folder, "1 a", split="1", needed=ONE, enc_seq_length=30)
     found = [[samples[i]["inputs"].tolist() for i in range(30)] for samples in (alone, valid, train.parts["a"])]
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [("FILES", "IDS.FILES"), ("IDS.FILES", "IDS.COPY"), ("t", "IDS.FILES"), ("IDS.t", "IDS.FILES")],
+    ids=["of an earlier version", "a copy of the tokenizer", "by the token file", "both"],
+)
+def test_the_same_tokenizer_by_another_name_continues_the_order(saved: str, now: str, tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        write_from(tmp_path / name, 1000 * number + 1, [10] * 20, tokenizer="IDS.t" if "t" in saved else "")
+    names = {"FILES": "f" * 64, "IDS": "1" * 64, "COPY": "c" * 64, "t": "0" * 64}
+    for prefix in ("a", "b"):
+        sidecar = index_format.read(tmp_path / f"{prefix}.meta.json")
+        assert sidecar is not None
+        known = ".".join(names[part] for part in sidecar.tokenizer.split(".") if part)
+        (tmp_path / f"{prefix}.meta.json").write_bytes(dataclasses.replace(sidecar, tokenizer=known).to_json())
+    before, after = (".".join(names[part] for part in text.split(".")) for text in (saved, now))
+    order = build(tmp_path, "1 a 1 b", tokenizer_identity=before, needed=ONE)[0].order
+    again = build(tmp_path, "1 a 1 b", tokenizer_identity=after, needed=ONE)[0].order
+    resumed, lines = resumed_order(again, order.state(10), 10)
+    assert resumed.cursors(10) == order.cursors(10) and not lines

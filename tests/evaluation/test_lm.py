@@ -15,6 +15,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.huggingface import from_json_files
 from tests.helpers import small_corpora
 from tests.helpers.evaluation import Model, Request, decoder_lm
+from tests.helpers.trap import TRAP
 
 lm = decoder_lm()
 
@@ -137,6 +138,20 @@ def test_with_add_bos_token_each_context_begins_with_it(tokenizer: Tokenizer, tm
     ours = lm.DecoderLM(Model(tokenizer), add_bos_token=True)
     own = tokenizer.encode("the lamp stood")
     assert ours.row("the lamp", " stood").tokens == (tokenizer.eod_id, *own)
+
+
+def test_contexts_begin_with_bos_where_the_tokenizer_adds_it_once(tokenizer: Tokenizer) -> None:
+    from megatron.tokenizer.chat import find_template
+
+    built = from_json_files(TRAP)
+    bos, own = built.token_to_id("<bos>"), built.encode("the lamp stood")
+    assert lm.DecoderLM(Model(built)).row("the lamp", " stood").tokens == (bos, *own)
+    assert lm.DecoderLM(Model(built)).row("", "the lamp stood").tokens == (bos, *own)
+    assert lm.DecoderLM(Model(built), add_bos_token=False).row("the lamp", " stood").tokens == tuple(own)
+    assert lm.DecoderLM(Model(tokenizer)).row("the lamp", " stood").tokens[0] != tokenizer.eod_id
+    chat = lm.DecoderLM(Model(built), chat=find_template(built))
+    context = chat.apply_chat_template([{"role": "user", "content": "x"}])
+    assert context.startswith("<bos>") and chat.row(context, " y").tokens.count(bos) == 1
 
 
 def test_a_conversation_is_rendered_and_its_control_tokens_are_tokens(tokenizer: Tokenizer) -> None:

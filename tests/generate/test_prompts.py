@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 
+from megatron import tokenizer
 from megatron.errors import DataError
-from megatron.generate.text import UNKNOWN, Prompts, streaming, with_gaps_filled
+from megatron.generate.text import UNKNOWN, ChatPrompts, Prompts, streaming, with_gaps_filled
 from megatron.models.t5.data import T5Tokens, t5_tokens
 from megatron.models.t5.spans import Denoiser
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat import find_template
 from tests.helpers.small_corpora import make_tokenizer
+from tests.helpers.trap import TRAP
 
 TEXT = "the lamp stood in the window"
 
@@ -79,3 +83,22 @@ def test_what_t5_says_stands_in_the_gaps_of_its_text() -> None:
         "[The] tide comes [in twice]，每天[...]次"
     )
     assert with_gaps_filled("no gap", "anything") == "no gap"
+
+
+def test_a_prompt_begins_with_bos_where_the_tokenizer_adds_it(vocabulary: Tokenizer) -> None:
+    built = tokenizer.build(tokenizer_path=TRAP)
+    bos, text = built.token_to_id("<bos>"), built.encode(TEXT)
+    library = tokenizers.Tokenizer.from_file(str(TRAP / "tokenizer.json"))
+    assert Prompts(built, None).encode(TEXT) == [bos, *text] == library.encode(TEXT).ids
+    assert Prompts(built, None).encode("") == [bos]
+    assert Prompts(built, None, adds_bos=False).encode(TEXT) == text
+    assert Prompts(built, None, adds_bos=False).encode("") == [built.eod_id]
+    assert Prompts(vocabulary, None).encode(TEXT) == vocabulary.encode(TEXT)
+    assert Prompts(vocabulary, None, adds_bos=True).encode(TEXT) == [vocabulary.eod_id, *vocabulary.encode(TEXT)]
+    assert bos not in Prompts(built, tokens_of(built)).encode(TEXT)
+
+
+def test_a_chat_template_writes_bos_itself() -> None:
+    built = tokenizer.build(tokenizer_path=TRAP)
+    ids = ChatPrompts(find_template(built)).encode("hi")
+    assert ids.count(built.token_to_id("<bos>")) == 1 and ids[0] == built.token_to_id("<bos>")

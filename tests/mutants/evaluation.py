@@ -136,8 +136,8 @@ EVALUATION = (
     Mutant(
         "an empty context is nothing",
         OURS,
-        "front = self._front or ([] if own else [self.prefix])",
-        "front = self._front or ([] if own else [1])",
+        "return row_of(self._opened(own) or [self.prefix], tokens, self.model.max_length)",
+        "return row_of(self._opened(own) or [1], tokens, self.model.max_length)",
         (f"{LM}::test_an_empty_context_is_the_token_behind_which_documents_begin",),
     ),
     Mutant(

@@ -63,7 +63,7 @@ MIXTURE = (
     Mutant(
         "corpora of a checkpoint are known by their names",
         "megatron/data/blended_dataset.py",
-        "now = {corpus.fingerprint: corpus for corpus in order.corpora}\n"
+        "now |= {corpus.fingerprint: corpus for corpus in order.corpora}\n"
         "    matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}",
         "now = {corpus.name: corpus for corpus in order.corpora}\n"
         "    matches = {name: name for name in saved.fingerprints if name in now}",

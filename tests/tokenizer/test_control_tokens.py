@@ -70,14 +70,13 @@ def unigram(folder: Path, model: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["special", "added", "sentencepiece", "unigram", "cpm1"])
+@pytest.fixture(scope="module", params=["special", "sentencepiece", "unigram", "cpm1"])
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bpe_path: Path, corpus: list[str]
 ) -> Tokenizer:
     folder = tmp_path_factory.mktemp("control")
     made: dict[str, Callable[[], Tokenizer]] = {
         "special": lambda: tokenizer.build(tokenizer_path=bpe(folder, bpe_path, True)),
-        "added": lambda: tokenizer.build(tokenizer_path=bpe(folder, bpe_path, False)),
         "sentencepiece": lambda: tokenizer.build(tokenizer_path=sentence_piece(folder, corpus)),
         "unigram": lambda: tokenizer.build(tokenizer_path=unigram(folder, sentence_piece(folder, corpus))),
         "cpm1": lambda: tokenizer.build("CPM1", tokenizer_path=request.getfixturevalue("cpm_folder")),
@@ -114,16 +113,21 @@ def test_declared_control_tokens_are_control_tokens(tmp_path: Path, bpe_path: Pa
     special = tokenizer.build(tokenizer_path=bpe(tmp_path, bpe_path, True))
     assert set(NAMES) | {"<|my own|>"} <= special.control_tokens.keys()
     added = tokenizer.build(tokenizer_path=bpe(tmp_path, bpe_path, False))
-    assert set(NAMES) <= added.control_tokens.keys() and "<|my own|>" not in added.control_tokens
+    assert added.control_tokens.keys() == {"<|endoftext|>"}  # no special token ends a document
+    assert added.encode("a<pad>b</s>") == [added.token_to_id(name) for name in ("a", "<pad>", "b", "</s>")]
+    assert added.token_to_id("<|endoftext|>") not in added.encode("a<|endoftext|>")
 
 
-def test_what_is_escaped_is_part_of_the_identity(tmp_path: Path, bpe_path: Path) -> None:
-    plain = tokenizer.build(tokenizer_path=bpe_path)
-    assert not plain._spellings.names and plain.settings == ""
-    library = json.loads(bpe_path.read_text())
-    library["added_tokens"].append({**library["added_tokens"][0], "id": 700, "content": "<mask>", "special": False})
-    (tmp_path / "t.json").write_text(json.dumps(library))
-    assert tokenizer.build(tokenizer_path=tmp_path / "t.json")._spellings.names == ("<mask>",)
+def test_an_added_token_is_text_unless_it_is_special(tmp_path: Path, bpe_path: Path) -> None:
+    assert not tokenizer.build(tokenizer_path=bpe_path).spelled_names
+    for is_special in (False, True):
+        library = json.loads(bpe_path.read_text())
+        added = {**library["added_tokens"][0], "id": 700, "content": "<mask>", "special": is_special}
+        library["added_tokens"].append(added)
+        (tmp_path / "t.json").write_text(json.dumps(library))
+        built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+        assert (700 in built.encode("a <mask> b")) is not is_special
+        assert built.decode(built.encode("a <mask> b")) == "a <mask> b"
 
 
 def test_spellings_that_overlap_are_all_cut() -> None:

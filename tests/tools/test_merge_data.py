@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import partial
@@ -60,6 +61,22 @@ def test_an_end_that_some_documents_lack_is_not_claimed(tmp_path: Path, capfd: p
     found = IndexedDataset(tmp_path / "c").sidecar
     assert found is not None and not found.has_eod and found.eod_id is None and found.max_token_id == 7
     assert "neither does the whole" in capfd.readouterr().err
+
+
+def test_two_ends_of_documents_are_refused_with_both_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", [3], eod_id=7)
+    write(tmp_path / "b", [2], eod_id=8)
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 2
+    assert re.search("the id 7 in .*a and the id 8 in .*b", capfd.readouterr().err)
+
+
+def test_parts_of_an_earlier_version_are_joined_with_parts_of_this_one(tmp_path: Path) -> None:
+    for name, identity in (("a", "f" * 64), ("b", f"{'1' * 64}.{'f' * 64}")):
+        sidecar = write(tmp_path / name, [3]).sidecar
+        assert sidecar is not None
+        known = dataclasses.replace(sidecar, tokenizer=identity)
+        (tmp_path / f"{name}.meta.json").write_bytes(known.to_json())
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 0
 
 
 def test_another_vocabulary_is_refused_with_both_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.validate import model_problems
 from megatron.checkpoint import former
 from megatron.config import Config
+from megatron.config.changed_defaults import former_defaults
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
@@ -182,6 +183,7 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         saved, sizes = former.settings(state["config"]), state["model"]
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
+        values = {**former_defaults(state["config"], sections), **values}
         known = {option.name for _, option in all_options()}
         values = {key: value for key, value in values.items() if key in known}
         config = config_from_values(values, family=saved["family"])

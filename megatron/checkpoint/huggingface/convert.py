@@ -198,12 +198,15 @@ def _vocabulary(
 ) -> tuple[Vocabulary | None, list[str]]:
     """Return the tokenizer, and why there is none; only the one that the user names must be there."""
     try:
-        found = vocabulary_of(config, tokenizer_path, template)
+        found = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
     except DataError as error:
         if tokenizer_path is not None:
             raise
         return None, [f"no tokenizer is written ({error}); name it with --tokenizer-path"]
-    return found, [] if found else ["the checkpoint names no tokenizer; name one with --tokenizer-path"]
+    if found is None:
+        return None, ["the checkpoint names no tokenizer; name one with --tokenizer-path"]
+    ids, rows = found.tokenizer.vocab_size, config.model.vocab_size or 0
+    return found, [f"the tokenizer has {ids} ids and the model {rows} rows"] if ids > rows else []
 
 
 # Do our model and Hugging Face's give the same logits on the same tokens?

@@ -32,6 +32,7 @@ from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template, special_names
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
+from megatron.tokenizer.tokenizer import BY_NAME
 
 # Tokenizer files of a Hugging Face folder, and the ids of its control tokens.
 #
@@ -96,15 +97,18 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
     return {first: None, "eos_token_id": None, "pad_token_id": None}
 
 
-def vocabulary_of(config: Config, tokenizer_path: Path | None, template: str | None = None) -> Vocabulary | None:
+def vocabulary_of(
+    config: Config, tokenizer_path: Path | None, template: str | None = None, *, may_be_larger: bool = False
+) -> Vocabulary | None:
     """Return the tokenizer of the run, or that of ``tokenizer_path``; None where neither is named.
 
     Args:
         template: text of the file that --chat-template named when the run saved.
+        may_be_larger: also return a tokenizer that gives text ids for which the model has no row.
 
     Raises:
         DataError: it cannot be read.
-        ConfigError: it has more tokens than the model.
+        ConfigError: text has tokens for which the model has no row.
     """
     named = config.data
     if tokenizer_path is not None:
@@ -119,10 +123,15 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None, template: str | N
         merge_file=named.merge_file,
         tokenizer_path=named.tokenizer_path,
     )
+    eod_token = named.eod_token
+    if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
+        tokenizer.use_eod(eod_token)
     has_more = config.own.is_encoder_decoder
     t5 = load(config.family, "data").special_tokens(tokenizer, config) if has_more else None
     size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
-    if size > rows:
+    if t5 is None and size > rows >= tokenizer.text_vocab_size:
+        tokenizer.num_rows = rows  # the others are special tokens, which text never becomes
+    elif size > rows and not may_be_larger:
         raise ConfigError(
             f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and {rows} "
             "rows. Name the run's own with --tokenizer-path"

@@ -18,6 +18,7 @@ from megatron.data.index_format import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect.view import Words
 from megatron.errors import DataError
+from megatron.tokenizer.identity import is_same
 
 if TYPE_CHECKING:
     from megatron.data.indexed_dataset import IndexedDataset
@@ -199,10 +200,10 @@ def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
     """Return the facts of a pair; without a sidecar all of its tokens are read once, for the largest id.
 
     Args:
-        eod_id: of the tokenizer, where one is given; else the sidecar's is taken.
+        eod_id: of the tokenizer, for a token file whose sidecar names none.
     """
     sidecar = token_file.sidecar
-    if eod_id is None and sidecar is not None:
+    if sidecar is not None and sidecar.eod_id is not None:
         eod_id = sidecar.eod_id
     share, looked_at = (None, 0) if eod_id is None else _share_of_ends(token_file, eod_id)
     known = token_file.max_token_id
@@ -286,8 +287,8 @@ def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
     if sidecar is None or not sidecar.tokenizer:
         fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
         return f"{text}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
-    same = "the tokenizer given is that one" if sidecar.tokenizer == tokenizer.identity else "the one given is ANOTHER"
-    return f"{text}; {same}"
+    is_that = is_same(sidecar.tokenizer, tokenizer.identity)
+    return f"{text}; {'the tokenizer given is that one' if is_that else 'the one given is ANOTHER'}"
 
 
 def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:

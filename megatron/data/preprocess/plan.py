@@ -25,6 +25,7 @@ from megatron.data.preprocess.shards import PLAN, ShardFolder, folder_of
 from megatron.errors import DataError
 from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.identity import is_same
 
 # What a job is: what it reads, how it encodes and into which units it is cut. Parts of one plan fit no other.
 
@@ -242,11 +243,14 @@ def open_parts(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> t
     goes_on = job.resume and earlier is not None and not job.share
     unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
     units = plan_units(paths, job.format, unit_bytes)
+    begun = earlier if goes_on or job.share else None
+    if begun is not None and job.append_eod:
+        _keep_eod(begun, tokenizer, folder)
     asked = JobPlan(
         inputs=inputs_of(units),
         units=digest_of(units),
         options=_options(job, unit_bytes),
-        tokenizer=_tokenizer_facts(tokenizer),
+        tokenizer=_tokenizer_facts(tokenizer, begun),
         num_units=len(units),
         eod_id=tokenizer.eod_id if job.append_eod else None,
     )
@@ -317,8 +321,35 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
     return not reason
 
 
-def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
-    return {"kind": type(tokenizer).__name__, "identity": tokenizer.identity, "size": tokenizer.vocab_size}
+def _tokenizer_facts(tokenizer: Tokenizer, begun: JobPlan | None) -> dict[str, object]:
+    """Return what a plan says of the tokenizer; the identity as in the plan that was begun if it names the same one."""
+    identity = tokenizer.identity
+    earlier = begun.tokenizer.get("identity") if begun is not None else None
+    if isinstance(earlier, str) and is_same(earlier, identity):
+        identity = earlier
+    return {"kind": type(tokenizer).__name__, "identity": identity, "size": tokenizer.vocab_size}
+
+
+def _keep_eod(begun: JobPlan, tokenizer: Tokenizer, folder: Path) -> None:
+    """End documents with the token of the units that are finished.
+
+    Raises:
+        DataError: If --eod-token names another one.
+    """
+    eod_id = begun.eod_id
+    if eod_id is None or eod_id == tokenizer.eod_id or (name := tokenizer.name_of(eod_id)) is None:
+        return
+    if not is_same(str(begun.tokenizer.get("identity")), tokenizer.identity):
+        return  # reported by the comparison of both plans
+    if tokenizer.has_given_eod:
+        raise DataError(
+            f"the documents in {folder} end with {name} (id {eod_id}), but --eod-token is {tokenizer.eod_name} (id "
+            f"{tokenizer.eod_id}). Give --eod-token '{name}', or start again without --resume"
+        )
+    log.info(
+        f"documents end with {name} (id {eod_id}), as those that are finished; a new job takes {tokenizer.eod_name}"
+    )
+    tokenizer.use_eod(name)
 
 
 def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> None:

@@ -15,6 +15,7 @@ from megatron.data.index_format import DatasetMetadata, index_chunks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.identity import is_same, shown
 
 _SIZES_AT_ONCE = 1 << 18
 _BYTES_AT_ONCE = 1 << 22
@@ -47,10 +48,10 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
         DataError: a file is missing or damaged, or the tokens are not those of ``tokenizer``.
     """
     file = _opened(prefix)
-    if tokenizer is not None and file.sidecar is not None and file.sidecar.tokenizer != tokenizer.identity:
+    if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
         raise DataError(
-            f"{file.prefix} was built with another tokenizer ({file.sidecar.tokenizer[:12]}...) than the one given "
-            f"({tokenizer.identity[:12]}...). Give that one, or none."
+            f"{file.prefix} was built with another tokenizer ({shown(file.sidecar.tokenizer)}...) than the one given "
+            f"({shown(tokenizer.identity)}...). Give that one, or none."
         )
     if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
         raise DataError(

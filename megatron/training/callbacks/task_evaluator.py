@@ -39,6 +39,7 @@ class TaskEvaluator(Callback):
         self._tasks: LoadedTasks | None = None
         self._evaluated: int | None = None
         self._chat: ChatTemplate | None = None
+        self._add_bos: bool | None = None
 
     def on_train_start(self) -> None:
         """Open the tasks: what cannot be read is an error ahead of the training. Collective.
@@ -52,7 +53,8 @@ class TaskEvaluator(Callback):
             raise ConfigError(
                 "--eval-tasks needs a tokenizer, got none. Name it with --tokenizer-path, or leave the tasks out"
             )
-        self._prompts = Prompts(vocabulary.tokenizer, None)
+        self._add_bos = None if config.seeing.prompt_bos else False
+        self._prompts = Prompts(vocabulary.tokenizer, None, adds_bos=self._add_bos)
         run_on_rank_0(self.trainer.world, lambda: self._open(config))
 
     def _open(self, config: Config) -> None:
@@ -118,7 +120,7 @@ class TaskEvaluator(Callback):
         from megatron.evaluation.lm import DecoderLM
 
         assert self._tasks is not None
-        return self._tasks.evaluate(DecoderLM(model, chat=self._chat))
+        return self._tasks.evaluate(DecoderLM(model, chat=self._chat, add_bos_token=self._add_bos))
 
 
 def headline(metrics: dict[str, float]) -> str:

@@ -49,7 +49,8 @@ class TextSamples(Callback):
             raise ConfigError(
                 "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
             )
-        prompts, grid = Prompts(vocabulary.tokenizer, vocabulary.t5), trainer.world.grid
+        prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, adds_bos=_adds_bos(trainer.config))
+        grid = trainer.world.grid
         rows = [prompts.encode(prompt) for prompt in self.prompts]
         writer = TextGenerator(
             stage_of(trainer.engine),
@@ -72,6 +73,10 @@ class TextSamples(Callback):
             prompt, text = answer.prompt, answer.text
             filled = prompt + text if writer.prompts.tokens is None else with_gaps_filled(prompt, text)
             trainer.print_line(f"sample | {filled}")
+
+
+def _adds_bos(config: Config) -> bool | None:
+    return None if config.seeing.prompt_bos else False
 
 
 def new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:

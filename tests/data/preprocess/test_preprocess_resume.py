@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron import files
+from megatron import files, tokenizer
 from megatron.data import IndexedDataset
-from megatron.data.preprocess import shards
+from megatron.data.preprocess import plan, shards
 from megatron.errors import DataError, StopRequest
 from tests.helpers.preprocess_job import GOOD, Corpus, lines
 from tests.helpers.token_data import write
+from tests.helpers.trap import FORMER_IDENTITY, TRAP
 
 CONTENT = lines(*GOOD[:20])
 UNIT_BYTES = len(CONTENT) // 3 + 1
@@ -232,3 +233,14 @@ def test_parts_without_a_plan_are_none(corpus: Corpus) -> None:
     cut_off(corpus)
     (corpus.folder / "out.parts" / shards.PLAN).write_text("{")
     assert corpus.run(resume=True).num_resumed == 0 and corpus.names() == []
+
+
+def test_a_job_that_goes_on_keeps_the_token_and_the_plan_with_which_it_was_begun(tmp_path: Path) -> None:
+    built = tokenizer.build(tokenizer_path=TRAP, eod_token="</s>")
+    begun = plan.JobPlan(inputs=[], units="", options={}, tokenizer={"identity": FORMER_IDENTITY}, eod_id=built.eod_id)
+    again = tokenizer.build(tokenizer_path=TRAP)
+    assert again.eod_name == "<eos>"
+    plan._keep_eod(begun, again, tmp_path)
+    assert again.eod_name == "</s>" and plan._tokenizer_facts(again, begun)["identity"] == FORMER_IDENTITY
+    with pytest.raises(DataError, match=r"end with </s> \(id 291\), but --eod-token is <eos> \(id 1\)"):
+        plan._keep_eod(begun, tokenizer.build(tokenizer_path=TRAP, eod_token="<eos>"), tmp_path)

@@ -1,0 +1,114 @@
+"""Identity of a tokenizer: two files that give text the same ids, with the same special tokens, are one tokenizer.
+
+An identity is two SHA-256 digests in hexadecimal, ``IDS.FILES``:
+
+| part | covers |
+|---|---|
+| IDS | vocabulary, merges, normalizer, pre-tokenizer, added tokens; no post-processor, decoder, padding, truncation |
+| FILES | the bytes of the files; token files and checkpoints of earlier versions have this part only |
+
+Two identities are equal if one of the parts is. transformers rewrites tokenizer.json when it saves a tokenizer: it adds
+a post-processor and default values and reorders keys. This changes FILES and keeps IDS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_SHOWN = 12
+_WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
+"""Keys that do not change the ids: offsets, dropout (never applied here), ``fuse_unk`` without an unknown token."""
+
+
+def join(ids: str, files: str) -> str:
+    """Return the identity with these two parts."""
+    return f"{ids}.{files}"
+
+
+def parts(identity: str) -> tuple[str, ...]:
+    """Return the digests in an identity, (IDS, FILES) or (FILES,)."""
+    return tuple(identity.split("."))
+
+
+def is_same(first: str, second: str) -> bool:
+    """Return True if both identities name one tokenizer."""
+    one, other = parts(first), parts(second)
+    return one[-1] == other[-1] or (len(one) == len(other) == 2 and one[0] == other[0])
+
+
+def shown(identity: str) -> str:
+    """Return an identity short enough for a message."""
+    return identity[:_SHOWN]
+
+
+def digest(facts: Iterable[Any]) -> str:
+    """Return the SHA-256 over JSON values, in hexadecimal."""
+    result = hashlib.sha256()
+    for fact in facts:
+        text = json.dumps(fact, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+        result.update(f"{len(text)}:{text}".encode())
+    return result.hexdigest()
+
+
+def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list[Any]:
+    """Return what decides the ids of a tokenizer of the ``tokenizers`` library.
+
+    Args:
+        description: the library's JSON.
+        normalizer: its normalizer as the installed library writes it (None if it has none).
+        pre_tokenizer: likewise.
+    """
+    fields = json.loads(description)
+    return [
+        *_model(fields["model"]),
+        _steps(normalizer),
+        _steps(pre_tokenizer),
+        _added(fields.get("added_tokens") or []),
+    ]
+
+
+def _model(model: Mapping[str, Any]) -> list[Any]:
+    vocab = model.get("vocab") or []
+    pieces = sorted(vocab.items(), key=lambda item: (item[1], item[0])) if isinstance(vocab, Mapping) else vocab
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in model.get("merges") or ()]
+    settings = _without_defaults({key: value for key, value in model.items() if key not in ("vocab", "merges")})
+    if isinstance(vocab, Mapping) and model.get("byte_fallback") and _has_all_bytes(vocab):
+        settings.pop("unk_token", None)  # every character has bytes, so the unknown token never occurs
+    elif settings.get("unk_token") is not None and model.get("fuse_unk"):
+        settings["fuse_unk"] = True
+    return [settings, list(map(list, pieces)), merges]
+
+
+def _has_all_bytes(vocab: Mapping[str, int]) -> bool:
+    return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
+
+def _steps(part: Any) -> list[Any]:
+    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
+    if part is None:
+        return []
+    if part.get("type") == "Sequence":
+        steps = part.get("normalizers") or part.get("pretokenizers") or ()
+        return [one for step in steps for one in _steps(step)]
+    return [_without_defaults(part)]
+
+
+def _without_defaults(part: Any) -> Any:
+    """Return ``part`` without keys that have no effect, or whose value is that of a key that is not there."""
+    if isinstance(part, Mapping):
+        kept = {key: _without_defaults(value) for key, value in part.items() if key not in _WITHOUT_EFFECT}
+        return {key: value for key, value in kept.items() if value is not None and value is not False and value != ""}
+    return [_without_defaults(value) for value in part] if isinstance(part, list) else part
+
+
+def _added(tokens: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return id, name and matching rules of each added token. Special tokens are never matched in normalized text."""
+    found = []
+    for token in tokens:
+        rules = [bool(token.get(rule)) for rule in ("special", "lstrip", "rstrip", "single_word")]
+        is_normalized = bool(token.get("normalized")) and not token.get("special")
+        found.append([token["id"], token["content"], *rules, is_normalized])
+    return sorted(found)

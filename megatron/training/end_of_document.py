@@ -1,0 +1,75 @@
+"""The end-of-document token of a run: given, saved with the run, of its token files, or by the tokenizer's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron import log, object_store
+from megatron.config import Config
+from megatron.data import index_format
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.identity import is_same
+from megatron.tokenizer.tokenizer import BY_NAME
+
+
+def choose_eod(tokenizer: Tokenizer, config: Config) -> None:
+    """Set the end-of-document token of ``tokenizer`` for a run, the first of these that there is:
+
+    1. --eod-token NAME, or the token that a resumed run was started with;
+    2. the token with which the documents of the run's token files end;
+    3. the tokenizer's choice by its folder (``Tokenizer.eod_name``).
+
+    Raises:
+        DataError: If the documents of a token file end with another token; the message names both.
+    """
+    usual, wanted = tokenizer.eod_name, config.data.eod_token
+    of_files = list(_of_files(tokenizer, config))
+    is_given = "eod_token" in config.given
+    if wanted is not None and not is_given and wanted != BY_NAME and tokenizer.token_to_id(wanted) is None:
+        log.info(f"the tokenizer has no {wanted}, which ended the documents of this run: --eod-token is chosen anew")
+        wanted = None
+    if wanted is None and of_files:
+        wanted = tokenizer.name_of(of_files[0][1])
+    if wanted is not None:
+        tokenizer.use_eod(wanted)
+    if tokenizer.eod_name != usual and not is_given:
+        reason = (
+            "as the documents of its token files" if config.data.eod_token is None else "as when the run was started"
+        )
+        log.info(f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's own is {usual}")
+    for prefix, eod_id in of_files:
+        if eod_id != tokenizer.eod_id:
+            raise DataError(
+                f"the documents of {prefix} end with {_named(tokenizer, eod_id)}, but the end-of-document token of the "
+                f"run is {_named(tokenizer, tokenizer.eod_id)}. Give --eod-token '{tokenizer.name_of(eod_id)}', or "
+                "build the token file again"
+            )
+
+
+def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:
+    """Yield (prefix, id) of each token file of this tokenizer that records which token ends its documents."""
+    if config.data.is_own or config.data.is_mock:
+        return
+    for prefix in config.data.flag_of_prefix:
+        sidecar = _sidecar(prefix)
+        if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None:
+            continue
+        is_other = bool(sidecar.tokenizer) and not is_same(sidecar.tokenizer, tokenizer.identity)
+        if (
+            not is_other and tokenizer.name_of(sidecar.eod_id) is not None
+        ):  # another tokenizer is reported with the data
+            yield prefix, sidecar.eod_id
+
+
+def _sidecar(prefix: str) -> index_format.DatasetMetadata | None:
+    name = prefix + ".meta.json"
+    if not object_store.is_remote(prefix):
+        return index_format.read(Path(name))
+    size = object_store.size_of(name)
+    return None if size is None else index_format.parse(object_store.read_range(name, 0, size), name)
+
+
+def _named(tokenizer: Tokenizer, token: int) -> str:
+    return f"{tokenizer.name_of(token)} (id {token})"

@@ -1,0 +1,129 @@
+"""Which token ends a document, and which tokens of a text are text: a vocabulary with Gemma's trap.
+
+``TRAP`` is a byte-level BPE whose special tokens are <pad>, <eos>, <bos> and <end_of_turn>. <s>, </s> and <table> are
+added tokens that are not special: HTML tags in a text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from megatron import tokenizer
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import BY_NAME
+from tests.helpers.trap import TRAP
+
+TEXTS = ["a <s>b</s> c", "</s>", "<table>\n  </s></s> <table", "the lamp </s >", "灯<s>", ""]
+
+
+def folder_with(folder: Path, settings: dict[str, Any] | None, *, template: bool = False) -> Tokenizer:
+    """Return the tokenizer of a copy of ``TRAP`` with this tokenizer_config.json (None: without one)."""
+    shutil.copy(TRAP / "tokenizer.json", folder)
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template:
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return tokenizer.build(tokenizer_path=folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "template", "wanted"),
+    [
+        pytest.param(None, False, "<eos>", id="no settings: the list of names, without the tag"),
+        pytest.param({"eos_token": "<bos>"}, False, "<bos>", id="without a template the eos_token"),
+        pytest.param({"eos_token": {"content": "</s>"}}, False, "</s>", id="also where it is not special"),
+        pytest.param({"eos_token": "<end_of_turn>"}, True, "<eos>", id="with a template the end of texts"),
+        pytest.param({"eos_token": "<end_of_turn>", "chat_template": "x"}, False, "<eos>", id="a template in settings"),
+        pytest.param({"eos_token": "<nowhere>"}, False, "<eos>", id="an eos_token that is no token"),
+    ],
+)
+def test_the_folder_decides_which_token_ends_documents(
+    settings: dict[str, Any] | None, template: bool, wanted: str, tmp_path: Path
+) -> None:
+    built = folder_with(tmp_path, settings, template=template)
+    assert built.eod_name == wanted and built.eod_id == built.token_to_id(wanted)
+
+
+def test_tags_that_are_not_special_are_encoded_as_transformers_does() -> None:
+    library = tokenizers.Tokenizer.from_file(str(TRAP / "tokenizer.json"))
+    built = tokenizer.build(tokenizer_path=TRAP)
+    assert built.encode_batch(TEXTS) == [library.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert not {"<s>", "</s>", "<table>"} & built.control_tokens.keys()
+    special = {built.token_to_id(name) for name in ("<pad>", "<eos>", "<bos>", "<end_of_turn>")}
+    for text in ("a<eos>b", "<end_of_turn>\n", "<bos><pad>"):
+        assert not special & set(built.encode(text)) and built.decode(built.encode(text)) == text
+
+
+def test_a_token_that_is_chosen_is_no_text_any_more_and_a_copy_keeps_it(tmp_path: Path) -> None:
+    built = folder_with(tmp_path, {"eos_token": "<bos>"})
+    built.use_eod("</s>")
+    assert built.eod_id == built.token_to_id("</s>") and built.decode([built.eod_id]) == "</s>"
+    assert built.eod_id not in built.encode("a</s>b") and built.token_to_id("<s>") in built.encode("a<s>")
+    (tmp_path / "tokenizer_config.json").unlink()
+    copy = pickle.loads(pickle.dumps(built))
+    assert copy.eod_name == "</s>" and copy.encode_batch(TEXTS) == built.encode_batch(TEXTS)
+    with pytest.raises(DataError, match="--eod-token <nowhere> is not in the vocabulary"):
+        built.use_eod("<nowhere>")
+
+
+def test_by_name_is_the_choice_of_earlier_versions() -> None:
+    assert tokenizer.build(tokenizer_path=TRAP, eod_token=BY_NAME).eod_name == "</s>"
+
+
+def test_a_vocabulary_whose_only_end_is_not_special_has_it_all_the_same(tmp_path: Path) -> None:
+    fields = json.loads((TRAP / "tokenizer.json").read_text())
+    fields["added_tokens"] = [one for one in fields["added_tokens"] if not one["special"]]
+    for name in ("<pad>", "<eos>", "<bos>"):
+        fields["model"]["vocab"][f"x{name}"] = fields["model"]["vocab"].pop(name)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    built = tokenizer.build(tokenizer_path=tmp_path)
+    assert built.eod_name == "</s>" and built.eod_id not in built.encode("a</s>")
+
+
+def test_tags_of_a_sentencepiece_model_are_text_where_other_pieces_end_texts(tmp_path: Path, corpus: list[str]) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in corpus[-1:] for line in text[:3000].splitlines()), model_writer=model,
+        vocab_size=400, user_defined_symbols=["<s>", "</s>", "<mask>"], bos_piece="<bos>", eos_piece="<eos>",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    (tmp_path / "t.model").write_bytes(model.getvalue())
+    built = tokenizer.build(tokenizer_path=tmp_path / "t.model")
+    plain = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    assert built.eod_name == "<eos>" and built.encode("a<s>b</s>") == plain.encode("a<s>b</s>")
+    assert built.token_to_id("<mask>") not in built.encode("a<mask>")
+    built.use_eod("</s>")
+    assert built.eod_id == plain.piece_to_id("</s>") not in built.encode("a</s>b")
+    assert pickle.loads(pickle.dumps(built)).encode("a</s><s>b") == built.encode("a</s><s>b")
+
+
+@pytest.mark.parametrize("add_bos_token", [True, False, None])
+def test_the_post_processor_decides_which_tokens_open_a_prompt(add_bos_token: bool | None, tmp_path: Path) -> None:
+    built = folder_with(tmp_path, {"bos_token": "<bos>", "add_bos_token": add_bos_token})
+    assert built.opening_ids == (built.token_to_id("<bos>"),)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    assert tokenizer.build(tokenizer_path=tmp_path).opening_ids == ()
+
+
+@pytest.mark.parametrize(("add_bos_token", "opens"), [(True, True), (False, False), (None, False)])
+def test_without_tokenizer_json_the_settings_decide(add_bos_token: bool | None, opens: bool, tmp_path: Path) -> None:
+    fields = json.loads((TRAP / "tokenizer.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(fields["model"]["vocab"]))
+    merges = "\n".join(merge if isinstance(merge, str) else " ".join(merge) for merge in fields["model"]["merges"])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    settings = {"bos_token": "<bos>", "add_bos_token": add_bos_token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    built = tokenizer.build(vocab_file=tmp_path / "vocab.json", merge_file=tmp_path / "merges.txt")
+    assert built.opening_ids == ((built.token_to_id("<bos>"),) if opens else ())
