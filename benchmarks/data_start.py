@@ -1,6 +1,7 @@
 """Time and memory from nothing to the first samples of a large corpus, on one host.
 
-    python benchmarks/data_start.py [--documents 1e8] [--ranks 8] [--workers 2] [--only "one builder"]
+    python benchmarks/data_start.py
+    python benchmarks/data_start.py --documents 1e6 --ranks 4 --workers 1 --only "one builder"
 
 Writes a corpus that is sizes alone (20 bytes a document; the tokens are a hole in a file), starts that many processes
 at once, each of which opens it, reads samples and forks loader workers that read samples too. Memory is the sum of

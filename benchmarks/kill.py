@@ -1,6 +1,7 @@
 """Kill training runs at random moments, start them again until they are done, and compare them with undisturbed ones.
 
-    python benchmarks/kill.py --kills 300 [--seed 0] [--layout t2p2 d2 ...] [--json kills.json]
+    python benchmarks/kill.py --kills 300
+    python benchmarks/kill.py --kills 40 --seed 1 --layout t2p2 d2 --json kills.json
     python benchmarks/kill.py --elastic --kills 100          # hosts of elastic jobs: benchmarks/kill_elastic.py
 
 Each run is that of ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch:

@@ -1,6 +1,7 @@
 """How long a start takes: --help, --dry-run, and from the command to the first step of 4 ranks.
 
-    python benchmarks/start_up.py [--runs 3] [--ranks 4] [--strict]
+    python benchmarks/start_up.py
+    python benchmarks/start_up.py --runs 5 --ranks 2 --strict
 
 Wall seconds are the shortest of the runs, on an otherwise idle machine; CPU seconds are of all processes together. The
 first step of ``run_gpt2.sh`` is when its line is on the screen, so it counts shell, launcher, imports, groups, model,

@@ -1,6 +1,7 @@
 """How long a training step waits for its data: from the disk, and from an object store that answers after 2 ms.
 
-    python benchmarks/store.py [--latency-ms 2] [--step-ms 100] [--rounds 5] [--json store.json]
+    python benchmarks/store.py
+    python benchmarks/store.py --latency-ms 5 --step-ms 50 --rounds 3 --json store.json
 
 The store is simulated: files of the disk behind fsspec, each request of which takes the latency in addition; any number
 of requests goes at once. A step computes (matrices on one core) and takes 2 micro-batches of 4 samples. Contenders take
