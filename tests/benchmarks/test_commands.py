@@ -1,0 +1,150 @@
+"""Every benchmark runs by a documented command at sizes that take seconds, and imports only what exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.documented_commands import ROOT, Clone, undocumented
+
+SMOKE = {
+    "benchmarks/checkpoint.py": ["python benchmarks/checkpoint.py --json checkpoint.json --smoke --ranks 1"],
+    "benchmarks/context.py": [
+        "python benchmarks/context.py --seq-length 64 --num-layers 1 --hidden-size 32 --heads 4 --groups 2 --rounds 1"
+    ],
+    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke"],
+    "benchmarks/data_start.py": ["python benchmarks/data_start.py --documents 1e4 --ranks 2 --workers 1"],
+    "benchmarks/documents.py": [
+        "python benchmarks/documents.py --seq-length 128 --lengths 128 32 --hidden-size 32 --heads 4 --rounds 1"
+    ],
+    "benchmarks/experts.py": ["python benchmarks/experts.py --tokens 64 --hidden-size 32 --expert-size 32 --rounds 2"],
+    "benchmarks/gpu/__main__.py": [
+        "bash benchmarks/gpu/run.sh --device cpu --list",
+        "bash benchmarks/gpu/run.sh --device cpu --out seen train --only 'gpt2 fp32'",
+    ],
+    "benchmarks/gpu/publish.py": [
+        "mkdir copy && cp -rL benchmarks docs megatron README.md copy",  # for the program rewrites its checkout's pages
+        "cd copy && python -m benchmarks.gpu.publish",
+    ],
+    "benchmarks/gpu/wheels.py": [
+        "python -m pip list --format=freeze > there.txt",
+        "bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt --check --out wheels",
+    ],
+    "benchmarks/kill.py": [
+        "python benchmarks/kill.py --kills 300 --kills 1 --steps 4 --layout d2",
+        "python benchmarks/kill.py --elastic --kills 100 --kills 1 --steps 8",
+    ],
+    "benchmarks/pipeline.py": ["python benchmarks/pipeline.py --out runs/pipeline --smoke --cases main --cuts 1"],
+    "benchmarks/plan.py": ["python benchmarks/plan.py --out runs/plan --smoke --only 'gpt2 1 rank'"],
+    "benchmarks/same_program.py": ["ln -s clone ../before && python benchmarks/same_program.py ../before --only files"],
+    "benchmarks/scaling.py": [
+        "python benchmarks/scaling.py --predict-only --out runs/scaling",
+        "python benchmarks/scaling.py --ranks 2 --smoke --out runs/scaling",
+    ],
+    "benchmarks/start_up.py": ["python benchmarks/start_up.py --runs 1 --ranks 1"],
+    "benchmarks/step_time.py": [
+        "python benchmarks/step_time.py --json step_time.json --contenders ours ours-compiled hf plain --num-layers 1 "
+        "--hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --batch-size 2 --rounds 1 --steps 1 "
+        "--product-side 64"
+    ],
+    "benchmarks/store.py": [
+        "python benchmarks/store.py --latency-ms 0.1 --step-ms 1 --steps 2 --rounds 1 --tokens 100000 --workers 0"
+    ],
+    "benchmarks/zero.py": ["python benchmarks/zero.py --json zero.json --smoke --stages 1 --dtypes fp32"],
+}
+EXEMPT = {
+    "benchmarks/gpu/checks.py": "a process of benchmarks/gpu/run.sh",
+    "benchmarks/gpu/workers.py": "a process of benchmarks/gpu/run.sh",
+    "benchmarks/kill_job.py": "the ranks of benchmarks/kill.py",
+    "benchmarks/many_ranks.py": "will be deleted",
+    "benchmarks/overlap.py": "will be deleted",
+    "benchmarks/same_program_turns.py": "a process of benchmarks/same_program.py",
+}
+PACKAGES = ("benchmarks", "megatron", "tds", "tests", "tools")
+
+
+def test_every_benchmark_has_a_smoke_command_that_begins_as_its_docstring_says() -> None:
+    assert undocumented(SMOKE, EXEMPT, "benchmarks") == []
+
+
+@functools.cache
+def _names_of(file: Path) -> set[str]:
+    """Return the names that a module defines or imports outside of its functions and classes."""
+    names: set[str] = set()
+    statements: list[ast.stmt] = ast.parse(file.read_text("utf-8")).body
+    while statements:
+        statement = statements.pop()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.If | ast.Try | ast.With | ast.For):
+            statements += [child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child != statement]
+        else:
+            stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            names |= {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+    return names
+
+
+def _missing_imports(source: str) -> list[str]:
+    """Return the imports from this repository, at any depth of ``source``, whose module or name does not exist."""
+    missing = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            wanted = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.partition(".")[0] in PACKAGES and not _exists(ROOT / module.replace(".", "/"), name):
+                missing.append(f"{module}.{name}".rstrip("."))
+    return missing
+
+
+def _exists(path: Path, name: str) -> bool:
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return path.is_dir() and (not name or _exists(path / name, ""))
+    if not name or (path / name).is_dir() or (path / f"{name}.py").is_file():
+        return True
+    names = _names_of(file)
+    return name in names or "__getattr__" in names  # which makes names when they are asked for
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_every_import_of_a_program_exists_where_it_is_imported_from(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    missing = {file.name: _missing_imports(file.read_text("utf-8")) for file in files}
+    assert {name: names for name, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("from megatron.training.compile import compiled_here", ["megatron.training.compile.compiled_here"]),
+        ("from megatron.training.callbacks.compile_meter import compiled_here", []),
+        ("def measure():\n    from benchmarks.turned import Team", ["benchmarks.turned.Team"]),
+        ("import benchmarks.turns, benchmarks.turned", ["benchmarks.turned"]),
+        ("from benchmarks import turns, kill_jobs", ["benchmarks.kill_jobs"]),
+        ("from benchmarks.gpu import speed, sped", ["benchmarks.gpu.sped"]),
+    ],
+)
+def test_an_import_of_a_name_that_moved_is_found(line: str, missing: list[str]) -> None:
+    assert _missing_imports(line) == missing
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("clones") / "clone")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("benchmark", SMOKE)
+def test_a_benchmark_runs_by_its_documented_command(benchmark: str, clone: Clone) -> None:
+    for command in SMOKE[benchmark]:
+        clone.run(command)
