@@ -119,7 +119,7 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     for step in range(steps + 1):
         with watched(model, found), torch.no_grad():
             found["logits"].append(size(model(tokens)))
-        set_learning_rates(optimizer, course, step)
+        set_learning_rates(optimizer, course, step + 1)
         total, count = model(tokens, labels=labels, loss_mask=mask)
         (total / count).backward()
         optimizer.step()
