@@ -43,7 +43,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -101,6 +101,7 @@ DEADLINE_S = 900
 TURNS = 7
 """Steps of a pair: the pair's ratio is the median of theirs."""
 
+T = TypeVar("T")
 Found = tuple[list[str], str]
 """The differences, and what else is printed of a comparison."""
 
@@ -199,6 +200,10 @@ class Job:
         yield "here", self.here
         yield "other", self.other
 
+    def few(self, cases: Iterable[T]) -> list[T]:
+        """Return the first of ``cases`` with --smoke, otherwise all."""
+        return list(cases)[: 1 if self.args.smoke else None]
+
     def data(self) -> str:
         """Return the flags of token files of the repository's texts, which the other checkout writes once."""
         prefix, tokenizer = self.folder / "texts", self.folder / "tokenizer.json"
@@ -210,8 +215,8 @@ class Job:
 
 def losses(job: Job) -> None:
     """Train each family here and there."""
-    for family in TRAINED:
-        for flags, within in CLIPS.items():
+    for family in job.few(TRAINED):
+        for flags, within in job.few(CLIPS.items()):
             with job.comparison(f"losses: {family} {flags}") as results:
                 run = job.folder / f"{family}-{flags.replace(' ', '')}"
                 runs = [where.train(family, run / at, job.data(), f"{GRID} {flags}") for at, where in job.both()]
@@ -272,8 +277,8 @@ def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def resume(job: Job) -> None:
     """Go on here from checkpoints that the other checkout wrote."""
-    for form in ("native", "deepspeed"):
-        for family in TRAINED:
+    for form in job.few(("native", "deepspeed")):
+        for family in job.few(TRAINED):
             with job.comparison(f"resume: {family}, checkpoint format {form}") as results:
                 run, flags = (
                     job.folder / f"resume-{family}-{form}",
@@ -362,16 +367,16 @@ def words(job: Job) -> None:
     """Compare what a person reads."""
     with job.comparison("words: docs/flags.md") as results:
         results.append(same_text(job, lambda where: (where.root / "docs/flags.md").read_text("utf-8")))
-    for program in sorted({path for _, where in job.both() for path in programs_of(where.root)}):
+    for program in job.few(sorted({path for _, where in job.both() for path in programs_of(where.root)})):
         with job.comparison(f"words: --help of {program}") as results:
             results.append(same_text(job, partial(help_of, program=program)))
-    for family, ranks, flags in LAYOUTS:
+    for family, ranks, flags in job.few(LAYOUTS):
         with job.comparison(f"words: --dry-run of {family} on {ranks} ranks {flags}") as results:
             command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
             run = partial(Checkout.run, command=command, env={"WORLD_SIZE": str(ranks)}, code=None)
             results.append(same_text(job, run, "exit code 0"))
     (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
-    for program, flags in BAD_INPUTS:
+    for program, flags in job.few(BAD_INPUTS):
         with job.comparison(f"words: bad input {program} {flags}") as results:
             bad = flags.format(folder=job.folder, data=job.data() if "{data}" in flags else "")
             run = partial(Checkout.run, command=f"{program} {bad}", code=None)
@@ -410,7 +415,7 @@ def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") ->
 
 def tests(job: Job) -> None:
     """Look for tests that are gone."""
-    for flags in ("", " --all"):
+    for flags in job.few(("", " --all")):
         with job.comparison(f"tests: names of tests{flags}") as results:
             collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider{flags}"
             here, other = (compare.collected_tests(where.run(collect)) for _, where in job.both())
@@ -421,7 +426,7 @@ def speed(job: Job) -> None:
     """Time both by benchmarks that each of them has, in turns, the order changing from pair to pair."""
     for name in job.args.benchmarks:
         take_pair, cases = BENCHMARKS[name]
-        for case in cases:
+        for case in job.few(cases):
             with job.comparison(f"speed: {name} {case}".strip()) as results:
                 results.append(same_speed(job, partial(take_pair, job, f"{name} {case}")))
 
@@ -514,6 +519,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("other", type=Path, metavar="OTHER_CHECKOUT", help="working tree of the commit to compare with")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=tuple(PARTS), metavar="PART", help=f"of {[*PARTS]}")
+    parser.add_argument("--smoke", action="store_true", help="the first case of each part: whether it runs at all")
     parser.add_argument("--reasons", type=Path, metavar="FILE", help="what may differ, and why")
     parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=tuple(BENCHMARKS), help="of speed")
     parser.add_argument("--pairs", type=int, default=15, help="of each benchmark of speed (default: 15)")

@@ -15,7 +15,7 @@ SMOKE = {
     "benchmarks/context.py": [
         "python benchmarks/context.py --seq-length 64 --num-layers 1 --hidden-size 32 --heads 4 --groups 2 --rounds 1"
     ],
-    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke"],
+    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke --tokenizers cpm"],
     "benchmarks/data_start.py": ["python benchmarks/data_start.py --documents 1e4 --ranks 2 --workers 1"],
     "benchmarks/documents.py": [
         "python benchmarks/documents.py --seq-length 128 --lengths 128 32 --hidden-size 32 --heads 4 --rounds 1"
@@ -37,9 +37,14 @@ SMOKE = {
         "python benchmarks/kill.py --kills 300 --kills 1 --steps 4 --layout d2",
         "python benchmarks/kill.py --elastic --kills 100 --kills 1 --steps 8",
     ],
-    "benchmarks/pipeline.py": ["python benchmarks/pipeline.py --out runs/pipeline --smoke --cases main --cuts 1"],
+    "benchmarks/pipeline.py": [
+        "python benchmarks/pipeline.py --out runs/pipeline --smoke --cases main --micro-batches 8 --cuts 1 "
+        "--only 'one process' 'side by side' stock torch dualpipev 'ours 1f1b' 'ours zb-h1'"
+    ],
     "benchmarks/plan.py": ["python benchmarks/plan.py --out runs/plan --smoke --only 'gpt2 1 rank'"],
-    "benchmarks/same_program.py": ["ln -s clone ../before && python benchmarks/same_program.py ../before --only files"],
+    "benchmarks/same_program.py": [
+        "ln -s clone ../before && python benchmarks/same_program.py ../before --only words --smoke"
+    ],
     "benchmarks/scaling.py": [
         "python benchmarks/scaling.py --predict-only --out runs/scaling",
         "python benchmarks/scaling.py --ranks 2 --smoke --out runs/scaling",

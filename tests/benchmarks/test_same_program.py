@@ -34,7 +34,7 @@ def made_run(folder: Path, losses: dict[int, tuple[float, float]], weight: float
 
 def made_job(folder: Path, reasons: dict[str, str] | None = None, pairs: int = 15) -> Job:
     here, other = Checkout(folder / "here"), Checkout(folder / "other")
-    args = argparse.Namespace(pairs=pairs, benchmarks=tuple(same_program.BENCHMARKS))
+    args = argparse.Namespace(pairs=pairs, smoke=False, benchmarks=tuple(same_program.BENCHMARKS))
     return Job(here, other, folder, args, reasons or {})
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLONE = (
-    "benchmarks", "docs", "examples", "megatron", "tds", "tools", "README.md", "ds_config_gpt2.json",
-    "pretrain_gpt2.py", "run_gpt2.sh",
+    "benchmarks", "docs", "examples", "megatron", "tds", "tests", "tools", "README.md",
+    "ds_config_gpt2.json", "pretrain_gpt2.py", "run_gpt2.sh",
 )  # fmt: skip
 MAIN = 'if __name__ == "__main__"'
 

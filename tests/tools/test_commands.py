@@ -126,13 +126,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
         "python tools/preprocess_data.py --input corpus.jsonl --tokenizer-path tokenizer.json "
         "--output-prefix data/corpus"
     )
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "wiki"):
         for suffix in (".bin", ".idx", ".meta.json"):
             shutil.copy(folder / f"data/corpus{suffix}", folder / f"data/{name}{suffix}")
     texts = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text("utf-8").splitlines()[:3]]
-    (folder / "data/wiki").mkdir()
-    for file in ("data/story.txt", "data/wiki/one.txt"):
-        (folder / file).write_text(texts[0], encoding="utf-8")
+    (folder / "data/story.txt").write_text(texts[0], encoding="utf-8")
     (folder / "news.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     clone.run(TRAIN)
     shutil.copytree(folder / "one", folder / "two")
