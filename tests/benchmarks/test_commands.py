@@ -41,7 +41,7 @@ SMOKE = {
         "python benchmarks/pipeline.py --out runs/pipeline --smoke --cases main --micro-batches 8 --cuts 1 "
         "--only 'one process' 'side by side' stock torch dualpipev 'ours 1f1b' 'ours zb-h1'"
     ],
-    "benchmarks/plan.py": ["python benchmarks/plan.py --out runs/plan --smoke --only 'gpt2 1 rank'"],
+    "benchmarks/plan.py": ["python benchmarks/plan.py --out runs/plan --smoke --steps 2 --only mpt"],
     "benchmarks/same_program.py": [
         "ln -s clone ../before && python benchmarks/same_program.py ../before --only words --smoke"
     ],
@@ -51,7 +51,7 @@ SMOKE = {
     ],
     "benchmarks/start_up.py": ["python benchmarks/start_up.py --runs 1 --ranks 1"],
     "benchmarks/step_time.py": [
-        "python benchmarks/step_time.py --json step_time.json --contenders ours ours-compiled hf plain --num-layers 1 "
+        "python benchmarks/step_time.py --json step_time.json --contenders ours-compiled hf plain --num-layers 1 "
         "--hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --batch-size 2 --rounds 1 --steps 1 "
         "--product-side 64"
     ],
