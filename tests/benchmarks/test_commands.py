@@ -15,7 +15,9 @@ SMOKE = {
     "benchmarks/context.py": [
         "python benchmarks/context.py --seq-length 64 --num-layers 1 --hidden-size 32 --heads 4 --groups 2 --rounds 1"
     ],
-    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke --tokenizers cpm"],
+    "benchmarks/data.py": [
+        "python benchmarks/data.py --json data.json --smoke --parts preprocessing spans --tokenizers cpm"
+    ],
     "benchmarks/data_start.py": ["python benchmarks/data_start.py --documents 1e4 --ranks 2 --workers 1"],
     "benchmarks/documents.py": [
         "python benchmarks/documents.py --seq-length 128 --lengths 128 32 --hidden-size 32 --heads 4 --rounds 1"
