@@ -53,6 +53,8 @@ MADE_FILES = {
     "vocab.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "stages.json",
     "checkpoints/",
     "__init__.py",

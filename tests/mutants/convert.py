@@ -25,14 +25,6 @@ CONVERT = (
         (f"{_FOLDER}::test_biases_that_were_trained_elsewhere_are_kept",),
     ),
     Mutant(
-        "a head that equals the table is lost",
-        "megatron/models/gpt2/huggingface.py",
-        "        ours.setdefault(_HEAD, theirs[_THEIR_HEAD].clone())\n",
-        "        pass\n",
-        (f"{_FOLDER}::test_a_head_that_equals_the_table_need_not_be_there",),
-        refuses=True,
-    ),
-    Mutant(
         "tensors that no model has are passed over",
         "megatron/checkpoint/huggingface/weights.py",
         "for name in found if name not in expected]",
