@@ -52,6 +52,7 @@ class MockTokenizer:
 
     vocab_size: int
     eod_id: int = EOD_ID
+    eod_name: str | None = "<|endoftext|>"
     pad_id: int | None = None
     unk_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron import log
 from megatron.errors import DataError
-from megatron.tokenizer import identity as identities
+from megatron.tokenizer import identity as tokenizer_identity
 from megatron.tokenizer.build import read_vocabulary
 from megatron.tokenizer.tokenizer import (
     EOD_NAMES,
@@ -213,7 +213,7 @@ class LibraryTokenizer(Tokenizer):
 
     def _facts(self) -> Iterable[Any]:
         steps = (self._library.normalizer, self._library.pre_tokenizer)
-        return identities.library_facts(
+        return tokenizer_identity.library_facts(
             self.description, *(None if step is None else json.loads(step.__getstate__()) for step in steps)
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import DataError
-from megatron.tokenizer import identity as identities
+from megatron.tokenizer import identity as tokenizer_identity
 from megatron.tokenizer.sibling_files import SiblingFiles, read_siblings
 
 # Parts that go on where another part of the same text stopped: what a ``tokenizers`` JSON text must be for them.
@@ -436,7 +436,7 @@ class Tokenizer(ABC):
     @cached_property
     def identity(self) -> str:
         """What token files and checkpoints know the tokenizer by: see ``megatron/tokenizer/identity.py``."""
-        return identities.join(identities.digest(self._facts()), self._files_digest())
+        return tokenizer_identity.join(tokenizer_identity.digest(self._facts()), self._files_digest())
 
     @abstractmethod
     def _facts(self) -> Iterable[Any]:

@@ -32,6 +32,8 @@ LEARNING_RATE = {
 UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
 OF_GROUPS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style"}
+BELOW_A_STEP = {"lr_warmup_rounding"}
+"""Fields that may change a length by less than a step, which not every schedule shows at whole steps."""
 
 ROPE = "--position-embedding-type rope"
 EXPERTS = "--num-experts 4"
@@ -132,6 +134,9 @@ SHADOWED = {
     "adam_eps": "--adam-eps 1e-6 --optimizer sgd",
     "exp_avg_dtype": "--exp-avg-dtype fp32 --optimizer sgd",
     "exp_avg_sq_dtype": "--exp-avg-sq-dtype fp32 --optimizer sgd",
+    "sgd_momentum": "--sgd-momentum 0.9",
+    "lr_warmup_rounding": "--lr-warmup-rounding down --lr-warmup-iters 3",
+    "train_tokens_lr_unit": "--train-tokens-lr-unit steps",
     "muon_momentum": "--muon-momentum 0.9",
     "muon_nesterov": "--muon-no-nesterov",
     "muon_num_ns_steps": "--muon-num-ns-steps 4",
@@ -223,6 +228,7 @@ NEVER_SHADOWED = set(
     hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
+    loss_average
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
@@ -232,9 +238,9 @@ NEVER_SHADOWED = set(
     batch_size gas requested_global_batch_size seq_length train_iters eval_iters
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
     weight_decay weight_decay_by_name clip_grad offload_optimizer dtype
-    data_path sft tokenizer_type
+    data_path sft tokenizer_type eod_token
     save load resume no_save_optim keep_last
-    sample_prompts wandb_project
+    sample_prompts prompt_bos wandb_project
     seed deterministic log_interval exit_interval kill_switch_path exit_duration_in_mins tensorboard_dir
     deepspeed_config config strict_flags verbose_deepspeed dry_run progress local_rank
     """.split()
@@ -300,7 +306,8 @@ def rates_of(line: str) -> tuple[tuple[float, ...], tuple[str, ...]] | None:
     except ConfigError:
         return None
     schedule = make_learning_rate(config)
-    return tuple(schedule.at(update) for update in UPDATES), tuple(config.shadowed)
+    of_update = config.batch.global_batch_size(1) if config.optimizer.lr_follows_samples else 1
+    return tuple(schedule.after((update + 1) * of_update) for update in UPDATES), tuple(config.shadowed)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +318,7 @@ def test_a_flag_of_the_schedule_is_reported_exactly_where_it_changes_no_learning
     """All pairs of flags: if neither of two values of the second one changes a rate, it must be reported."""
     schedule = {
         option.name for option in options_of(OptimizerConfig)
-        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in OF_GROUPS
+        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in OF_GROUPS | BELOW_A_STEP
     }  # fmt: skip
     assert schedule == LEARNING_RATE.keys(), "a new flag of the schedule needs two values here"
     options = [(name, "--" + name.replace("_", "-"), values) for name, values in LEARNING_RATE.items()]

@@ -43,7 +43,18 @@ OWN_OPTIONS = {"tools/generate.py": parse_generate, "tools/evaluate.py": parse_e
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
 """Flags that the run scripts hand to the launcher."""
 
-MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000", "tensorboard/", "profile/", "mycorpus/", "my-model")
+MADE = (
+    "additional_chat_templates/",
+    "data/",
+    "runs/",
+    ".venv",
+    "rank-0000",
+    "step-0000",
+    "tensorboard/",
+    "profile/",
+    "mycorpus/",
+    "my-model",
+)
 MADE += ("megatron/models/toy/", "examples/toy/", "megatron/training/callbacks/weight_norm.py")  # of the recipes
 MADE_FILES = {
     "config.json",
