@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from tests.checkpoint.legacy.legacy_files import HEADS, model_of, write_cpm1
 from tests.helpers.documented_commands import Clone, documented, undocumented
+from tests.helpers.legacy_files import HEADS, model_of, write_cpm1
 
 SMOKE = {
     "tools/average.py": [

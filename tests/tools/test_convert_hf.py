@@ -267,12 +267,12 @@ def test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case(convert: Run,
     )
     assert back.identity == theirs.identity and back.encode("the lamps The灯") == [5, 6, 8, 1, 7]
     assert convert("export", "--load", tmp_path / "back", "--output", tmp_path / "again")[0] == 0
-    again = tokenizer.build(tokenizer_path=tmp_path / "again")
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    again = tokenizer.build("BertWordPiece", tokenizer_path=tmp_path / "again")
     assert again.encode("the lamps The灯") == [5, 6, 8, 1, 7]
     output = convert("import", "--input", tmp_path / "again", "--output", tmp_path / "last")[1]
-    assert f"--tokenizer-path {tmp_path}/last/tokenizer" in output and "BertWordPiece" not in output, (
-        "tokenizer.json goes first"
-    )
+    assert f"--tokenizer-type BertWordPiece --tokenizer-path {tmp_path}/last/tokenizer" in output
 
 
 def t5_pieces() -> bytes:

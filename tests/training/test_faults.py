@@ -145,7 +145,7 @@ def truncate(prefix: Path) -> None:
         (lambda prefix: prefix.with_suffix(".bin").unlink(), "", ".bin"),
         (truncate, "", "bytes"),
         (lambda prefix: None, "--seq-length 500000", "tokens"),
-        (lambda prefix: None, "--split 1000,0,0 --eval-iters 1", "split"),
+        (lambda prefix: None, "--split 9998,1,1 --eval-iters 1", "split"),
     ],
     ids=["no idx", "no bin", "truncated", "too short", "empty split"],
 )

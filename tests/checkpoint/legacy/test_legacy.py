@@ -14,7 +14,7 @@ from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 from megatron.checkpoint.legacy.files import find_legacy_files
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
-from tests.checkpoint.legacy.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
+from tests.helpers.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
 from tools.import_checkpoint import main
 
 Tensors = dict[str, torch.Tensor]
