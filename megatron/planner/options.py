@@ -377,7 +377,15 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
                 or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no "
                 "model of ours. Correct the path, or give --model and the sizes"
             )
-        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
+        if path := scan(rest).values.get("config"):
+            try:
+                config_file.read_file(path)
+            except ConfigError as error:  # more to the point than a missing --model
+                parser.error(str(error))
+        parser.error(
+            f"--model must be given, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "
+            "config.json of a run, which contain the family"
+        )
     if flags.gpu and flags.machine:
         parser.error("--gpu names a known device and --machine a file: give one of them")
     if flags.fits and flags.top:

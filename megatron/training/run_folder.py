@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -35,18 +36,26 @@ LOADED = "loaded"
 
 
 def newest_run(name: str) -> Path:
-    """Return the run folder of this kind of model with the newest checkpoint.
+    """Return the run folder ``runs/<name>-*`` with the newest checkpoint.
 
     Raises:
-        CheckpointError: no run here has one.
+        CheckpointError: none of them has a checkpoint.
     """
-    runs = {run: newest for run in RUNS.glob(f"{name}-*") if (newest := _newest_save(run))}
-    if not runs:
+    newest = _newest_of(RUNS.glob(f"{name}-*"))
+    if newest is None:
+        other = _newest_of(RUNS.glob("*"))
+        named = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
         raise CheckpointError(
             f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
-            "Start without --resume, or name a folder with --load."
+            f"{named}, or start without --resume."
         )
-    return max(runs, key=lambda run: runs[run])
+    return newest
+
+
+def _newest_of(runs: Iterable[Path]) -> Path | None:
+    """Return the run folder with the newest checkpoint, None if none of them has a checkpoint."""
+    saved = {run: newest for run in runs if (newest := _newest_save(run))}
+    return max(saved, key=lambda run: saved[run], default=None)
 
 
 def saves_in(folder: Path, flags: CheckpointConfig) -> Path:

@@ -315,6 +315,8 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
         (f"{TINY} --memory 3 --hidden-size 256", "--memory must be more than the 4 GB"),
         ("--model gpt2 --machine none.json", "--machine needs a file"),
         ("--model gpt2 --machine none.json --gpu h200", "give one of them"),
+        ("--config none.yaml", "none.yaml"),
+        ("--config examples/run.yaml", "--model must be given, one of gpt2, t5, llama, mpt, bert, unless --load"),
         ("--model gpt2 --ranks 2", "--ranks acts with --calibrate only"),
         ("--model gpt2 --calibrate m.json", "does nothing else, got --model"),
         ("--model gpt2 --fits --top 3", "give one of them"),
