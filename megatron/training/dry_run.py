@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron import log
+from megatron.arguments.flag_values import with_variables
 from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.data import EACH
@@ -98,7 +99,10 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
         tokenizer = MockTokenizer(int(os.environ[TEXT_VOCABULARY]))
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
-        raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
+        problem = (
+            "--dry-run needs the size of the vocabulary, got no --tokenizer-path and no --vocab-size. Give one of them"
+        )
+        raise ConfigError(with_variables([problem], os.environ)[0])
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
         tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron import accelerators, object_store
+from megatron import accelerators, hub, object_store
 from megatron.arguments.other_programs import PROGRAMS
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.config import Config
@@ -107,7 +107,10 @@ def _load_problems(config: Config) -> Iterator[str]:
         return
     path = Path(flags.load)
     if not path.is_dir():
-        yield f"--load must name a folder, got {path}, which does not exist (looked in {Path.cwd()}). Correct the path"
+        missing = (
+            f"--load must name a folder, got {path}, which does not exist (looked in {Path.cwd()}). Correct the path"
+        )
+        yield hub.load_problem(path) or missing
     elif not any(path.iterdir()):
         yield f"--load must name a folder with a checkpoint, got {path}, which is empty. Correct the path"
 

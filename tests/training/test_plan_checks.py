@@ -80,6 +80,13 @@ def test_what_a_run_accepts_is_accepted(line: str, capsys: pytest.CaptureFixture
     assert "Plan (nothing was started)" in capsys.readouterr().out
 
 
+def test_a_missing_tokenizer_is_named_with_its_variable_in_the_run_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_VARIABLES", "--tokenizer-path=TOKENIZER --save=CHECKPOINT_PATH")
+    for line in ("--data-path a --vocab-size 100", "--data-path a"):
+        with pytest.raises(ConfigError, match=r"\(in the run script: --tokenizer-path is TOKENIZER\)$"):
+            plan(line, "pretrain_gpt.py")
+
+
 def test_a_program_of_the_user_may_read_data_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     plan("--data-path mock --vocab-size 100", "train_mine.py")
     assert "random tokens" in capsys.readouterr().out
@@ -109,6 +116,8 @@ def test_missing_files_and_folders_are_warnings(
     found = lacking(f"{small} --data-path {tmp_path}/a --load {tmp_path}/b", monkeypatch, capfd, 2)
     assert f"{tmp_path}/a.idx and {tmp_path}/a.bin" in found and f"got {tmp_path}/b, which does not exist" in found
     assert f"{tmp_path}, which is empty" in lacking(f"{small} --load {tmp_path}", monkeypatch, capfd, 2)
+    named = lacking(f"{small} --load Qwen/Qwen3-0.6B", monkeypatch, capfd, 2)
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in named
     assert not lacking(f"{small} --load {tmp_path}/b --load-if-exists", monkeypatch, capfd, 2)
     for suffix in (".idx", ".bin"):
         (tmp_path / f"a{suffix}").touch()
