@@ -295,8 +295,9 @@ def test_a_dry_run_counts_with_the_sample_that_the_run_will_make(tmp_path, model
     if is_there:
         (tree / "data" / "sample").mkdir(parents=True)
         shutil.copy(ROOT / "tests" / "golden" / "tokenizer.json", tree / "data" / "sample")
-    done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
+    done = run(Path(sys.executable), "--dry-run", "--check-paths", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr + done.stdout, "the run will make the missing token files"
     assert f"vocabulary {make_sample_data.VOCAB_SIZE + 100 * (model == 't5')}" in done.stdout
     assert sorted(path.name for path in tree.rglob("sample/*")) == ["tokenizer.json"] * is_there
 

@@ -78,7 +78,7 @@ def _spans_text(config: Config) -> str:
 # What a configuration means on a grid of ranks: the rows of the start table, by arithmetic alone.
 
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
-"""Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
+"""Environment variable: vocabulary size of the sample data, which the run script makes before the run."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
@@ -116,7 +116,8 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
         config = auto_placement.with_placement(config, topology, dtype, _memory_here(config, world_size))
     bounds = registry.bounds_of(config, topology.pipe)
     memory = stage_memory(config, topology, bounds, dtype)
-    missing = list(plan_checks.machine_problems(config, world_size, memory))
+    makes_data = TEXT_VOCABULARY in os.environ
+    missing = list(plan_checks.machine_problems(config, world_size, memory, makes_data=makes_data))
     if config.run.check_paths:
         raise_all(missing)
     screen = TrainingConsole("plain", config.batch.train_iters)

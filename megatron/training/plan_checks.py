@@ -89,13 +89,17 @@ def _empty_split_problems(config: Config) -> Iterator[str]:
         yield f"training needs documents, got --split {data.split}, which gives it none. Change --split"
 
 
-def machine_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
+def machine_problems(
+    config: Config, world_size: int, memory: Sequence[Memory], *, makes_data: bool = False
+) -> Iterator[str]:
     """Yield files, memory and devices that the run needs and this machine lacks.
 
     Args:
         memory: estimate for one rank of each stage.
+        makes_data: the run script makes the token files before the run.
     """
-    yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES, on_any_node=True)
+    if not makes_data:
+        yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES, on_any_node=True)
     yield from _load_problems(config)
     yield from _device_problems(config, world_size)
     yield from _memory_problems(config, world_size, memory)
