@@ -233,6 +233,15 @@ def test_the_config_of_a_run_names_its_family(tmp_path: Path) -> None:
     assert asked.wanted.global_batch_size == 2 * 8
 
 
+def test_the_record_of_a_run_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "config.json"
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512"
+    saved.write_text(json.dumps(parse(f"{sizes} --dry-run".split(), world_size=1, env={}).to_dict()))
+    out = run(f"--config {saved} --gpus 1 --fits", capsys)[1]
+    assert f"to write into a copy of {saved}:" in out and "bash run_gpt2.sh --config COPY.json" in out
+    assert "to remove from it" not in out, "its other entries are defaults"
+
+
 def write_run_file(folder: Path) -> Path:
     file = folder / "run.yaml"
     file.write_text(RUN_FILE)
