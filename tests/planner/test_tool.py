@@ -170,7 +170,7 @@ def test_small_models_have_units_that_fit_and_a_note_about_few_steps(capsys: pyt
     out = run(f"{small} --tokens 1e9", capsys)[1]
     assert "llama of 14.7 M parameters" in out and re.search(r"\d\.\d minutes for 1e\+09 tokens", out)
     assert re.search(r"\d\d\.\d\d MB", out) and "0.0 days" not in out and " 0.01 GB" not in out
-    assert "note: 1e+09 tokens are only 238 steps of 2,048 samples, 4.19M tokens" in out
+    assert "note: 1e+09 tokens are only 238 steps of 2,048 samples (4.19M tokens)" in out
     assert "note: 20 tokens per parameter are only 70 steps" in run(small, capsys)[1]
     for words in (
         f"{small} --global-batch-size 64 --tokens 1e9",
