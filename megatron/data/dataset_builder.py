@@ -209,8 +209,8 @@ def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     if built_with and identity and not is_same(built_with, identity):
         log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
         raise DataError(
-            f"{token_file.prefix} was built with another tokenizer than the run's. Give the tokenizer of the data, or "
-            "build the data again with tools/preprocess_data.py."
+            f"{token_file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, "
+            "or build the data again with tools/preprocess_data.py."
         )
 
 

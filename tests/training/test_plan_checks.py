@@ -33,6 +33,7 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
             "pretrain_gpt2.py",
             "mock needs a vocabulary, got no tokenizer. Add --tokenizer-type NullTokenizer --vocab-size 77",
         ),
+        ("--data-path mock", "pretrain_gpt2.py", "Add --tokenizer-type NullTokenizer --vocab-size N, or name"),
         ("--data-path a --vocab-size 100", "pretrain_gpt.py", "needs a tokenizer, got no --tokenizer-path"),
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),

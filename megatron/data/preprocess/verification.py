@@ -51,7 +51,7 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
         log.debug(f"tokenizer identity of {file.prefix}: {file.sidecar.tokenizer}; given: {tokenizer.identity}")
         raise DataError(
-            f"{file.prefix} was built with another tokenizer than the one given. Give the tokenizer of the data, or "
+            f"{file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, or "
             "leave it out."
         )
     if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
