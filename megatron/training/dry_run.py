@@ -83,11 +83,12 @@ TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
-def dry_run(config: Config, world_size: int, program: str = "") -> None:
+def dry_run(config: Config, world_size: int, program: str = "", run_name: str = "") -> None:
     """Print the start table of a run on ``world_size`` ranks, without starting it. Only rank 0 prints.
 
     Args:
         program: file name of the program, whose data sets may need a tokenizer.
+        run_name: beginning of the names of the program's run folders.
 
     Raises:
         ConfigError: The run would reject the flags, or ``--check-paths`` finds that this machine lacks something.
@@ -117,7 +118,7 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
     bounds = registry.bounds_of(config, topology.pipe)
     memory = stage_memory(config, topology, bounds, dtype)
     makes_data = TEXT_VOCABULARY in os.environ
-    missing = list(plan_checks.machine_problems(config, world_size, memory, makes_data=makes_data))
+    missing = list(plan_checks.machine_problems(config, world_size, memory, run_name=run_name, makes_data=makes_data))
     if config.run.check_paths:
         raise_all(missing)
     screen = TrainingConsole("plain", config.batch.train_iters)

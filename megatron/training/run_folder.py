@@ -35,21 +35,32 @@ LOADED = "loaded"
 """Folder in a run folder of what was downloaded from the store of another run."""
 
 
-def newest_run(name: str) -> Path:
+def newest_run(name: str, family: str = "") -> Path:
     """Return the run folder ``runs/<name>-*`` with the newest checkpoint.
+
+    Args:
+        family: family of the model, for the message.
 
     Raises:
         CheckpointError: none of them has a checkpoint.
     """
     newest = _newest_of(RUNS.glob(f"{name}-*"))
     if newest is None:
-        other = _newest_of(RUNS.glob("*"))
+        other = _newest_of(run for run in RUNS.glob("*") if _family_of(run) == family)
         named = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
         raise CheckpointError(
             f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
             f"{named}, or start without --resume."
         )
     return newest
+
+
+def _family_of(run: Path) -> str | None:
+    """Return the family of the model in the config.json of a run folder, None if there is none."""
+    try:
+        return str(json.loads((run / "config.json").read_text(encoding="utf-8"))["family"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _newest_of(runs: Iterable[Path]) -> Path | None:
@@ -410,7 +421,7 @@ def _source(config: Config, name: str) -> Path | None:
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None
     try:
-        source = Path(flags.load or flags.save or newest_run(name))
+        source = Path(flags.load or flags.save or newest_run(name, config.family))
         require_checkpoint(source)
     except CheckpointError as error:
         if not flags.load_if_exists:

@@ -117,6 +117,9 @@ def test_missing_files_and_folders_are_warnings(
     found = lacking(f"{small} --data-path {tmp_path}/a --load {tmp_path}/b", monkeypatch, capfd, 2)
     assert f"{tmp_path}/a.idx and {tmp_path}/a.bin" in found and f"got {tmp_path}/b, which does not exist" in found
     assert f"{tmp_path}, which is empty" in lacking(f"{small} --load {tmp_path}", monkeypatch, capfd, 2)
+    monkeypatch.chdir(tmp_path)
+    assert "--resume needs a run with a checkpoint" in lacking(f"{small} --resume", monkeypatch, capfd, 2)
+    assert not lacking(f"{small} --resume --load-if-exists", monkeypatch, capfd, 2)
     named = lacking(f"{small} --load Qwen/Qwen3-0.6B", monkeypatch, capfd, 2)
     assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in named
     assert not lacking(f"{small} --load {tmp_path}/b --load-if-exists", monkeypatch, capfd, 2)

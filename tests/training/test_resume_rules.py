@@ -151,7 +151,9 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
     assert made == Place(Path("new"), begins_again=True)
     with pytest.raises(CheckpointError, match="--resume needs a run.* Name another folder with --save, or"):
         _chosen(config(resume=True), "gpt2")
-    save_as(None, place / "runs" / "mine")
+    for name, family in (("mine", "gpt2"), ("newer", "t5")):
+        save_as(None, place / "runs" / name)
+        (place / "runs" / name / "config.json").write_text(json.dumps({"family": family}))
     with pytest.raises(CheckpointError, match="found none. To resume runs/mine, add --save runs/mine, or"):
         _chosen(config(resume=True), "gpt2")
     assert _chosen(config(resume=True, save="runs/mine"), "gpt2").source == Path("runs/mine")
