@@ -33,9 +33,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
+import numpy as np
 
 from benchmarks.turns import Team
 from megatron.data.cache import IndexCache

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 import torch
 
 from benchmarks.turns import quartiles, rates_in_turns, ratio_quartiles, surroundings

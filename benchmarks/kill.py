@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # both are read when torch and DeepSpeed are imported
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks import kill_elastic
 from benchmarks.kill_job import (
     LAUNCHER,

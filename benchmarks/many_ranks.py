@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks import many_ranks_start, many_ranks_state
 from benchmarks.many_ranks_start import SECONDS, Figures
 from benchmarks.scaling import PAGE, update

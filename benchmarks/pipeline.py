@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks.contenders import GPTSizes, T5Sizes
 from benchmarks.pipe.cuts import START_METHODS, assembled, compare, format_cut, line_up, stage_seconds
 from benchmarks.pipe.model import Case, Contender, make_model

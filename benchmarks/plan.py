@@ -43,6 +43,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler that counts memory is talkative
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks.step_profile import bytes_alive, measure
 from benchmarks.turns import surroundings
 from megatron.arguments import parse, resolve_dtype

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks.plan import PIPE, TENSOR, Case, estimate_of, train_rank
 from benchmarks.turns import surroundings
 from megatron.arguments import parse

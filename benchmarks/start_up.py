@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks.turns import surroundings  # noqa: E402
 
 FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"

@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 import torch
 
 from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of

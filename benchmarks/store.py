@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem

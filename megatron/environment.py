@@ -17,8 +17,10 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "megatron-tds"
 IMPORT_NAMES = {"pyyaml": "yaml"}
-"""Packages whose import name is not their own."""
+"""Import names that differ from the name of the package."""
 OLDEST = (3, 11)
+EXIT_CODE = 2
+"""That of ``ConfigError``, whose module is not imported here."""
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
 
@@ -29,7 +31,7 @@ def install() -> None:
 
 
 def hook_before(other: Hook) -> Hook:
-    """Return an exception hook that prints ``problem``, and calls ``other`` where there is none."""
+    """Return an exception hook that prints ``problem`` and exits with code 2, or calls ``other`` if there is none."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = problem(error)
@@ -37,6 +39,7 @@ def hook_before(other: Hook) -> Hook:
             other(kind, error, trace)
         else:
             sys.stderr.write(f"error: {text}\n")
+            raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
 
     return hook
 
@@ -58,7 +61,7 @@ def problem(error: BaseException) -> str | None:
 
 
 def cure() -> str:
-    """Return what to do: activate the environment if it exists, create it otherwise."""
+    """Return the command that activates the environment, after the one that creates it if there is none."""
     venv = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
     activate, script = _shown(venv / "bin" / "activate"), _shown(ROOT / "run_gpt2.sh")
     if (venv / "bin" / "activate").exists():
@@ -79,7 +82,7 @@ def required() -> set[str]:
 
 
 def is_installed() -> bool:
-    """Return True if pip has installed the project in this Python; what a build left in the repository counts not."""
+    """Return True if pip has installed the project in this Python; an .egg-info in the repository does not count."""
     found = importlib.metadata.distributions(name=PROJECT)
     return any(Path(str(each.locate_file(""))).resolve() != ROOT for each in found)
 

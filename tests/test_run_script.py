@@ -214,14 +214,20 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
 
 
 @pytest.mark.parametrize(
-    ("flags", "env"),
+    ("flags", "env", "is_own"),
     [
-        ("--resume --save {run}", {}), ("--load {run}", {}), ("--load={run} --eval-only", {}),
-        ("--dry-run --load {run}", {}), ("--resume", {"CHECKPOINT_PATH": "{run}"}),
-        ("", {"MEGATRON_DEFAULTS": "--load {run}"}),
+        ("--resume --save {run}", {}, True),
+        ("--dry-run --load {run}", {}, False),
+        ("", {"MEGATRON_DEFAULTS": "--load {run}"}, True),
+        pytest.param("--resume --save {run}", {}, False, marks=pytest.mark.slow),
+        pytest.param("--load {run}", {}, True, marks=pytest.mark.slow),
+        pytest.param("--load={run} --eval-only", {}, True, marks=pytest.mark.slow),
+        pytest.param("--load={run} --eval-only", {}, False, marks=pytest.mark.slow),
+        pytest.param("--dry-run --load {run}", {}, True, marks=pytest.mark.slow),
+        pytest.param("--resume", {"CHECKPOINT_PATH": "{run}"}, True, marks=pytest.mark.slow),
+        pytest.param("--resume", {"CHECKPOINT_PATH": "{run}"}, False, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("is_own", [True, False])
+)
 def test_a_run_on_own_data_is_resumed_without_the_sample_data(fake_python, tmp_path, flags, env, is_own):
     """Neither are the flags that belong to the sample data passed on; without own data they are."""
     path = "data/mine" if is_own else str(ROOT / "data" / "sample" / "gpt2_text_document")
@@ -234,7 +240,14 @@ def test_a_run_on_own_data_is_resumed_without_the_sample_data(fake_python, tmp_p
     assert ("--packing" in defaults) == ("--data-path" in defaults) == (not is_own)
 
 
-@pytest.mark.parametrize("flags", ["--load {run} --finetune", "--resume --save {run}/none", "--load {run} --typo"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--load {run} --finetune",
+        pytest.param("--resume --save {run}/none", marks=pytest.mark.slow),
+        pytest.param("--load {run} --typo", marks=pytest.mark.slow),
+    ],
+)
 def test_a_new_run_takes_the_sample_data(fake_python, tmp_path, flags):
     save_model(tmp_path / "run", config_of("gpt2", data_path="data/mine"))
     done = run(fake_python, *flags.format(run=tmp_path / "run").split())
@@ -282,8 +295,9 @@ def test_a_dry_run_counts_with_the_sample_that_the_run_will_make(tmp_path, model
     if is_there:
         (tree / "data" / "sample").mkdir(parents=True)
         shutil.copy(ROOT / "tests" / "golden" / "tokenizer.json", tree / "data" / "sample")
-    done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
+    done = run(Path(sys.executable), "--dry-run", "--check-paths", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr + done.stdout, "the run will make the missing token files"
     assert f"vocabulary {make_sample_data.VOCAB_SIZE + 100 * (model == 't5')}" in done.stdout
     assert sorted(path.name for path in tree.rglob("sample/*")) == ["tokenizer.json"] * is_there
 
@@ -307,7 +321,7 @@ SCRIPTS = ["run_gpt2.sh", "run_t5.sh", *sorted(str(p.relative_to(ROOT)) for p in
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=pytest.mark.slow if "examples" in name else ()) for name in SCRIPTS]
+    "script", [pytest.param(name, marks=pytest.mark.slow if name != "run_gpt2.sh" else ()) for name in SCRIPTS]
 )
 def test_help_shows_the_defaults_and_every_variable_of_the_script(script, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
@@ -326,6 +340,7 @@ def test_help_shows_the_defaults_and_every_variable_of_the_script(script, monkey
     assert re.search(r"^  NLAYERS, as --num-layers ", variables, re.M)
 
 
+@pytest.mark.slow
 def test_help_is_shown_where_the_machine_does_not_fit_the_variables(fake_python):
     done = run(Path(sys.executable), "--help", DS_ACCELERATOR="", MEGATRON_NUM_GPUS="1", GPUS_PER_NODE="4")
     assert done.returncode == 0 and "--num-layers" in done.stdout

@@ -141,7 +141,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.part and args.cluster:
         parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
     if args.eod_token and args.no_append_eod:
-        parser.error("--eod-token ends documents, --no-append-eod does not: give one")
+        parser.error("--eod-token has no effect with --no-append-eod. Leave one of them out")
     if args.part and args.verify:
         parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
     if args.verify and object_store.is_remote(args.output_prefix):

@@ -197,6 +197,10 @@ class FamilyConfig:
         """Return the tokens that the model reads of a sample: one length, or those of encoder and decoder."""
         return (batch.seq_length,)
 
+    def text_length(self, batch: BatchConfig) -> int:
+        """Return the tokens of a corpus that one sample takes."""
+        return batch.seq_length
+
     def resolved(self, model: ModelConfig, data: DataConfig) -> FamilyConfig:
         """Return this section with the numbers that follow from others."""
         return self

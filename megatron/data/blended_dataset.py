@@ -339,8 +339,8 @@ def resumed_order(
     if lost and not allow_change:
         raise CheckpointError(
             f"the data must be those of the checkpoint, but {'; '.join(lost)}. Samples would be repeated or lost. Give "
-            "the former settings and files (a corpus that is to give nothing more stays, with weight 0), or "
-            "--allow-data-change: unchanged corpora continue at their position, the others start at their first sample."
+            "the former settings and files (to stop reading a corpus, set its weight to 0), or --allow-data-change: "
+            "unchanged corpora continue at their position, the others start at their first sample."
         )
 
     here, cursors, lines = (

@@ -87,7 +87,7 @@ def parse_record(data: bytes) -> Conversation:
     except ValueError as error:
         raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
     except RecursionError:
-        raise ValueError(f"a line must not be nested that deeply, got {_shown(data)}. Remove it") from None
+        raise ValueError(f"a line must not be nested so deeply, got {_shown(data)}. Remove it") from None
     first = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
     if first is None:
         got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)

@@ -18,7 +18,7 @@ from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, IndexedDataset, count_of, num_tokens_of
 from megatron.data.split import NAMES, split_by_hash, split_documents
 from megatron.errors import DataError
-from megatron.tokenizer.identity import is_same, parts, shown
+from megatron.tokenizer.identity import is_same, parts
 
 # The corpora that a run reads, as its flags name them, and short names to tell them apart in logs and checkpoints.
 
@@ -207,9 +207,10 @@ def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     """The data must have been built with the tokenizer of this ``identity``, where both are known."""
     built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
     if built_with and identity and not is_same(built_with, identity):
+        log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
         raise DataError(
-            f"{token_file.prefix} was built with another tokenizer (identity {shown(built_with)}...) than the one "
-            f"given ({shown(identity)}...). Give that tokenizer, or build the data again with tools/preprocess_data.py."
+            f"{token_file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, "
+            "or build the data again with tools/preprocess_data.py."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron import hub
 from megatron.arguments import config_file, parse
-from megatron.arguments.flag_values import Scan, scan
+from megatron.arguments.flag_values import Scan, all_options, scan
 from megatron.arguments.parser import OneLineParser
 from megatron.config import Config
 from megatron.errors import ConfigError
@@ -78,7 +78,8 @@ class Question:
         layout: the one to look at with --fits; None: the best ones are sought.
         assumed: what was not said, in words.
         config_file: the file of --config; None without one.
-        file_fields: fields that this file sets.
+        file_fields: fields that this file sets to another value than the default.
+        is_of_run: this file is the config.json of a run.
     """
 
     config: Config
@@ -89,6 +90,7 @@ class Question:
     assumed: tuple[str, ...]
     config_file: str | None = None
     file_fields: frozenset[str] = frozenset()
+    is_of_run: bool = False
 
 
 def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
@@ -120,6 +122,8 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         batch = flags.global_batch_size or _batch_size(config, world, given, typed, assumed)
         wanted = _sought(config, typed, world, batch, flags.top or 10)
     assumed += _followed(config, given)
+    usual = {option.name: option.default for _, option in all_options()}
+    path = found.values.get("config")
     assumed += ["--gpu h100-80g"] * (not flags.gpu and not flags.machine) + [f"--gpus {world}"] * (not flags.gpus)
     return Question(
         config=config,
@@ -128,8 +132,9 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         layout=layout,
         tokens=flags.tokens,
         assumed=tuple(assumed),
-        config_file=found.values.get("config"),
-        file_fields=frozenset(found.values.keys() - typed.keys()),
+        config_file=path,
+        file_fields=frozenset(name for name in found.values.keys() - typed.keys() if found.values[name] != usual[name]),
+        is_of_run=path is not None and config_file.OF_RUN in config_file.read_file(path).values,
     )
 
 
@@ -377,7 +382,15 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
                 or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no "
                 "model of ours. Correct the path, or give --model and the sizes"
             )
-        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}, or --load FOLDER, which says it")
+        if path := scan(rest).values.get("config"):
+            try:
+                config_file.read_file(path)
+            except ConfigError as error:  # more to the point than a missing --model
+                parser.error(str(error))
+        parser.error(
+            f"--model must be given, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "
+            "config.json of a run, which contain the family"
+        )
     if flags.gpu and flags.machine:
         parser.error("--gpu names a known device and --machine a file: give one of them")
     if flags.fits and flags.top:

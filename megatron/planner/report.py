@@ -117,21 +117,23 @@ def together(changes: Iterable[str]) -> str:
     return " ".join(name + value for name, value in values.items())
 
 
+COPY = "COPY.json"
+"""Name in the start command of an edited copy of a run's config.json, which itself is the record of the run."""
+
+
 def pasted(found: Estimate, question: Question) -> Iterator[str]:
     """Yield the lines to paste into a shell, or those to write into the file of --config."""
     if question.config_file is not None:
         settings, unset = file_settings(found.layout)
-        yield f"to write into {question.config_file}:"
+        path = COPY if question.is_of_run else question.config_file
+        yield f"to write into {f'a copy of {question.config_file}' if question.is_of_run else path}:"
         yield from (f"  {name}: {value}" for name, value in settings.items())
         if removed := sorted(field.replace("_", "-") for field in question.file_fields & unset):
             yield f"to remove from it: {', '.join(removed)}"
         on_node = min(question.machine.devices_per_node, found.layout.world_size)
         script = FAMILIES[question.config.family].run_script
         yield "to start it:"
-        yield (
-            f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} "
-            f"--config {question.config_file}"
-        )
+        yield f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} --config {path}"
         return
     yield f"to paste ({NOT_SET}):"
     yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
@@ -172,8 +174,8 @@ def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
     of_step = batch * question.config.tokens_per_sample
     if tokens / of_step < FEW_STEPS:
         yield (
-            f"note: {length} are only {tokens / of_step:,.0f} steps of {batch:,} samples, {human_count(of_step)} "
-            "tokens. Models of this size are usually trained with smaller batches: set --global-batch-size"
+            f"note: {length} are only {tokens / of_step:,.0f} steps of {batch:,} samples ({human_count(of_step)} "
+            "tokens). Models of this size are usually trained with smaller batches: set --global-batch-size"
         )
 
 

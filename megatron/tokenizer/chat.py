@@ -323,7 +323,7 @@ class ChatTemplate:
         except DataError:
             raise
         except RecursionError:
-            raise TemplateError("a conversation must not be nested that deeply. Flatten it, or remove it") from None
+            raise TemplateError("a conversation must not be nested so deeply. Flatten it, or remove it") from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise TemplateError(f"the chat template ({self.source}) refuses it: {error}") from error
         return _without_marks(text)

@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_SHOWN = 12
 _WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
 """Keys that do not change the ids: offsets, dropout (never applied here), ``fuse_unk`` without an unknown token."""
 
@@ -37,11 +36,6 @@ def is_same(first: str, second: str) -> bool:
     """Return True if both identities name one tokenizer."""
     one, other = parts(first), parts(second)
     return one[-1] == other[-1] or (len(one) == len(other) == 2 and one[0] == other[0])
-
-
-def shown(identity: str) -> str:
-    """Return an identity short enough for a message."""
-    return identity[:_SHOWN]
 
 
 def digest(facts: Iterable[Any]) -> str:

@@ -74,7 +74,7 @@ RULES = (
     Rule(
         "--batch-size, --gas, replicas, --rampup-batch-size",
         ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
-        "the position is kept in samples, so any size goes on at the next sample; a step has another number of them. "
+        "the position is kept in samples, so any size continues with the next sample. "
         "A learning rate and an end of the run that are given in samples or tokens follow the samples",
     ),
     Rule(
@@ -255,7 +255,7 @@ def check_tokenizer(
     differences = "; ".join(changed) or "its files have changed"
     if not allow_change:
         raise CheckpointError(
-            f"the tokenizer must be that of the checkpoint, but {differences}. The weights would read other words. "
+            f"the tokenizer must be that of the checkpoint, but {differences}. Token ids would have another meaning. "
             "Give the former tokenizer; only if its ids mean the same, or if the model is to learn new ones, add "
             "--allow-vocab-change"
         )

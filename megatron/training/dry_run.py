@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron import log
+from megatron.arguments.flag_values import with_variables
 from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.data import EACH
@@ -21,7 +22,7 @@ from megatron.mpu.topology import Topology
 from megatron.training import auto_placement, plan_checks
 from megatron.training.console import TrainingConsole
 from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
-from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
+from megatron.training.global_vars import missing_tokenizer, tokens_of, with_tokenizer, with_vocabulary
 from megatron.training.schedule_rows import epoch_rows, schedule_rows
 from tds.partition import chunks_on
 from tds.schedule import V
@@ -77,16 +78,17 @@ def _spans_text(config: Config) -> str:
 # What a configuration means on a grid of ranks: the rows of the start table, by arithmetic alone.
 
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
-"""Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
+"""Environment variable: vocabulary size of the sample data, which the run script makes before the run."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
-def dry_run(config: Config, world_size: int, program: str = "") -> None:
+def dry_run(config: Config, world_size: int, program: str = "", run_name: str = "") -> None:
     """Print the start table of a run on ``world_size`` ranks, without starting it. Only rank 0 prints.
 
     Args:
         program: file name of the program, whose data sets may need a tokenizer.
+        run_name: beginning of the names of the program's run folders.
 
     Raises:
         ConfigError: The run would reject the flags, or ``--check-paths`` finds that this machine lacks something.
@@ -98,7 +100,10 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
         tokenizer = MockTokenizer(int(os.environ[TEXT_VOCABULARY]))
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
-        raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
+        problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them"
+        if config.data.is_mock:
+            problem = missing_tokenizer(config)
+        raise ConfigError(with_variables([problem], os.environ)[0])
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
         tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
@@ -112,7 +117,8 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
         config = auto_placement.with_placement(config, topology, dtype, _memory_here(config, world_size))
     bounds = registry.bounds_of(config, topology.pipe)
     memory = stage_memory(config, topology, bounds, dtype)
-    missing = list(plan_checks.machine_problems(config, world_size, memory))
+    makes_data = TEXT_VOCABULARY in os.environ
+    missing = list(plan_checks.machine_problems(config, world_size, memory, run_name=run_name, makes_data=makes_data))
     if config.run.check_paths:
         raise_all(missing)
     screen = TrainingConsole("plain", config.batch.train_iters)

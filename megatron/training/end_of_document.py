@@ -28,7 +28,7 @@ def choose_eod(tokenizer: Tokenizer, config: Config) -> None:
     of_files = list(_of_files(tokenizer, config))
     is_given = "eod_token" in config.given
     if wanted is not None and not is_given and wanted != BY_NAME and tokenizer.token_to_id(wanted) is None:
-        log.info(f"the tokenizer has no {wanted}, which ended the documents of this run: --eod-token is chosen anew")
+        log.info(f"the tokenizer has no {wanted}, which ended the documents of this run: --eod-token is chosen again")
         wanted = None
     if wanted is None and of_files:
         wanted = tokenizer.name_of(of_files[0][1])

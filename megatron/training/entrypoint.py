@@ -267,7 +267,7 @@ def pretrain(
                 raise_own(unsettled)
             raise
         if config.run.dry_run:
-            dry_run(config, world_size, Path(sys.argv[0]).name)
+            dry_run(config, world_size, Path(sys.argv[0]).name, run_name)
             return
         raise_own(unsettled)
         if span is not None:

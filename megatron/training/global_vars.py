@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron import log
+from megatron.arguments.flag_values import with_variables
 from megatron.config import Config
 from megatron.data import BlendPaths
 from megatron.errors import ConfigError, DataError
@@ -81,10 +83,11 @@ def missing_tokenizer(config: Config) -> str:
             "--data-path mock needs a vocabulary, got no tokenizer. Add --tokenizer-type NullTokenizer --vocab-size "
             f"{size}, or name a tokenizer with --tokenizer-path"
         )
-    return (
-        "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the one that made the data; "
-        "tools/train_tokenizer.py trains one."
+    problem = (
+        "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the tokenizer of the data; "
+        "tools/train_tokenizer.py trains one"
     )
+    return with_variables([problem], os.environ)[0]
 
 
 def get_chat_template() -> Any:

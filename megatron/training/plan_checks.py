@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron import accelerators, object_store
+from megatron import accelerators, hub, object_store
 from megatron.arguments.other_programs import PROGRAMS
+from megatron.checkpoint.checkpoint_args import RUNS, source_of
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.config import Config
 from megatron.config.data import FIM_TOKENS
@@ -89,25 +90,36 @@ def _empty_split_problems(config: Config) -> Iterator[str]:
         yield f"training needs documents, got --split {data.split}, which gives it none. Change --split"
 
 
-def machine_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
+def machine_problems(
+    config: Config, world_size: int, memory: Sequence[Memory], *, run_name: str = "", makes_data: bool = False
+) -> Iterator[str]:
     """Yield files, memory and devices that the run needs and this machine lacks.
 
     Args:
         memory: estimate for one rank of each stage.
+        run_name: beginning of the names of the program's run folders.
+        makes_data: the run script makes the token files before the run.
     """
-    yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES, on_any_node=True)
-    yield from _load_problems(config)
+    if not makes_data:
+        yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES, on_any_node=True)
+    yield from _load_problems(config, run_name)
     yield from _device_problems(config, world_size)
     yield from _memory_problems(config, world_size, memory)
 
 
-def _load_problems(config: Config) -> Iterator[str]:
+def _load_problems(config: Config, run_name: str) -> Iterator[str]:
     flags = config.checkpoint
+    if flags.resume and not flags.load_if_exists and source_of(vars(flags), run_name) is None:
+        runs = RUNS.resolve() / f"{run_name}-*"
+        yield f"--resume needs a run with a checkpoint in {runs}, found none. Start without --resume"
     if flags.load is None or flags.load_if_exists or object_store.is_remote(flags.load):
         return
     path = Path(flags.load)
     if not path.is_dir():
-        yield f"--load must name a folder, got {path}, which does not exist (looked in {Path.cwd()}). Correct the path"
+        missing = (
+            f"--load must name a folder, got {path}, which does not exist (looked in {Path.cwd()}). Correct the path"
+        )
+        yield hub.load_problem(path) or missing
     elif not any(path.iterdir()):
         yield f"--load must name a folder with a checkpoint, got {path}, which is empty. Correct the path"
 

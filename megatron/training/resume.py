@@ -57,7 +57,7 @@ def _compare_tokenizers(config: Config, source: Path) -> None:
         log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
         return
     if found:
-        log.warning(f"the tokenizer is not that of {source}: {found}. The weights read other words")
+        log.warning(f"the tokenizer is not that of {source}: {found}. Token ids have another meaning")
     else:
         log.info(f"the tokenizer has the ids of that in {source}")
 

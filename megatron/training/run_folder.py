@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -34,19 +35,38 @@ LOADED = "loaded"
 """Folder in a run folder of what was downloaded from the store of another run."""
 
 
-def newest_run(name: str) -> Path:
-    """Return the run folder of this kind of model with the newest checkpoint.
+def newest_run(name: str, family: str = "") -> Path:
+    """Return the run folder ``runs/<name>-*`` with the newest checkpoint.
+
+    Args:
+        family: family of the model, for the message.
 
     Raises:
-        CheckpointError: no run here has one.
+        CheckpointError: none of them has a checkpoint.
     """
-    runs = {run: newest for run in RUNS.glob(f"{name}-*") if (newest := _newest_save(run))}
-    if not runs:
+    newest = _newest_of(RUNS.glob(f"{name}-*"))
+    if newest is None:
+        other = _newest_of(run for run in RUNS.glob("*") if _family_of(run) == family)
+        named = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
         raise CheckpointError(
             f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
-            "Start without --resume, or name a folder with --load."
+            f"{named}, or start without --resume."
         )
-    return max(runs, key=lambda run: runs[run])
+    return newest
+
+
+def _family_of(run: Path) -> str | None:
+    """Return the family of the model in the config.json of a run folder, None if there is none."""
+    try:
+        return str(json.loads((run / "config.json").read_text(encoding="utf-8"))["family"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _newest_of(runs: Iterable[Path]) -> Path | None:
+    """Return the run folder with the newest checkpoint, None if none of them has a checkpoint."""
+    saved = {run: newest for run in runs if (newest := _newest_save(run))}
+    return max(saved, key=lambda run: saved[run], default=None)
 
 
 def saves_in(folder: Path, flags: CheckpointConfig) -> Path:
@@ -401,7 +421,7 @@ def _source(config: Config, name: str) -> Path | None:
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None
     try:
-        source = Path(flags.load or flags.save or newest_run(name))
+        source = Path(flags.load or flags.save or newest_run(name, config.family))
         require_checkpoint(source)
     except CheckpointError as error:
         if not flags.load_if_exists:

@@ -75,21 +75,22 @@ def token_count(prefix: str) -> int | None:
 
 
 def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield how often a decoder reads each corpus, as far as token files tell it without being read."""
+    """Yield how often the run reads each corpus, if the sizes of the token files determine it."""
     data, steps = config.data, config.batch.train_iters
-    is_known = config.own.KIND == "decoder" and data.sft is None and data.mixture_schedule is None
+    is_known = data.sft is None and data.mixture_schedule is None and not data.flag_of_set
     if not is_known or data.is_mock or data.is_own or data.training_path is None or config.checkpoint.eval_only:
         return
     share = data.split_shares[0]
     corpora = parse_paths(data.training_path)
     weights = sum(weight for weight, _ in corpora)
-    tokens = config.batch.sizes(replicas).consumed_after(steps) * config.tokens_per_sample
+    tokens = config.batch.sizes(replicas).consumed_after(steps) * config.own.text_length(config.batch)
     found = []
     for weight, prefix in corpora:
         size = token_count(prefix)
         if not size or not weights or not share:
             return
         name = f"{prefix} " if len(corpora) > 1 else ""
-        found.append(f"{name}{tokens * weight / weights / float(size * share):.3g}")
+        epochs = tokens * weight / weights / float(size * share)
+        found.append(f"{name}{epochs:{',.0f' if epochs >= 1000 else '.3g'}}")
     if steps:
         yield "epochs", f"about {', '.join(found)}"

@@ -82,8 +82,9 @@ def test_files_without_a_sidecar_are_looked_through(tmp_path: Path) -> None:
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [10] * 10)
-    with pytest.raises(DataError, match="built with another tokenizer"):
-        build(tmp_path / "a", tokenizer_identity="u")
+    with pytest.raises(DataError, match="built with another tokenizer") as raised:
+        build(tmp_path / "a", tokenizer_identity="u" * 64)
+    assert "uuu" not in str(raised.value), "identities are in lines of the level debug only"
 
 
 def test_flags_that_need_an_end_of_document_refuse_files_without(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_both_forms_of_a_line_are_one() -> None:
         ('{"conversations": [{"from": "function_call", "value": "a"}]}', "from.*human or user or gpt"),
         ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', r"must not contain U\+D83D"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "[{\\"\\\\udc00\\": 1}]"}', r"U\+DC00"),
-        ('{"messages": ' + "[" * 99_999, "must not be nested that deeply"),
+        ('{"messages": ' + "[" * 99_999, "must not be nested so deeply"),
         (
             '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": 3}',
             "must be an object, got 3",

@@ -170,7 +170,7 @@ def test_small_models_have_units_that_fit_and_a_note_about_few_steps(capsys: pyt
     out = run(f"{small} --tokens 1e9", capsys)[1]
     assert "llama of 14.7 M parameters" in out and re.search(r"\d\.\d minutes for 1e\+09 tokens", out)
     assert re.search(r"\d\d\.\d\d MB", out) and "0.0 days" not in out and " 0.01 GB" not in out
-    assert "note: 1e+09 tokens are only 238 steps of 2,048 samples, 4.19M tokens" in out
+    assert "note: 1e+09 tokens are only 238 steps of 2,048 samples (4.19M tokens)" in out
     assert "note: 20 tokens per parameter are only 70 steps" in run(small, capsys)[1]
     for words in (
         f"{small} --global-batch-size 64 --tokens 1e9",
@@ -231,6 +231,15 @@ def test_the_config_of_a_run_names_its_family(tmp_path: Path) -> None:
     asked = plan.question(*plan.read_flags(["--config", str(saved), "--gpus", "4"])[1:])
     assert asked.config.identity() == config.identity()
     assert asked.wanted.global_batch_size == 2 * 8
+
+
+def test_the_record_of_a_run_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "config.json"
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512"
+    saved.write_text(json.dumps(parse(f"{sizes} --dry-run".split(), world_size=1, env={}).to_dict()))
+    out = run(f"--config {saved} --gpus 1 --fits", capsys)[1]
+    assert f"to write into a copy of {saved}:" in out and "bash run_gpt2.sh --config COPY.json" in out
+    assert "to remove from it" not in out, "its other entries are defaults"
 
 
 def write_run_file(folder: Path) -> Path:
@@ -315,6 +324,8 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
         (f"{TINY} --memory 3 --hidden-size 256", "--memory must be more than the 4 GB"),
         ("--model gpt2 --machine none.json", "--machine needs a file"),
         ("--model gpt2 --machine none.json --gpu h200", "give one of them"),
+        ("--config none.yaml", "none.yaml"),
+        ("--config examples/run.yaml", "--model must be given, one of gpt2, t5, llama, mpt, bert, unless --load"),
         ("--model gpt2 --ranks 2", "--ranks acts with --calibrate only"),
         ("--model gpt2 --calibrate m.json", "does nothing else, got --model"),
         ("--model gpt2 --fits --top 3", "give one of them"),

@@ -100,7 +100,7 @@ def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., t
         (["--vocab-size", 300, "--special-tokens", "a b"], "--special-tokens must be names without blanks, got 'a b'"),
         (["--vocab-size", 300, "--special-tokens", "<a>", "<a>"], "must differ from each other"),
         (["--vocab-size", 9999, "--model", "unigram"], "--vocab-size 9999 cannot be trained on this text"),
-        (["--vocab-size", 300, "--json-key", "txt"], "at most 0 (--max-bad-lines) may be bad, got 900 bad of 900."),
+        (["--vocab-size", 300, "--json-key", "txt"], "900 of 900 records are bad; at most 0 (--max-bad"),
         (
             ["--vocab-size", 300, "--json-key", "txt", "--max-bad-fraction", 0.9],
             "at most 0.9 of all lines (--max-bad-f",
@@ -210,9 +210,8 @@ def test_all_bad_lines_are_named_at_once(train: Callable[..., tuple], tmp_path: 
     path = bad_corpus(tmp_path / "c.jsonl", 9, 3)
     code, output, said = train("--input", path, "--vocab-size", 260)
     assert code == 2 and not output.exists()
-    assert (
-        "at most 0 (--max-bad-lines) may be bad, got 3 bad of 12. Correct them; --max-bad-lines 3 leaves them" in said
-    )
+    expected = "3 of 12 records are bad; at most 0 (--max-bad-lines) may be. Correct them, or leave them out with --max"
+    assert expected in said
     assert all(f"c.jsonl:{line} (byte " in said for line in (1, 5, 9)) and said.count("(byte ") == 3
     for limit in (
         ["--max-bad-lines", 3],
@@ -244,8 +243,8 @@ def test_many_bad_lines_are_listed_in_a_file(
     assert not listed.exists(), "of an earlier run"
     monkeypatch.setattr(tokenizer_corpus, "_GIVE_UP_AT", 10)
     code, _, said = train("--input", bad_corpus(path, 20, 400), "--vocab-size", 260)
-    assert code == 2 and "and reading stopped there" in said and "Check --input, --format and --json-key" in said
-    assert "got 10 bad of 10" in said or "got 11 bad of 11" in said
+    assert code == 2 and "and reading stopped there" in said and "check --input, --format and --json-key" in said
+    assert "10 of 10 records" in said or "11 of 11 records" in said
 
 
 def test_tokens_are_no_longer_than_asked_for(train: Callable[..., tuple], corpus: Path, tmp_path: Path) -> None:

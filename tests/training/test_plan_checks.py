@@ -33,6 +33,7 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
             "pretrain_gpt2.py",
             "mock needs a vocabulary, got no tokenizer. Add --tokenizer-type NullTokenizer --vocab-size 77",
         ),
+        ("--data-path mock", "pretrain_gpt2.py", "Add --tokenizer-type NullTokenizer --vocab-size N, or name"),
         ("--data-path a --vocab-size 100", "pretrain_gpt.py", "needs a tokenizer, got no --tokenizer-path"),
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
@@ -80,6 +81,13 @@ def test_what_a_run_accepts_is_accepted(line: str, capsys: pytest.CaptureFixture
     assert "Plan (nothing was started)" in capsys.readouterr().out
 
 
+def test_a_missing_tokenizer_is_named_with_its_variable_in_the_run_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_VARIABLES", "--tokenizer-path=TOKENIZER --save=CHECKPOINT_PATH")
+    for line in ("--data-path a --vocab-size 100", "--data-path a"):
+        with pytest.raises(ConfigError, match=r"\(in the run script: --tokenizer-path is TOKENIZER\)$"):
+            plan(line, "pretrain_gpt.py")
+
+
 def test_a_program_of_the_user_may_read_data_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     plan("--data-path mock --vocab-size 100", "train_mine.py")
     assert "random tokens" in capsys.readouterr().out
@@ -109,6 +117,11 @@ def test_missing_files_and_folders_are_warnings(
     found = lacking(f"{small} --data-path {tmp_path}/a --load {tmp_path}/b", monkeypatch, capfd, 2)
     assert f"{tmp_path}/a.idx and {tmp_path}/a.bin" in found and f"got {tmp_path}/b, which does not exist" in found
     assert f"{tmp_path}, which is empty" in lacking(f"{small} --load {tmp_path}", monkeypatch, capfd, 2)
+    monkeypatch.chdir(tmp_path)
+    assert "--resume needs a run with a checkpoint" in lacking(f"{small} --resume", monkeypatch, capfd, 2)
+    assert not lacking(f"{small} --resume --load-if-exists", monkeypatch, capfd, 2)
+    named = lacking(f"{small} --load Qwen/Qwen3-0.6B", monkeypatch, capfd, 2)
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in named
     assert not lacking(f"{small} --load {tmp_path}/b --load-if-exists", monkeypatch, capfd, 2)
     for suffix in (".idx", ".bin"):
         (tmp_path / f"a{suffix}").touch()

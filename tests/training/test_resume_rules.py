@@ -149,8 +149,14 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
     assert not (place / "runs").exists()
     made = _chosen(config(load=source, load_if_exists=True, save="new"), "gpt2")
     assert made == Place(Path("new"), begins_again=True)
-    with pytest.raises(CheckpointError, match="--resume needs a run"):
+    with pytest.raises(CheckpointError, match="--resume needs a run.* Name another folder with --save, or"):
         _chosen(config(resume=True), "gpt2")
+    for name, family in (("mine", "gpt2"), ("newer", "t5")):
+        save_as(None, place / "runs" / name)
+        (place / "runs" / name / "config.json").write_text(json.dumps({"family": family}))
+    with pytest.raises(CheckpointError, match="found none. To resume runs/mine, add --save runs/mine, or"):
+        _chosen(config(resume=True), "gpt2")
+    assert _chosen(config(resume=True, save="runs/mine"), "gpt2").source == Path("runs/mine")
     assert _chosen(config(resume=True, load_if_exists=True), "gpt2").source is None
 
 

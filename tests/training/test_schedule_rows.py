@@ -51,13 +51,17 @@ def write(prefix: Path, num_tokens: int) -> str:
 def test_epochs_follow_from_the_sizes_of_the_files(tmp_path: Path) -> None:
     small, large = write(tmp_path / "small", 1000), write(tmp_path / "large", 4000)
     assert (token_count(small), token_count(large), token_count("/nowhere")) == (1000, 4000, None)
-    run = "--train-iters 10 --seq-length 50 --batch-size 2"  # 1,000 tokens
 
-    def epochs(line: str) -> str:
-        config = parse([*f"{run} {line}".split(), "--dry-run"], world_size=1, env={})
+    def epochs(line: str, family: str = "gpt2") -> str:
+        run = {"t5": "--enc-seq-length 50"}.get(family, "--seq-length 50") + " --train-iters 10 --batch-size 2"
+        config = parse([*f"{run} {line}".split(), "--dry-run"], world_size=1, env={}, family=family)
         return dict(epoch_rows(config, 1)).get("epochs", "")
 
     assert epochs(f"--data-path {large} --split 50,25,25") == "about 0.5"
     assert epochs(f"--data-path 0.5 {small} 0.5 {large} --split 1,0,0") == f"about {small} 0.5, {large} 0.125"
     assert epochs(f"--train-data-path {small} --valid-data-path {large}") == "about 1"
+    assert epochs(f"--data-path {large} --split 1,0,0 --gas 1000") == "about 250"
+    assert epochs(f"--data-path {large} --split 1,0,0 --gas 10000") == "about 2,500"
+    assert epochs(f"--data-path {large} --split 1,0,0", "bert") == "about 0.235", "47 tokens and 3 control tokens"
+    assert epochs(f"--data-path {large} --split 1,0,0", "t5") == "about 0.27", "inputs of 50 are made of 54 tokens"
     assert epochs("--data-path mock") == epochs("--data-path /nowhere/x") == ""

@@ -288,7 +288,7 @@ def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
         fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
         return f"{text}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
     is_that = is_same(sidecar.tokenizer, tokenizer.identity)
-    return f"{text}; {'the tokenizer given is that one' if is_that else 'the one given is ANOTHER'}"
+    return f"{text}; {'the given tokenizer is the same' if is_that else 'the given tokenizer is ANOTHER one'}"
 
 
 def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:

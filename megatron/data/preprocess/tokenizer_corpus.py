@@ -168,8 +168,10 @@ class TrainingText:
             return
         shown = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
         more = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
-        fix = "Check --input, --format and --json-key" if end else f"--max-bad-lines {self.num_bad} leaves them out"
+        fix = f"leave them out with --max-bad-lines {self.num_bad}"
+        if end:
+            fix = "check --input, --format and --json-key"
         raise DataError(
-            f"at most {' and '.join(allowed)} may be bad, got {self.num_bad} bad of {num_records}{end}. "
-            f"Correct them; {fix}:{shown}{more}"
+            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(allowed)} may be. "
+            f"Correct them, or {fix}:{shown}{more}"
         )

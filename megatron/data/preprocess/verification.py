@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron import files
+from megatron import files, log
 from megatron.data.index_format import DatasetMetadata, index_chunks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.identity import is_same, shown
+from megatron.tokenizer.identity import is_same
 
 _SIZES_AT_ONCE = 1 << 18
 _BYTES_AT_ONCE = 1 << 22
@@ -49,9 +49,10 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     """
     file = _opened(prefix)
     if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
+        log.debug(f"tokenizer identity of {file.prefix}: {file.sidecar.tokenizer}; given: {tokenizer.identity}")
         raise DataError(
-            f"{file.prefix} was built with another tokenizer ({shown(file.sidecar.tokenizer)}...) than the one given "
-            f"({shown(tokenizer.identity)}...). Give that one, or none."
+            f"{file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, or "
+            "leave it out."
         )
     if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
         raise DataError(

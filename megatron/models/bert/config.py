@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from megatron.config.batch import BatchConfig
 from megatron.config.config import Config
 from megatron.config.model import FamilyConfig, ModelFamily
 from megatron.config.option import option
@@ -73,6 +74,9 @@ class BertConfig(FamilyConfig):
     @property
     def pads_samples(self) -> bool:
         return self.short_seq_prob > 0
+
+    def text_length(self, batch: BatchConfig) -> int:
+        return batch.seq_length - _FRAME[self.binary_head]
 
     def check(self, config: Config) -> Iterator[str]:
         yield from super().check(config)

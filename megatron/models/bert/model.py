@@ -335,7 +335,7 @@ class BertModel(nn.Module):
     Source: Devlin et al. 2019, "BERT: Pre-training of deep bidirectional transformers for language understanding".
     """
 
-    loss_weighting = "tokens"  # for the start table
+    loss_weighting = "tokens"  # the loss function returns (sum, count)
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__()

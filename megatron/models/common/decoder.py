@@ -35,7 +35,7 @@ class DecoderModel(nn.Module):
     open and efficient foundation language models"; MosaicML 2023, "Introducing MPT-7B".
     """
 
-    loss_weighting = "tokens"  # for the start table
+    loss_weighting = "tokens"  # the loss function returns (sum, count)
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class ModelPipe(PipelineModule):
         layer_classes: of transformer layers, which are what is recomputed.
     """
 
-    loss_weighting = "tokens"  # for the start table
+    loss_weighting = "tokens"  # the loss function returns (sum, count)
     layer_classes: tuple[type[nn.Module], ...]
 
     def __init__(

@@ -136,6 +136,9 @@ class T5Config(FamilyConfig):
     def sequence_lengths(self, batch: BatchConfig) -> tuple[int, ...]:
         return self.enc_seq_length, self.dec_seq_length
 
+    def text_length(self, batch: BatchConfig) -> int:
+        return self.raw_length
+
     def has_segments(self, reset_attention_mask: bool) -> bool:
         """Return whether batches carry segments: documents are kept apart, or inputs are padded.
 

@@ -212,7 +212,7 @@ class T5Model(nn.Module):
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer".
     """
 
-    loss_weighting = "tokens"  # for the start table
+    loss_weighting = "tokens"  # the loss function returns (sum, count)
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__()

@@ -429,7 +429,7 @@ def finished_text(trainer: Trainer) -> str:
             f"the tokens of --train-tokens {batch.train_tokens} are consumed already, after step {progress.step}. "
             "Raise --train-tokens to continue"
         )
-    return f"all {steps} steps are done already; raise --train-iters to go on"
+    return f"all {steps} steps are done already; raise --train-iters to continue"
 
 
 def callback_states(state: Mapping[str, Any]) -> dict[str, Any]:

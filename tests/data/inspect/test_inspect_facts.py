@@ -102,7 +102,7 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
     write_megatron(tmp_path / "unknown", [400], [0, 1])
     rows = {name: dict(statistics.statistics_rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
             for name in ("own", "other", "unknown")}  # fmt: skip
-    assert "the tokenizer given is that one" in rows["own"]
+    assert "the given tokenizer is the same" in rows["own"]
     assert "ANOTHER" in rows["other"]
     assert "too small" in rows["unknown"]
 
