@@ -386,7 +386,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
     _mup(found, values, family)
-    if "add_qkv_bias" in found.values and values.get("hidden_bias"):
+    if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
         found.neutral["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (
