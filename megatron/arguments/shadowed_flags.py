@@ -94,6 +94,11 @@ SHADOWS = (
     # learning rate
     Shadow(("warmup",), _has_warmup_length, "the warm-up has a length in steps, samples or tokens"),
     Shadow(
+        ("lr_warmup_rounding",),
+        lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
+        "the warm-up is no fraction of steps",
+    ),
+    Shadow(
         ("wsd_decay_fraction",),
         lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),
         "the decay of wsd has a length in steps or samples",

@@ -234,6 +234,11 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
         values.get(name) is not None for name in lengths_in_samples
     )
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
+    has_decay = "--lr-decay-tokens" in asked or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
+    if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
+        found.neutral[found.spelling["train_tokens_lr_unit"]] = (
+            "it acts where --train-tokens is the only length of the run and of the decay"
+        )
     if not asked and not in_samples:
         return {}
     sizes = _sizes(values, world_size)

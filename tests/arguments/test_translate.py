@@ -98,7 +98,10 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
         ),
         ("--ds-sequence-parallel-size 2 --seq-length 258", r"\(--context-parallel-size was given as --ds-seq.* 2\)"),
         ("--skip-train --load x --eval-iters 0", r"--eval-iters 0.*\(--eval-only was given as --skip-train\)"),
-        ("--lr-decay-style wsd --lr-wsd-decay-iters 5 --lr-wsd-decay-samples 21", "got 5 steps of .* and 21 samples"),
+        (
+            "--lr-decay-style wsd --lr-wsd-decay-iters 5 --lr-wsd-decay-samples 21",
+            "got 5 steps, which are .* and 21 samples",
+        ),
         ("--remote-device nvme", "--remote-device must be one of cpu, got 'nvme'"),
         ("--data-args-path /nowhere", "--data-args-path must name a text file that can be read, got /nowhere"),
         ("--profile x --profile-step-start 4", "--profile-step-start must agree with --profile"),

@@ -313,8 +313,14 @@ def built(config: Config) -> Any:
     return made
 
 
-def stand_in(config: Config) -> MockTokenizer:
-    return MockTokenizer(60, control_tokens={"<|endoftext|>": 0})
+class NamedTokenizer(MockTokenizer):
+    """Also has the name of its end-of-document token."""
+
+    eod_name = "<|endoftext|>"
+
+
+def stand_in(config: Config) -> NamedTokenizer:
+    return NamedTokenizer(60, control_tokens={"<|endoftext|>": 0})
 
 
 def model(config: Config) -> Any:
@@ -371,6 +377,7 @@ def loader(config: Config) -> Any:
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
     global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    global_vars.choose_eod = lambda *_: None  # type: ignore[assignment]
     global_vars.with_tokenizer(config)
     return given
 

@@ -30,6 +30,7 @@ class BertConfig(FamilyConfig):
         "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "
         "it out",
         "sample_prompts": "BERT fills single tokens and writes no text; leave it out",
+        "prompt_bos": "BERT fills single tokens and writes no text; leave it out",
         "z_loss": "BERT's loss is over few masked words, and over two heads; leave it out",
         "packing": "BERT's samples are pairs of texts; leave it out",
         "fim_rate": "BERT fills gaps anyway; leave it out",
