@@ -98,6 +98,7 @@ def dry_run(config: Config, world_size: int, program: str = "") -> None:
         tokenizer = MockTokenizer(int(os.environ[TEXT_VOCABULARY]))
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
+        raise_all(list(plan_checks.tokenizer_problems(config, program)))
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"

@@ -34,6 +34,8 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
             "mock needs a vocabulary, got no tokenizer. Add --tokenizer-type NullTokenizer --vocab-size 77",
         ),
         ("--data-path a --vocab-size 100", "pretrain_gpt.py", "needs a tokenizer, got no --tokenizer-path"),
+        ("--data-path mock", "pretrain_gpt2.py", "Add --tokenizer-type NullTokenizer --vocab-size N"),
+        ("--data-path mock", "own.py", "--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size"),
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
         (f"--data-path mock {NULL} --fim-rate 0.5", "pretrain_gpt2.py", "--fim-rate 0.5 needs a vocabulary with"),
