@@ -313,14 +313,8 @@ def built(config: Config) -> Any:
     return made
 
 
-class NamedTokenizer(MockTokenizer):
-    """Also has the name of its end-of-document token."""
-
-    eod_name = "<|endoftext|>"
-
-
-def stand_in(config: Config) -> NamedTokenizer:
-    return NamedTokenizer(60, control_tokens={"<|endoftext|>": 0})
+def stand_in(config: Config) -> MockTokenizer:
+    return MockTokenizer(60, control_tokens={"<|endoftext|>": 0})
 
 
 def model(config: Config) -> Any:
