@@ -353,6 +353,8 @@ class _Reader:
             return value, option.constants[flag]
         if value is True and option.alone is not None:
             return True, option.alone
+        if isinstance(value, str):
+            value = option.synonyms.get(value, value)
         if option.join is not None and not self.is_of_run:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:

@@ -182,6 +182,10 @@ def test_a_flag_of_the_command_line_replaces_keys_that_set_the_same_under_anothe
     assert {name: values[name] for name in wanted} == wanted, "flags of a run script's recipe give way, too"
 
 
+def test_values_have_the_synonyms_of_the_command_line(tmp_path):
+    assert read(tmp_path, "lr-decay-style: WSD").optimizer.lr_decay_style == "wsd"
+
+
 def test_a_key_that_a_flag_of_the_command_line_does_not_set_stays(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train-samples: 80\nswiglu: true\nlr-warmup-tokens: 2048\nhidden-size: 300\nff-hidden-size: 512")
