@@ -458,7 +458,9 @@ def _with_length(
     values, batch = dict(values), saved.get("batch")
     if not isinstance(batch, dict):
         return values
-    limits = {flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted}
+    limits: dict[str, int] = {
+        flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted
+    }
     if values.get("lr_decay_samples") is not None:
         values.pop("lr_decay_iters", None)  # it follows from the samples
         if _decays_to_the_end(values, limits, batch, saved):
