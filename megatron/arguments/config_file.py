@@ -192,6 +192,12 @@ class Taken:
             found.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
         return {} if self.is_of_run else defaults
 
+    def drop_settings_of_run(self, found: Scan) -> None:
+        """Remove settings of a run's config.json from the ignored flags: the file lists every setting, used or not."""
+        if self.is_of_run:
+            of_run = {found.spelling[name] for name in self.places if name in found.spelling}
+            found.neutral = {name: why for name, why in found.neutral.items() if name not in of_run}
+
 
 def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     """Add to ``found`` what the file of its --config says where the command line says nothing.
@@ -214,7 +220,8 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.notes += reader.notes
     found.rest[:0] = reader.rest
     found.neutral = {**reader.neutral, **found.neutral}
-    if taken.is_of_run:
+    if taken.is_of_run and not reader.problems:
+        values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
     for flag in precedence.overridden_flags(reader.converted, found):
         del reader.converted[flag]
@@ -228,7 +235,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
         return taken
     if taken.is_of_run:
         values = {**_former_defaults(text.values, found), **values}
-        values = _begin_anew(_without_derived(values, found.family), Path(path))
+        values = _begin_anew(values, Path(path))
         if "deepspeed_config" not in found.values:
             inner = JsonText(path, _without_max_grad_norm(text.values.get("deepspeed") or {}), {})
             taken.deepspeed, problems, _ = good_keys(inner)
@@ -346,6 +353,8 @@ class _Reader:
             return value, option.constants[flag]
         if value is True and option.alone is not None:
             return True, option.alone
+        if isinstance(value, str):
+            value = option.synonyms.get(value, value)
         if option.join is not None and not self.is_of_run:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
@@ -442,27 +451,52 @@ def _given_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[
 def _with_length(
     values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], found: Scan
 ) -> dict[str, Any]:
-    """Return the values of a run's file without the lengths that follow from its --train-samples or --train-tokens.
+    """Return the values of a run's file without the lengths that follow from others: they follow those of this run.
 
-    A length on the command line replaces those of the file, which are removed from ``converted`` then.
+    A length of the run on the command line replaces those of the file, which are removed from ``converted`` then.
     """
     values, batch = dict(values), saved.get("batch")
-    limits = {flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted}
-    if not limits or not isinstance(batch, dict):
+    if not isinstance(batch, dict):
+        return values
+    limits: dict[str, int] = {
+        flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted
+    }
+    if values.get("lr_decay_samples") is not None:
+        values.pop("lr_decay_iters", None)  # it follows from the samples
+        if _decays_to_the_end(values, limits, batch, saved):
+            del values["lr_decay_samples"]
+    if not limits:
         return values
     values.pop("train_iters", None)
     if batch.get("requested_train_iters") is not None:
         values["train_iters"] = batch["requested_train_iters"]
-    if values.get("lr_decay_samples") is not None:
-        values.pop("lr_decay_iters", None)
     if "train_iters" in found.values or {"--train-samples", "--train-tokens"} & found.converted.keys():
-        length = values.get("enc_seq_length") or batch.get("seq_length") or 1
-        whole = limits.get("--train-samples") or limits["--train-tokens"] / length
-        if values.get("lr_decay_samples") == whole:  # it was no length of its own
-            del values["lr_decay_samples"]
         for flag in limits:
             del converted[flag]
     return values
+
+
+def _decays_to_the_end(
+    values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
+) -> bool:
+    """Return True if the decay of a run in samples has the length of the run, as without a flag for it.
+
+    Args:
+        values: field -> value of the run's file.
+        limits: its --train-samples and --train-tokens.
+    """
+    decay = values["lr_decay_samples"]
+    if "--train-samples" in limits:
+        return bool(decay == limits["--train-samples"])
+    if "--train-tokens" in limits:
+        is_only_length = batch.get("requested_train_iters") is None
+        by_samples = saved.get("optimizer", {}).get("train_tokens_lr_unit") == "samples"
+        length = values.get("enc_seq_length") or batch.get("seq_length") or 1
+        return is_only_length and by_samples and bool(decay == limits["--train-tokens"] / length)
+    steps, size = batch.get("train_iters"), batch.get("batch_size")
+    if not steps or not size or batch.get("rampup_batch_size") is not None:
+        return False
+    return bool(saved.get("optimizer", {}).get("lr_decay_iters") == steps and decay % (steps * size) == 0)
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:

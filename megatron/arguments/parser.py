@@ -105,6 +105,7 @@ def parse(
     values = deepspeed_json.resolve(found, stated, world_size, defaults, from_file.places)
     limits = translate.lengths(found, values, world_size)
     translate.what_holds(found, values, family)
+    from_file.drop_settings_of_run(found)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,

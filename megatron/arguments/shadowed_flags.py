@@ -8,7 +8,7 @@ the reason, and ``--strict-flags`` rejects it. Flags that contradict each other 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron import object_store
 from megatron.config.config import Config
@@ -34,17 +34,6 @@ class Shadow:
 def _has_warmup_length(config: Config) -> bool:
     optimizer = config.optimizer
     return optimizer.lr_warmup_iters is not None or optimizer.lr_warmup_samples is not None
-
-
-def _has_warmup_of_any_rounding(config: Config) -> bool:
-    """Return True if rounding changes nothing: the warm-up is no fraction of steps, or its length is whole."""
-    return len({replace(config.optimizer, lr_warmup_rounding=name).warmup_length for name in ("none", "down")}) == 1
-
-
-def _has_other_length(config: Config) -> bool:
-    """Return True unless --train-tokens is the only length of the run."""
-    batch = config.batch
-    return batch.train_tokens is None or batch.train_samples is not None or batch.requested_train_iters is not None
 
 
 def _has_wsd_length(config: Config) -> bool:
@@ -106,10 +95,9 @@ SHADOWS = (
     Shadow(("warmup",), _has_warmup_length, "the warm-up has a length in steps, samples or tokens"),
     Shadow(
         ("lr_warmup_rounding",),
-        _has_warmup_of_any_rounding,
-        "the warm-up has a length of its own or a whole number of steps",
+        lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
+        "the warm-up is no fraction of steps",
     ),
-    Shadow(("train_tokens_lr_unit",), _has_other_length, "--train-tokens is not the only length of the run"),
     Shadow(
         ("wsd_decay_fraction",),
         lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),

@@ -234,6 +234,11 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
         values.get(name) is not None for name in lengths_in_samples
     )
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
+    has_decay = "--lr-decay-tokens" in asked or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
+    if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
+        found.neutral[found.spelling["train_tokens_lr_unit"]] = (
+            "it acts where --train-tokens is the only length of the run and of the decay"
+        )
     if not asked and not in_samples:
         return {}
     sizes = _sizes(values, world_size)
@@ -386,7 +391,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
     _mup(found, values, family)
-    if "add_qkv_bias" in found.values and values.get("hidden_bias"):
+    if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
         found.neutral["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (

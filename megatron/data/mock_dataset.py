@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-EOD_ID = 0
+EOD_ID, EOD_NAME = 0, "<|endoftext|>"
 NUM_DOCUMENTS = 400
 LONGEST_DOCUMENT = 48
 
@@ -52,9 +52,9 @@ class MockTokenizer:
 
     vocab_size: int
     eod_id: int = EOD_ID
-    eod_name: str | None = "<|endoftext|>"
     pad_id: int | None = None
     unk_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
-    control_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|endoftext|>": EOD_ID})
+    control_tokens: Mapping[str, int] = field(default_factory=lambda: {EOD_NAME: EOD_ID})
+    eod_name: str | None = EOD_NAME
     identity: str | None = None

@@ -280,12 +280,19 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 
 
 def samples_wanted(config: Config, world: World) -> list[int]:
-    """Return how many samples training, all validations and the test will read."""
+    """Return how many samples training, all validations and the test will read.
+
+    For the training it is --train-samples, as in Megatron, so that it does not change when a run is resumed with
+    another batch size; otherwise the samples of a new run.
+    """
     batch, replicas = config.batch, world.grid.data.size
+    training = batch.sizes(replicas).consumed_after(batch.train_iters)
+    if batch.train_samples is not None and batch.train_tokens is None and batch.train_iters:
+        training = batch.train_samples
     per_step = batch.global_batch_size(replicas)
     evaluated = evaluated_splits(config)
     return [
-        0 if config.checkpoint.eval_only else batch.sizes(replicas).consumed_after(batch.train_iters),
+        0 if config.checkpoint.eval_only else training,
         batch.eval_iters * per_step if evaluated["valid"] else 0,
         batch.eval_iters * per_step if evaluated["test"] else 0,
     ]

@@ -22,7 +22,7 @@ from megatron.mpu.topology import Topology
 from megatron.training import auto_placement, plan_checks
 from megatron.training.console import TrainingConsole
 from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
-from megatron.training.global_vars import missing_tokenizer, tokens_of, with_tokenizer, with_vocabulary
+from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
 from megatron.training.schedule_rows import epoch_rows, schedule_rows
 from tds.partition import chunks_on
 from tds.schedule import V
@@ -100,9 +100,8 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
         tokenizer = MockTokenizer(int(os.environ[TEXT_VOCABULARY]))
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
+        raise_all(with_variables(list(plan_checks.tokenizer_problems(config, program)), os.environ))
         problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them"
-        if config.data.is_mock:
-            problem = missing_tokenizer(config)
         raise ConfigError(with_variables([problem], os.environ)[0])
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.own.enc_seq_length}"

@@ -40,16 +40,14 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
         tokenizer: None if no flag names one.
         program: file name of the program; a user's program may read data without a tokenizer.
     """
-    data, given = config.data, config.given
-    has_data = any(data.corpora.values()) and not data.is_own
+    given = config.given
     if tokenizer is None:
-        if has_data and program in OWN_PROGRAMS:
-            yield missing_tokenizer(config)
+        yield from tokenizer_problems(config, program)
         for name in ("sample_prompts", "eval_tasks"):
             if name in given:
                 flag = f"--{name.replace('_', '-')}"
                 yield f"{flag} needs a tokenizer, got none. Name it with --tokenizer-path, or leave {flag} out"
-    elif has_data and program in OWN_PROGRAMS:
+    elif _reads_with_tokenizer(config, program):
         yield from _vocabulary_problems(config, tokenizer)
     yield from _empty_split_problems(config)
     if config.checkpoint.export_hf_interval:
@@ -57,6 +55,16 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
             config_to_huggingface(config, "")
         except (CheckpointError, ValueError) as error:
             yield f"--export-hf-interval: {error}. Leave the flag out"
+
+
+def tokenizer_problems(config: Config, program: str) -> Iterator[str]:
+    """Yield that the program's data need a tokenizer, for a run without one."""
+    if _reads_with_tokenizer(config, program):
+        yield missing_tokenizer(config)
+
+
+def _reads_with_tokenizer(config: Config, program: str) -> bool:
+    return any(config.data.corpora.values()) and not config.data.is_own and program in OWN_PROGRAMS
 
 
 def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:

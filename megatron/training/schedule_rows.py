@@ -35,8 +35,7 @@ def schedule_text(config: Config, replicas: int) -> str:
         return sizes.steps_until(length) if in_samples else length
 
     whole = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters
-    warmup = settings.lr_warmup_samples if in_samples else settings.lr_warmup_iters
-    warmup = settings.warmup * whole if warmup is None else warmup
+    warmup = settings.warmup_length
     begin, end = to_steps(warmup), to_steps(whole)
     phases: list[tuple[str, float, float]] = [("warm-up", 0, begin)]
     if style == "wsd":

@@ -182,6 +182,10 @@ def test_a_flag_of_the_command_line_replaces_keys_that_set_the_same_under_anothe
     assert {name: values[name] for name in wanted} == wanted, "flags of a run script's recipe give way, too"
 
 
+def test_values_have_the_synonyms_of_the_command_line(tmp_path):
+    assert read(tmp_path, "lr-decay-style: WSD").optimizer.lr_decay_style == "wsd"
+
+
 def test_a_key_that_a_flag_of_the_command_line_does_not_set_stays(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train-samples: 80\nswiglu: true\nlr-warmup-tokens: 2048\nhidden-size: 300\nff-hidden-size: 512")
@@ -345,6 +349,43 @@ def test_a_repeated_run_begins_as_the_first_start_did_and_saves_elsewhere(tmp_pa
     config = again(tmp_path, written(tmp_path, f"{STATED} --load {tmp_path}/other-run --finetune --save elsewhere"))
     assert (config.checkpoint.load, config.checkpoint.finetune) == (f"{tmp_path}/other-run", True)
     assert config.checkpoint.save == "elsewhere"
+
+
+@pytest.mark.parametrize("first", ["", "--train-samples 80 --fp32", "--optimizer sgd --data-path mock"])
+def test_settings_of_a_run_that_have_no_effect_are_no_flags_without_effect(tmp_path, first):
+    text = written(tmp_path, f"--strict-flags {first}")
+    assert not again(tmp_path, text).neutral
+    with pytest.raises(ConfigError, match="^--muon-momentum 0.5 is refused by --strict-flags"):
+        again(tmp_path, text, "--muon-momentum 0.5")
+
+
+LENGTHS = ("train_samples", "train_tokens", "train_iters", "lr_decay_samples", "lr_decay_iters")
+
+
+@pytest.mark.parametrize(
+    ("first", "line", "wanted"),
+    [
+        ("--train-iters 40", "--train-samples 80", (80, None, 20, 80, 20)),
+        ("--train-iters 40", "--train-iters 20", (None, None, 20, None, 20)),
+        ("--train-iters 40 --lr-decay-iters 30", "--train-samples 80", (80, None, 20, 120, 30)),
+        ("--train-iters 40 --lr-warmup-samples 8", "--train-iters 80", (None, None, 80, 320, 80)),
+        ("--train-iters 40 --lr-warmup-samples 8", "--gas 2", (None, None, 40, 320, 40)),
+        ("--train-iters 40 --lr-decay-samples 100", "--train-iters 80", (None, None, 80, 100, 25)),
+        ("--train-tokens 3201", "--seq-length 64", (None, 3201, 13, 3201 / 64, 13)),
+        ("--train-tokens 3201 --train-iters 50", "--train-iters 10", (None, None, 10, None, 10)),
+        ("--train-tokens 3201 --train-iters 20", "--train-tokens 6400", (None, 6400, 50, 200, 50)),
+        ("--train-tokens 3201 --train-tokens-lr-unit steps", "--gas 2", (None, 3201, 13, None, 13)),
+        ("--train-samples 160 --lr-decay-samples 120", "--train-iters 80", (None, None, 80, 120, 30)),
+    ],
+)
+def test_the_decay_of_a_repeated_run_follows_its_length_where_the_first_one_did(tmp_path, first, line, wanted):
+    text = written(tmp_path, f"--batch-size 4 --seq-length 32 {first}")
+    config = again(tmp_path, text, line)
+    found = {**vars(config.batch), **vars(config.optimizer)}
+    assert tuple(found[name] for name in LENGTHS) == wanted
+    unchanged, first_config = again(tmp_path, text), parse(f"--batch-size 4 --seq-length 32 {first}".split(),
+                                                           world_size=1, env={})  # fmt: skip
+    assert (unchanged.batch, unchanged.optimizer) == (first_config.batch, first_config.optimizer)
 
 
 def test_a_config_json_of_another_family_names_its_program(tmp_path):

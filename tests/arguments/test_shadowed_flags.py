@@ -18,8 +18,9 @@ from megatron.training.setup import make_learning_rate
 
 LEARNING_RATE = {
     "min_lr": ("1e-5", "2e-5"),
-    "lr_decay_iters": ("300", "500"),
-    "warmup": ("0.2", "0.3"),
+    "lr_decay_iters": ("290", "299"),
+    "warmup": ("0.21", "0.31"),
+    "lr_warmup_rounding": ("none", "down"),
     "lr_decay_samples": ("1300", "1700"),
     "lr_warmup_iters": ("3", "7"),
     "lr_warmup_samples": ("10", "22"),
@@ -32,8 +33,6 @@ LEARNING_RATE = {
 UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
 OF_GROUPS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style"}
-BELOW_A_STEP = {"lr_warmup_rounding"}
-"""Fields that may change a length by less than a step, which not every schedule shows at whole steps."""
 
 ROPE = "--position-embedding-type rope"
 EXPERTS = "--num-experts 4"
@@ -123,6 +122,8 @@ SHADOWED = {
     "lr_decay_iters": "--lr-decay-iters 9 --lr-decay-style constant --lr-warmup-iters 3",
     "warmup": "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
     "lr_decay_samples": "--lr-decay-samples 36 --lr-decay-style constant --lr-warmup-samples 8",
+    "lr_warmup_rounding": "--lr-warmup-rounding down --lr-warmup-iters 3",
+    "train_tokens_lr_unit": "--train-tokens-lr-unit steps",
     "lr_wsd_decay_iters": "--lr-wsd-decay-iters 9",
     "lr_wsd_decay_samples": "--lr-wsd-decay-samples 9",
     "lr_wsd_decay_style": "--lr-wsd-decay-style cosine",
@@ -135,8 +136,6 @@ SHADOWED = {
     "exp_avg_dtype": "--exp-avg-dtype fp32 --optimizer sgd",
     "exp_avg_sq_dtype": "--exp-avg-sq-dtype fp32 --optimizer sgd",
     "sgd_momentum": "--sgd-momentum 0.9",
-    "lr_warmup_rounding": "--lr-warmup-rounding down --lr-warmup-iters 3",
-    "train_tokens_lr_unit": "--train-tokens-lr-unit steps",
     "muon_momentum": "--muon-momentum 0.9",
     "muon_nesterov": "--muon-no-nesterov",
     "muon_num_ns_steps": "--muon-num-ns-steps 4",
@@ -218,6 +217,7 @@ SHADOWED = {
     "debug_dump_modules": "--debug-dump-modules a",
     "debug_dump_tensors": "--debug-dump-tensors",
     "eval_tasks_interval": "--eval-tasks-interval 5",
+    "prompt_bos": "--no-prompt-bos",
     "wandb_exp_name": "--wandb-exp-name a",
     "wandb_save_dir": "--wandb-save-dir a",
     "wandb_entity": "--wandb-entity a",
@@ -228,7 +228,6 @@ NEVER_SHADOWED = set(
     hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
-    loss_average
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
@@ -236,11 +235,11 @@ NEVER_SHADOWED = set(
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations
     recompute_granularity compile device fused_kernels distributed_backend step_timeout phase_timeout_minutes
     batch_size gas requested_global_batch_size seq_length train_iters eval_iters
-    optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
+    loss_average optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
     weight_decay weight_decay_by_name clip_grad offload_optimizer dtype
     data_path sft tokenizer_type eod_token
     save load resume no_save_optim keep_last
-    sample_prompts prompt_bos wandb_project
+    sample_prompts wandb_project
     seed deterministic log_interval exit_interval kill_switch_path exit_duration_in_mins tensorboard_dir
     deepspeed_config config strict_flags verbose_deepspeed dry_run progress local_rank
     """.split()
@@ -298,6 +297,26 @@ def test_a_shadowed_flag_is_reported_and_rejected_with_strict_flags(field: str) 
     assert names(problem_of(f"{line} --strict-flags"), field)
 
 
+@pytest.mark.parametrize(
+    ("line", "is_reported"),
+    [
+        ("--train-tokens 999", False),
+        ("--train-tokens 999 --lr-warmup-samples 8", False),
+        ("--train-tokens 999 --lr-decay-iters 9", True),
+        ("--train-tokens 999 --lr-decay-tokens 900", True),
+        ("--train-tokens 999 --train-iters 9", True),
+        ("--train-tokens 999 --train-samples 8", True),
+    ],
+)
+def test_the_unit_of_the_learning_rate_is_reported_where_it_changes_nothing(line: str, is_reported: bool) -> None:
+    line = f"--seq-length 8 --lr-decay-style linear --batch-size 4 {line}"
+    units = [f"{line} --train-tokens-lr-unit {unit}" for unit in ("samples", "steps")]
+    assert (read(units[0]).optimizer.lr_follows_samples, rates_of(units[0])) != (
+        read(units[1]).optimizer.lr_follows_samples, rates_of(units[1])
+    ) or is_reported  # fmt: skip
+    assert ("--train-tokens-lr-unit steps" in read(units[1]).neutral) == is_reported
+
+
 @functools.cache
 def rates_of(line: str) -> tuple[tuple[float, ...], tuple[str, ...]] | None:
     """Return the learning rates and the reported flags of a command line; None if it is an error."""
@@ -305,9 +324,8 @@ def rates_of(line: str) -> tuple[tuple[float, ...], tuple[str, ...]] | None:
         config = read(line)
     except ConfigError:
         return None
-    schedule = make_learning_rate(config)
-    of_update = config.batch.global_batch_size(1) if config.optimizer.lr_follows_samples else 1
-    return tuple(schedule.after((update + 1) * of_update) for update in UPDATES), tuple(config.shadowed)
+    schedule, size = make_learning_rate(config), config.batch.batch_size if config.optimizer.lr_follows_samples else 1
+    return tuple(schedule.after(size * (update + 1)) for update in UPDATES), tuple(config.shadowed)
 
 
 @pytest.mark.parametrize(
@@ -318,13 +336,13 @@ def test_a_flag_of_the_schedule_is_reported_exactly_where_it_changes_no_learning
     """All pairs of flags: if neither of two values of the second one changes a rate, it must be reported."""
     schedule = {
         option.name for option in options_of(OptimizerConfig)
-        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in OF_GROUPS | BELOW_A_STEP
+        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in OF_GROUPS
     }  # fmt: skip
     assert schedule == LEARNING_RATE.keys(), "a new flag of the schedule needs two values here"
     options = [(name, "--" + name.replace("_", "-"), values) for name, values in LEARNING_RATE.items()]
     num_compared = 0
     for (first, first_flag, (first_value, _)), (name, flag, values) in itertools.product(options, options):
-        start = f"--train-iters 40 --lr 1e-3 --lr-decay-style {style}"
+        start = f"--train-iters 40 --lr 1e-3 --warmup 0.06 --lr-decay-style {style}"
         start += f" {first_flag} {first_value}" if first != name else ""
         found = [rates_of(start), *(rates_of(f"{start} {flag} {value}") for value in values)]
         if any(each is None for each in found):

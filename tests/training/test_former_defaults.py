@@ -69,9 +69,9 @@ def test_a_resumed_run_keeps_what_a_new_run_has_otherwise(name: str, tmp_path: P
     (note,) = [note for note in resumed.notes if "that this run keeps" in note]
     assert "loss-average token (a new run: micro-batch)" in note
     changed = [field for field, value in KEPT[name].items() if NEW[name][field] != value]
-    assert all(field.replace("_", "-") in note for field in changed)
+    assert all(f" {field.replace('_', '-')} " in note for field in changed)
     others = {field for kept in KEPT.values() for field in kept} - set(changed)
-    assert not [field for field in others if field.replace("_", "-") in note], "one of another optimizer"
+    assert not [field for field in others if f" {field.replace('_', '-')} " in note], "one of another optimizer"
     assert not [note for note in new.notes if "that this run keeps" in note]
 
 

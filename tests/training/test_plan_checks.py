@@ -35,6 +35,12 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
         ),
         ("--data-path mock", "pretrain_gpt2.py", "Add --tokenizer-type NullTokenizer --vocab-size N, or name"),
         ("--data-path a --vocab-size 100", "pretrain_gpt.py", "needs a tokenizer, got no --tokenizer-path"),
+        ("--data-path mock", "pretrain_gpt2.py", "Add --tokenizer-type NullTokenizer --vocab-size N"),
+        (
+            "--data-path mock",
+            "own.py",
+            "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them",
+        ),
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
         (f"--data-path mock {NULL} --fim-rate 0.5", "pretrain_gpt2.py", "--fim-rate 0.5 needs a vocabulary with"),

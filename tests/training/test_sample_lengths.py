@@ -16,6 +16,7 @@ from megatron.config import parse
 from megatron.mpu.groups import single_grid
 from megatron.training.callbacks.checkpointer import finished_text
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.data import samples_wanted
 from megatron.training.initialize import World
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
@@ -147,6 +148,12 @@ def test_the_position_survives_a_checkpoint_and_another_length_of_samples() -> N
     saved = {"progress": state.saved(16)}
     assert TrainState.resumed(saved, 16) == state
     assert TrainState.resumed(saved, 32) == TrainState(10, 8, 20, 4)
+
+
+@pytest.mark.parametrize("size", [4, 7, 64])
+def test_the_data_set_is_asked_for_the_samples_of_the_run_whatever_the_batch_size(size: int) -> None:
+    assert samples_wanted(trainer_of("--train-samples 162", Start(size), TrainState()).config, WORLD)[0] == 162
+    assert samples_wanted(trainer_of("--train-iters 3", Start(size), TrainState()).config, WORLD)[0] == 3 * size
 
 
 def test_a_run_that_is_done_names_its_limit() -> None:

@@ -24,6 +24,8 @@ from megatron.training.schedule_rows import epoch_rows, schedule_rows, schedule_
          "wsd, 0.001 to 0, in steps: warm-up 10, stable 170, decay 20"),
         ("--lr-decay-style wsd --warmup 0 --wsd-decay-fraction 0.25",
          "wsd, 0.001 to 0, in steps: stable 150, decay 50"),
+        ("--train-iters 12 --warmup 0.3", "cosine, 0.001 to 0, in steps: warm-up 3.6, decay 8.4"),
+        ("--train-iters 12 --warmup 0.3 --lr-warmup-rounding down", "cosine, 0.001 to 0, in steps: warm-up 3, decay 9"),
         ("--lr-warmup-samples 40 --lr-decay-samples 800", "cosine, 0.001 to 0, in steps: warm-up 10, decay 190"),
         ("--lr-decay-style inverse-square-root --warmup 0.1",
          "inverse-square-root, 0.001 to 0, in steps: warm-up 20, decay 180"),
