@@ -52,6 +52,8 @@ _TOP_KEYS = {
 }
 """First key of a format -> all keys of the format."""
 _COMMON_KEYS = {"system", "tools", "chat_template_kwargs"}
+_RESERVED = {"messages", "add_generation_prompt", "without_loss", "self"}
+"""Variables and arguments of a template's rendering that a record cannot set."""
 _MAX_SHOWN = 60
 
 
@@ -221,6 +223,11 @@ def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
     more = content.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(more)}. Correct it')
+    if reserved := sorted(_RESERVED & more.keys()):
+        raise ValueError(
+            f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. '
+            "Leave it out"
+        )
     tools = content.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

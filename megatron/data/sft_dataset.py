@@ -222,6 +222,7 @@ class ConversationFile:
             )
         if self.unread:
             shown = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
+            shown = shown.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
             log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {shown}")
 
 

@@ -162,22 +162,23 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, description: str, paths: Sequence[Path], settings: str = "") -> None:
         self.description = description
         self._library = load(description)
-        self._words = KnownWords(partial(ids_of, self._library)) if are_independent(description) else None
+        self._outline = outline(description)
+        self._words = KnownWords(partial(ids_of, self._library)) if are_independent(self._outline) else None
         self._continued: tokenizers.Tokenizer | None = None
         self._rendered: tokenizers.Tokenizer | None = None
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._splits_words = splits_words(description)
-        self._drops_blanks = self._splits_words or strips_end(description)
-        self._hidden = HiddenSpellings(description, {})
+        self._splits_words = splits_words(self._outline)
+        self._drops_blanks = self._splits_words or strips_end(self._outline)
+        self._hidden = HiddenSpellings(self._outline, {})
         super().__init__(paths, settings)
-        self._hidden = HiddenSpellings(description, self.control_tokens)
+        self._hidden = HiddenSpellings(self._outline, self.control_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.description, self.paths, self.settings), self.eod_name
 
     def use_eod(self, name: str) -> None:
         super().use_eod(name)
-        self._hidden = HiddenSpellings(self.description, self.control_tokens)
+        self._hidden = HiddenSpellings(self._outline, self.control_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -194,7 +195,7 @@ class LibraryTokenizer(Tokenizer):
 
         GPT-2's two files have no post-processor: ``add_bos_token`` of tokenizer_config.json decides.
         """
-        if json.loads(self.description).get("post_processor") is None and self.is_from_gpt2_files:
+        if json.loads(self._outline).get("post_processor") is None and self.is_from_gpt2_files:
             return super().opening_ids
         with_bos = self._library.encode("a", add_special_tokens=True)
         first = next((at for at, mark in enumerate(with_bos.special_tokens_mask) if not mark), 0)
@@ -218,7 +219,7 @@ class LibraryTokenizer(Tokenizer):
         )
 
     def _files_digest(self) -> str:
-        hidden, self._hidden = self._hidden, HiddenSpellings(self.description, {})  # names that text itself spells
+        hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})  # names that text itself spells
         try:
             return super()._files_digest()
         finally:
@@ -232,7 +233,7 @@ class LibraryTokenizer(Tokenizer):
 
     @property
     def spelling(self) -> str:
-        parts = json.loads(self.description)
+        parts = json.loads(self._outline)
         if parts["model"].get("type") == "WordPiece":
             return "continued"
         return "bytes" if '"ByteLevel"' in json.dumps([parts["pre_tokenizer"], parts["decoder"]]) else "text"
@@ -249,7 +250,7 @@ class LibraryTokenizer(Tokenizer):
         For what a chat template has rendered: the one text of which these spellings are no accident.
         """
         if self._rendered is None:
-            self._rendered = load(self.description)
+            self._rendered = _with_model_of(self._library, self._outline)
             self._rendered.encode_special_tokens = False
         encoding = self._rendered.encode(text, add_special_tokens=False)
         largest = max(encoding.ids, default=0)
@@ -268,7 +269,7 @@ class LibraryTokenizer(Tokenizer):
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:
-            self._continued = load(without_prefix(self.description))
+            self._continued = _with_model_of(self._library, without_prefix(self._outline))
         if not self._splits_words:
             return self._ids_of(self._continued, texts)
         cut = [behind_first_word(text) for text in texts]
@@ -312,6 +313,30 @@ def load(description: str) -> tokenizers.Tokenizer:
             f"the vocabulary has BPE dropout {dropout}, which gives a text other ids each time; it is encoded without"
         )
     return library
+
+
+def outline(description: str) -> str:
+    """Return the JSON text of a tokenizer without the vocabulary and the merges of its model.
+
+    A vocabulary may have 33 MB, which takes a second each time that it is parsed.
+    """
+    with identities.without_collection():
+        fields = json.loads(description)
+    model = fields["model"]
+    if model.get("unk_id") is not None:
+        model["unk_token"] = model["vocab"][model.pop("unk_id")][0]
+    fields["model"] = {name: value for name, value in model.items() if name not in ("vocab", "merges")}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of the outline ``description`` that shares the model of ``library``."""
+    fields = json.loads(description)
+    stub = {"type": "BPE", "vocab": {}, "merges": []}
+    other = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
+    other.model = library.model
+    other.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
+    return other
 
 
 def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:

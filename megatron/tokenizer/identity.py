@@ -13,9 +13,11 @@ a post-processor and default values and reorders keys. This changes FILES and ke
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
@@ -55,7 +57,24 @@ def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list
         normalizer: its normalizer as the installed library writes it (None if it has none).
         pre_tokenizer: likewise.
     """
-    fields = json.loads(description)
+    with without_collection():
+        fields = json.loads(description)
+        return _facts(fields, normalizer, pre_tokenizer)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the garbage collector, which scans a million new lists again and again while a vocabulary is read."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _facts(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: Any) -> list[Any]:
     return [
         *_model(fields["model"]),
         _steps(normalizer),

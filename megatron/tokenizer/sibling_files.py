@@ -41,7 +41,8 @@ def read_siblings(paths: Sequence[Path]) -> SiblingFiles:
         return SiblingFiles({}, frozenset(), False, None)
     folder = paths[0].parent
     settings, special = _read_object(folder / SETTINGS), _read_object(folder / SPECIAL)
-    roles = [(role, _content(token)) for part in (special, settings) for role, token in part.items()]
+    parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # the last one counts
+    roles = [(role, _content(token)) for part in parts for role, token in part.items()]
     named = {role: token for role, token in roles if role.endswith("_token") and token is not None}
     names = {*named.values(), *_listed(special), *_listed(settings)}
     has_template = bool(settings.get("chat_template")) or any((folder / name).exists() for name in _TEMPLATES)

@@ -72,6 +72,13 @@ def test_both_forms_of_a_line_are_one() -> None:
             '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": 3}',
             "must be an object, got 3",
         ),
+        *(
+            (
+                f'{{"messages": [{{"role": "assistant", "content": "a"}}], "chat_template_kwargs": {{"{name}": [0]}}}}',
+                f"\"chat_template_kwargs\" must not have '{name}', which the program sets",
+            )
+            for name in ("messages", "without_loss", "add_generation_prompt", "self")
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, template: ChatTemplate, line: str, problem: str) -> None:
@@ -79,6 +86,19 @@ def test_a_bad_line_is_named(tmp_path: Path, template: ChatTemplate, line: str, 
     path.write_text(path.read_text() + "\n" + line + "\n" + path.read_text())
     with pytest.raises(DataError, match=f"c.jsonl:3: .*{problem}"):
         opened(path, template)
+
+
+def test_a_lone_surrogate_in_the_name_of_an_unread_key_is_shown_escaped(
+    tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("megatron.log.warn_once_per_job", shown.append)
+    path = tmp_path / "c.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "\\udfff": 1}'
+    )
+    opened(path, template)
+    assert [line.encode() for line in shown if "keys that have no effect" in line and "\\udfff" in line]
 
 
 def test_what_a_template_refuses_is_named(tmp_path: Path, template: ChatTemplate) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+import transformers
 
 from megatron import tokenizer
 from megatron.errors import DataError
@@ -52,6 +53,17 @@ def test_the_folder_decides_which_token_ends_documents(
 ) -> None:
     built = folder_with(tmp_path, settings, template=template)
     assert built.eod_name == wanted and built.eod_id == built.token_to_id(wanted)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_the_special_tokens_map_overrides_settings_without_added_tokens_as_transformers_does(
+    is_complete: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<bos>"}))
+    added = {"0": {"content": "<pad>", "special": True}}
+    built = folder_with(tmp_path, {"eos_token": "<eos>"} | ({"added_tokens_decoder": added} if is_complete else {}))
+    assert built.eod_name == ("<eos>" if is_complete else "<bos>")
+    assert built.eod_name == transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token
 
 
 def test_tags_that_are_not_special_are_encoded_as_transformers_does() -> None:

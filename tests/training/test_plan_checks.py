@@ -39,7 +39,7 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
         (
             "--data-path mock",
             "own.py",
-            "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them",
+            "--dry-run needs a vocabulary size, got no --tokenizer-path",
         ),
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
