@@ -320,7 +320,7 @@ def outline(description: str) -> str:
 
     A vocabulary may have 33 MB, which takes a second each time that it is parsed.
     """
-    with identities.without_collection():
+    with tokenizer_identity.without_collection():
         fields = json.loads(description)
     model = fields["model"]
     if model.get("unk_id") is not None:
