@@ -76,7 +76,7 @@ def cases() -> dict[str, Case]:
             decoder_fields("tokens", "position_ids", "segment_ids", **apart),
         ),
         "mpt": Case(DecoderModel, mpt_sizes(**RATES), decoder_fields("tokens", "segment_ids", **apart)),
-        "experts": Case(DecoderModel, small_sizes(**EXPERTS), vars(batch_of())),
+        "llama, experts": Case(DecoderModel, small_sizes(**EXPERTS), vars(batch_of())),
         "bert": Case(BertModel, bert_sizes(**RATES), bert),
         "t5": Case(T5Model, t5_sizes(**{**KINDS["T5 v1.1"], **RECOMPUTED}), t5_fields(with_documents=True)),
         "t5 as CPM": Case(T5Model, t5_sizes(**{**KINDS["as CPM"], **RATES}), t5_fields(with_documents=True)),
