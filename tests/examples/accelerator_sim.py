@@ -23,7 +23,12 @@ def main() -> None:
     import megatron_accelerator_sim  # noqa: F401 - the one line that registers it
 
     import megatron.training.train  # noqa: F401 - imported once for all ranks
+    from megatron.models.common import norms
+    from megatron.mpu import embedding_lookup
     from tools import check_accelerator
+
+    # On a CPU these accumulate in fp32. The simulated device runs torch's own kernels, so both must here.
+    embedding_lookup.HALF_PRECISION = norms.HALF_PRECISION = ()
 
     folder = Path(sys.argv[1])
     corpus = folder / "texts" if (folder / "texts.idx").exists() else write_corpus(folder)
