@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
 from collections import Counter
@@ -118,7 +119,7 @@ def test_other_settings_are_warned_of_and_weights_alone_are_taken(whole: Path, c
     changes = ["train_iters: saved 8, now 9", "lr: saved 0.003, now 0.001", "batch_size: saved 2, now 1"]
     assert all(each in warned for each in changes), warned
     after, before = open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8)
-    position = {"samples_consumed": 8 * 4 + 1, "tokens_consumed": (8 * 4 + 1) * 32}
+    position = {"samples_consumed": 8 * 4 + 1, "samples_skipped": 0, "tokens_consumed": (8 * 4 + 1) * 32}
     assert after.state["progress"] == {"step": 9, "updates": 9, **position}
     assert (before.state["optimizer_steps"], after.state["optimizer_steps"]) == (8, 1), "Adam counts from 0"
 
@@ -229,10 +230,16 @@ def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole
 def test_another_tokenizer_ends_with_3(whole: Path, corpus: Path, tmp_path: Path) -> None:
     """Row K17: also where only the weights are taken, for which the data are not compared."""
     tokenizer, prefix, log = tmp_path / "tokenizer.json", tmp_path / "texts", tmp_path / "log"
-    tokenizer.write_text(TOKENIZER.read_text() + "\n")  # of the same size, and another file
     for suffix in (".bin", ".idx"):  # without the sidecar that names the first one
         shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
     extra = f"{SHORT} --train-iters 0 --finetune --load {whole} --tokenizer-path {tokenizer}"
+    tokenizer.write_text(TOKENIZER.read_text() + "\n")  # another file with the same ids
+    assert start_script(1, flags(prefix, tmp_path / "same", extra), log) == [0]
+    content = json.loads(TOKENIZER.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    tokenizer.write_text(json.dumps(content))
     assert start_script(1, flags(prefix, tmp_path / "run", extra), log) == [3]
     assert "the tokenizer must be that of the checkpoint" in log.read_text()
 
