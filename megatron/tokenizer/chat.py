@@ -19,6 +19,7 @@ import jinja2.sandbox
 
 from megatron.errors import DataError
 from megatron.tokenizer.huggingface import LibraryTokenizer
+from megatron.tokenizer.sibling_files import read_object
 from megatron.tokenizer.tokenizer import Tokenizer
 
 # Where a template is read from; the first source that exists is used:
@@ -417,7 +418,7 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
     files.update((path.stem, path) for path in sorted((folder / NAMED).glob("*.jinja")))
     if files:
         return str(next(iter(files.values()))), {name: _read(path) for name, path in files.items()}
-    found = _read_object(folder / SETTINGS).get("chat_template")
+    found = read_object(folder / SETTINGS).get("chat_template")
     listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
     texts = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
     return str(folder / SETTINGS), {
@@ -432,10 +433,10 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     its "added_tokens_decoder" shows.
     """
     folder = tokenizer.paths[0].parent if tokenizer.paths else None
-    settings = _read_object(folder / SETTINGS) if folder else {}
+    settings = read_object(folder / SETTINGS) if folder else {}
     is_complete = "added_tokens_decoder" in settings
     found: dict[str, str] = {}
-    for content in (settings, _read_object(folder / SPECIAL) if folder and not is_complete else {}):
+    for content in (settings, read_object(folder / SPECIAL) if folder and not is_complete else {}):
         for kind in _SPECIAL_NAMES:
             token = content.get(kind)
             token = token.get("content") if isinstance(token, dict) else token
@@ -455,15 +456,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--chat-template {path} must be a text that can be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} must be a JSON object; reading it failed: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must be a JSON object, got {type(content).__name__}")
-    return content

@@ -40,7 +40,7 @@ def read_siblings(paths: Sequence[Path]) -> SiblingFiles:
     if not paths:
         return SiblingFiles({}, frozenset(), False, None)
     folder = paths[0].parent
-    settings, special = _read_object(folder / SETTINGS), _read_object(folder / SPECIAL)
+    settings, special = read_object(folder / SETTINGS), read_object(folder / SPECIAL)
     parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # the last one counts
     roles = [(role, _content(token)) for part in parts for role, token in part.items()]
     named = {role: token for role, token in roles if role.endswith("_token") and token is not None}
@@ -69,7 +69,12 @@ def _listed(part: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``, or an empty one if there is no such file.
+
+    Raises:
+        DataError: If the file cannot be read or holds no JSON object.
+    """
     if not path.is_file():
         return {}
     try:
