@@ -102,7 +102,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/cuda" if nodeid.startswith("tests/cuda/") else super()._split_scope(nodeid)
+            if nodeid.startswith("tests/cuda/"):
+                return "tests/cuda"
+            if "::test_mutant_is_killed[" in nodeid:
+                return nodeid.partition(".py::")[0] + nodeid.partition("[")[2].partition(".")[0]  # one package of them
+            return super()._split_scope(nodeid)
 
     return ByFile(config, log)
 

@@ -1,41 +1,102 @@
-"""What a planted mistake is, and the tests that several of them are planted for."""
+"""Mutants: deliberate faults in the package, each of which a named test must detect.
+
+A mutant replaces one function, method or module value at run time, so renaming a local variable or moving a line does
+not touch it. Each file of this folder holds the mutants of one package:
+
+    @mutant("megatron.mpu.mappings:_all_reduce", "tests/mpu/test_mappings.py::test_gradients_are_summed")
+    def all_reduce_is_skipped(original):
+        return lambda tensor, group: tensor
+
+The decorated function receives the original and returns its replacement.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import tests.mutants
+
+OUR_PACKAGES = ("megatron", "tds", "pretrain_", "tests.")
 
 
 class Mutant(NamedTuple):
-    """In ``file``, ``old`` (there exactly once) becomes ``new``; one of ``tests`` must then fail.
+    """One deliberate fault.
 
-    It must fail by a comparison, or where the code itself ``refuses`` to go on with the mistake by an exception.
+    Args:
+        name: file and function that define the mutant, as ``optim.clipping_is_skipped``.
+        target: ``package.module:function``, ``package.module:Class.method`` or ``package.module:VALUE``.
+        make: returns the replacement for the original.
+        tests: pytest ids, at least one of which must fail.
+        raises: the package itself raises on this fault; otherwise an assertion of a test must fail.
     """
 
     name: str
-    file: str
-    old: str
-    new: str
+    target: str
+    make: Callable[[Any], Any]
     tests: tuple[str, ...]
-    refuses: bool = False
+    raises: bool
 
 
-PIPELINE = "tests/tds/test_parity.py::test_fp32_equals_one_process_to_the_bit[2]"
-EXCHANGE = "tests/tds/p2p/test_exchange.py::test_every_structure_crosses_in_both_directions_with_any_number_of_chunks"
-RECEIVES = "tests/tds/p2p/test_receives.py::test_no_receive_is_posted_that_depends_on_what_the_stage_runs"
-TIED = "tests/tds/test_parity.py::test_fp64_tied_weights_equal_one_process[2]"
-NORM = "tests/tds/test_grads.py::test_replicated_cut_and_tied_parameters_count_once"
-STEP = "tests/optim/test_mixed_precision.py"
-LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears"
-EMBEDDING = "tests/mpu/test_vocabulary.py::test_embedding_equals_torch_and_padded_rows_get_no_gradient"
-ENTROPY = "tests/mpu/test_vocabulary.py::test_cross_entropy_equals_torch_and_padded_columns_get_no_probability"
-MASKS = "tests/mpu/test_random.py"
-LAYOUTS = "tests/parity/test_layouts.py"
-BITS = "tests/parity/test_schedules.py::test_schedules_differ_in_no_bit"
-CHUNKS = "tests/tds/test_parity.py::test_chunks_equal_one_process_to_the_bit"
-RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
-SUMS = "tests/tds/test_reduction.py"
-FP16 = "tests/training/test_loss_scale.py"
-LOOP = "tests/training/test_loop.py"
-OVERFLOW = (
-    "tests/tds/engine/test_optimizers.py::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale"
-)
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(target: str, *tests: str, raises: bool = False) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register the decorated function as the maker of a mutant."""
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        name = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
+        assert name not in MUTANTS, f"two mutants are named {name}"
+        MUTANTS[name] = Mutant(name, target, make, tests, raises)
+        return make
+
+    return register
+
+
+def load_mutants() -> dict[str, Mutant]:
+    """Import every file of mutants and return the mutants by name."""
+    for module in pkgutil.iter_modules(tests.mutants.__path__):
+        if not module.name.startswith(("test_", "conftest")):
+            importlib.import_module(f"tests.mutants.{module.name}")
+    return MUTANTS
+
+
+def find_target(target: str) -> tuple[Any, str, Any]:
+    """Return the module or class that owns the target, the attribute's name, and the attribute (a raw descriptor)."""
+    module_name, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name, inspect.getattr_static(owner, name)
+
+
+def apply(selected: Mutant) -> None:
+    """Replace the target of a mutant in this process, including the references of modules that imported it by name."""
+    owner, name, original = find_target(selected.target)
+    if isinstance(original, (staticmethod, classmethod)):
+        replacement = type(original)(selected.make(original.__func__))
+    else:
+        replacement = selected.make(original)
+    setattr(owner, name, replacement)
+    if isinstance(owner, ModuleType):
+        _replace_references(name, original, replacement)
+
+
+def _replace_references(name: str, original: Any, replacement: Any) -> None:
+    """Replace the references of other modules; a value that is no function or class only under its own name.
+
+    Small integers and strings are shared by the interpreter, so identity says nothing about them.
+    """
+    is_unique = isinstance(original, (FunctionType, type))
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(OUR_PACKAGES):
+            continue
+        for key, value in list(vars(module).items()):
+            if value is original and (is_unique or key == name):
+                setattr(module, key, replacement)
