@@ -37,9 +37,11 @@ KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
     "use_reentrant", "schedule", "schedule_file", "chunks", "placement", "micro_batch_group_size", "trace",
     "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas", "backward_split",
+    "overlap_forward_backward",
 )  # fmt: skip
 """DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
-trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split."""
+trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split. "overlap_forward_backward" was
+removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 
 UNSUPPORTED = {
@@ -259,6 +261,11 @@ def log_unused_settings(engine: EngineParts) -> None:
         log_rank_0(
             f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
             "says of each tensor whether it is cut over the tensor group"
+        )
+    if "overlap_forward_backward" in given.get("pipeline", {}) and engine.global_rank == 0:
+        log_rank_0(
+            '"pipeline": {"overlap_forward_backward": ...} in the JSON has no effect: each stage runs one forward or '
+            "backward at a time. Remove the key; losses and gradients stay the same"
         )
     if engine.asks_for_flops and engine.global_rank == 0:
         log_rank_0(
