@@ -100,7 +100,11 @@ def test_the_files_that_are_tested_first_are_there() -> None:
 PLACE = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ELSEWHERE = {"tds.X", "tds.ops.adam", "tds.ops", "megatron.fp16.loss_scaler", "megatron.optimizer.grad_scaler"}
-ELSEWHERE |= {"megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend"}
+ELSEWHERE |= {
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+}
 """DeepSpeed's by our name, and Megatron-LM's."""
 
 
