@@ -473,10 +473,9 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
     chat: "find_template",
-    data: """
-        build_train_valid_test build_sft_train_valid_test build_t5_train_valid_test build_bert_train_valid_test
-        fim_from bert_tokens
-    """,
+    data: "build_train_valid_test build_sft_train_valid_test fim_from",
+    span_files: "build_t5_train_valid_test",
+    bert_data: "build_bert_train_valid_test bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
     global_vars: "build",
