@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from megatron.models.common.attention import KVCacheSlots
 from megatron.mpu.mappings import reduce_from_tensor_region
-from tests.mutants.mpu import then
-from tests.mutants.mutant import mutant
+from tests.mutants.mutant import mutant, then
 
 FEATURE = "tests/models/common/test_features.py::test_a_feature_is_its_formula"
 TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_together_equal_one_process"
@@ -325,7 +324,11 @@ def mup_divides_initial_values_by_the_width_instead_of_its_root(original: Any) -
     "tests/models/t5/test_t5_init.py::test_the_spread_of_every_weight_is_hugging_faces[False]",
 )
 def t5_queries_start_without_the_scale_of_the_scores(original: Any) -> Any:
-    return lambda sizes, std, **how: original(replace(sizes, kv_hidden_size=1, num_attention_heads=24), std, **how)
+    def t5_rule(sizes: Any, *args: Any, **how: Any) -> Any:
+        rule, std = original(sizes, *args, **how), sizes.hidden_size**-0.5
+        return lambda name, shape: std if name.endswith(".query_key_value.weight") else rule(name, shape)
+
+    return t5_rule
 
 
 # Experts

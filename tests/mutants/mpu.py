@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from megatron.mpu.context_parallel import rank_by_rank
 from megatron.mpu.mappings import leave_tensor_region
-from tests.mutants.mutant import mutant
+from tests.mutants.mutant import mutant, then
 
 LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears[2]"
 SEQUENCE = "tests/mpu/test_products.py::test_parts_of_the_sequence_go_in_and_come_out"
@@ -298,16 +298,6 @@ def upload_ignores_what_the_script_has_changed(original: Any) -> Any:
 
 
 # Dropout masks
-
-
-def then(original: Callable[..., None], change: Callable[[Any], None]) -> Callable[..., None]:
-    """Return an ``__init__`` that changes the new object after the original has run."""
-
-    def init(self: Any, *args: Any, **how: Any) -> None:
-        original(self, *args, **how)
-        change(self)
-
-    return init
 
 
 @mutant("megatron.mpu.random:DropoutStreams.__init__", f"{OTHER_MASK}[{{'data': 1}}-False]")
