@@ -49,11 +49,11 @@ def words_are_matched_by_character(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.tokenizer.tokenizer:Tokenizer._files_digest",
-    "tests/tokenizer/test_wordpiece.py::test_lower_case_is_part_of_the_identity",
+    "megatron.tokenizer.identity:library_facts",
+    "tests/tokenizer/test_identity.py::test_a_file_that_gives_other_ids_is_another_tokenizer[a normalizer]",
 )
-def identity_ignores_the_settings_of_a_tokenizer(original: Any) -> Any:
-    return lambda self: ""
+def identity_ignores_the_normalizer(original: Any) -> Any:
+    return lambda description, normalizer, pre_tokenizer: original(description, None, pre_tokenizer)
 
 
 @mutant("megatron.tokenizer.chat:_overlap", LOSS_MASK)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megatron.checkpoint import save
+from megatron.data.blended_dataset import SAME_LENGTH
 from megatron.training.trainer import STEP_HOOKS
 from tests.mutants.mutant import mutant
 
@@ -22,7 +24,7 @@ ORDER_OF_CALLS = f"{LOOP}::test_report_then_evaluate_then_save_then_stop"
 MEAN_LOSS = f"{LOOP}::test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean"
 CORPORA = f"{LOOP}::test_several_corpora_are_evaluated_one_by_one_and_weighed"
 RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
-FP16_RESUME = "tests/training/test_loss_scale.py::test_loss_scale_and_counters_survive_a_stop[3]"
+OTHER_LAYOUTS = "tests/training/test_reshard.py::test_some_layouts_load_what_others_saved"
 
 
 # Position and learning rate.
@@ -62,7 +64,7 @@ def learning_rate_advances_in_skipped_steps(original: Any) -> Any:
 
 @mutant("megatron.training.trainer:set_learning_rates", SKIPPED)
 def learning_rate_is_one_step_late(original: Any) -> Any:
-    return lambda optimizer, scheduler, position: original(optimizer, scheduler, position - 1)
+    return lambda optimizer, scheduler, position: original(optimizer, scheduler, max(position - 1, 1))
 
 
 @mutant(
@@ -93,7 +95,7 @@ def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
 
 @mutant(
     "megatron.config.batch:BatchSizes.steps_within",
-    f"{LENGTHS}::test_any_sequence_of_batch_sizes_has_the_rates_and_the_end_of_an_uninterrupted_run",
+    "tests/config/test_run_length.py::test_of_several_limits_the_first_one_ends_the_run",
 )
 def last_step_exceeds_the_limit_of_samples(original: Any) -> Any:
     return lambda self, samples, samples_consumed=0: self.steps_until(samples, samples_consumed)
@@ -175,11 +177,9 @@ def data_set_ignores_the_resumed_order(original: Any) -> Any:
 
 @mutant(
     "megatron.training.data:_length_ratio",
-    f"{DATA_ORDER}::test_another_length_of_one_corpus_goes_on_behind_as_many_tokens",
+    f"{DATA_ORDER}::test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus[4-carried0-96]",
 )
 def cursors_ignore_a_changed_sequence_length(original: Any) -> Any:
-    from megatron.data.blended_dataset import SAME_LENGTH
-
     return lambda state, tokens_per_sample: SAME_LENGTH
 
 
@@ -206,17 +206,23 @@ def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
     return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
 
 
-@mutant("megatron.training.train_state:weight_records", FP16_RESUME)
-def main_params_are_rounded_when_saved(original: Any) -> Any:
-    def records(module: Any, optimizer: Any) -> Any:
-        for record in original(module, optimizer):
-            record.tensor.copy_(record.tensor.half())
-            yield record
+@mutant("megatron.training.train_state:save_state", f"{RESUME}[1-1-1]")
+def weights_are_rounded_when_saved(original: Any) -> Any:
+    def save_state(*args: Any, write: Any = save, **options: Any) -> Any:
+        def write_rounded(root: Any, step: int, records: list[Any], *rest: Any, **kept: Any) -> Any:
+            is_weight = [record.name.startswith("weights/") for record in records]
+            rounded = [
+                replace(record, tensor=record.tensor.bfloat16().to(record.tensor.dtype)) if rounds else record
+                for record, rounds in zip(records, is_weight, strict=True)
+            ]
+            return write(root, step, rounded, *rest, **kept)
 
-    return records
+        return original(*args, write=write_rounded, **options)
+
+    return save_state
 
 
-@mutant("megatron.training.train_state:restore", FP16_RESUME)
+@mutant("megatron.training.train_state:restore", OTHER_LAYOUTS)
 def model_continues_with_its_initial_weights(original: Any) -> Any:
     def restore(checkpoint: Any, *, optimizer: Any, **options: Any) -> Any:
         with mock.patch.object(optimizer, "copy_masters_to_parameters", lambda: None):
