@@ -26,7 +26,6 @@ T5_SAMPLES = "tests/models/t5/test_t5_samples.py"
 SEGMENTS = f"{FIELDS}::test_segments_keep_documents_apart_whatever_the_tokens_are"
 DOCUMENTS = f"{FIELDS}::test_documents_are_told_apart"
 DECODER_INPUT = f"{FIELDS}::test_t5_s_decoder_reads_late_and_starts_anew_in_each_document"
-LABELS_ONCE = f"{PACKING}::test_each_token_but_a_document_s_first_is_a_label_once_an_epoch"
 EVERY_LAYOUT = f"{BATCHES}::test_global_batches_are_the_same_in_every_layout[2-2-2]"
 
 
@@ -132,11 +131,11 @@ def cursors_of_the_checkpoint_are_dropped(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:_differences",
+    "megatron.data.blended_dataset:resumed_order",
     f"{MIXTURE}::test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it",
 )
 def changed_data_are_resumed_silently(original: Any) -> Any:
-    return lambda *args: []
+    return lambda *args, **options: original(*args, **{**options, "allow_change": True})
 
 
 @mutant(
@@ -169,12 +168,18 @@ def weights_change_one_sample_early(original: Any) -> Any:
 # Packing and fill-in-the-middle.
 
 
-@mutant("megatron.data.packing:_Cut._num_full", LABELS_ONCE)
+@mutant(
+    "megatron.data.packing:_Cut._num_full",
+    f"{PACKING}::test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in",
+)
 def pieces_of_a_long_document_share_no_token(original: Any) -> Any:
     return lambda self, sizes: np.maximum(sizes - 1, 0) // (self.capacity - 1)
 
 
-@mutant("megatron.data.packing:Pieces.full", LABELS_ONCE)
+@mutant(
+    "megatron.data.packing:Pieces.full",
+    f"{PACKING}::test_each_token_but_a_document_s_first_is_a_label_once_an_epoch",
+)
 def full_pieces_skip_a_token(original: Any) -> Any:
     def full(self: Any, place: int) -> tuple[int, int]:
         document, offset = original(self, place)
