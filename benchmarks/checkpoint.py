@@ -47,7 +47,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import build_optimizer
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import make_moments, optimizer_records, weight_records
+from megatron.training.state_records import make_moments, optimizer_records, weight_records
 
 # The state that all contenders save, the contenders, and the ranks that let them take turns.
 
@@ -229,7 +229,7 @@ def _deepspeed_engine(state: State, grid: Grid) -> Any:
     import deepspeed
 
     import tds
-    from megatron.training.setup import DeepSpeedMpu
+    from megatron.training.deepspeed_mpu import DeepSpeedMpu
 
     tds.quiet()
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

@@ -286,7 +286,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
     from megatron.training.initialize import start
-    from megatron.training.parity import mock_tokenizer
+    from megatron.training.mock_data import mock_tokenizer
     from megatron.training.setup import build_engine
 
     os.environ.setdefault("DS_ACCELERATOR", kind)

@@ -27,10 +27,11 @@ import megatron.environment  # noqa: E402, F401  isort: skip  reports missing pa
 import torch
 
 from benchmarks.turns import Team, ratio_quartiles, surroundings
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.common import context_attention
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.decoder_cost import DecoderCosts
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.mpu import context_parallel
 from megatron.mpu.context_parallel import split_batch

@@ -40,8 +40,10 @@ import numpy as np
 
 from benchmarks.turns import Team
 from megatron.data.cache import IndexCache
-from megatron.data.index_format import DatasetMetadata, index_chunks
-from megatron.data.indexed_dataset import IndexedDataset, sizes_of
+from megatron.data.dataset_metadata import DatasetMetadata
+from megatron.data.documents import sizes_of
+from megatron.data.index_writer import index_chunks
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_index import SampleIndex
 from megatron.data.split import split_documents
 

@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.turns import quartiles, rates_in_turns, ratio_quartiles, surroundings
 from megatron.models.common.experts import MoE
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.models.common.transformer import MLP
 from megatron.ops import grouped

@@ -38,8 +38,9 @@ from megatron.launch.elastic import heard_by_all
 from megatron.launch.outcome import Exit, NodeBoard
 from megatron.mpu import groups
 from megatron.mpu.groups import Grid
-from megatron.training import initialize, rendezvous
-from megatron.training.rendezvous import ALL, missing_of
+from megatron.runtime import rendezvous
+from megatron.runtime.rendezvous import ALL, missing_of
+from megatron.training import initialize, rank_consistency
 from tds.deepspeed_api import Grid as PipelineGrid
 from tds.deepspeed_api import deepspeed, places_of, sharing_groups
 from tds.watchdog import watchdog
@@ -212,11 +213,11 @@ def checks(ranks: int) -> Figures:
     """Return what rank 0 gets from all ranks and does with it, to see that all run the same: alike, and not alike."""
     host, config = CountingGroup.of(ranks), config_of()
     grid = replace(groups.single_grid(), topology=layout_of(ranks), world=host, host=host)
-    initialize.code_checksum()  # read from the disk once; its seconds do not depend on the ranks
-    alike = cpu_seconds(lambda: initialize.check_ranks_identical(config, grid))
-    facts = initialize.facts(config)
+    rank_consistency.code_checksum()  # read from the disk once; its seconds do not depend on the ranks
+    alike = cpu_seconds(lambda: rank_consistency.check_ranks_identical(config, grid))
+    facts = rank_consistency.facts(config)
     everyone = [facts | {"version: torch": str(rank % 2)} for rank in range(ranks)]
-    naming = cpu_seconds(lambda: list(initialize.differences(everyone)))
+    naming = cpu_seconds(lambda: list(rank_consistency.differences(everyone)))
     return {
         "versions, flags and code that come to rank 0": Figure(host.received[0], "bytes"),
         "comparing them": Figure(alike, "s", SECONDS),

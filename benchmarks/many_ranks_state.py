@@ -25,11 +25,12 @@ from benchmarks.data_start import SEQ_LENGTH, make_corpus, ours
 from benchmarks.many_ranks_counting import cpu_seconds, layout_of, lines_run
 from benchmarks.many_ranks_start import SECONDS, Figure, Figures
 from megatron.arguments import parse
-from megatron.checkpoint import dcp, folders, loading, metadata
-from megatron.checkpoint.folders import RetentionPolicy
-from megatron.checkpoint.loading import SEGMENT_BYTES, Segment
-from megatron.checkpoint.metadata import MANIFEST_NAME, FileFacts, Manifest, TensorRecord
+from megatron.checkpoint import dcp_load, dcp_save, folders, metadata, retention, tensor_record, verify
+from megatron.checkpoint.metadata import MANIFEST_NAME, FileFacts, Manifest
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.shard_file import shard_file_name
+from megatron.checkpoint.tensor_record import TensorRecord
+from megatron.checkpoint.verify import SEGMENT_BYTES, Segment
 from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
 from megatron.optim.zero.partition import partition_of
@@ -37,8 +38,8 @@ from megatron.planner.estimate import Planner
 from megatron.planner.machine import device
 from megatron.planner.search import Search, search
 from megatron.training.callbacks.straggler import slowest
-from megatron.training.data import RankData, disagreement
-from tds.engine.micro_batches import NOWHERE, DataConsistency
+from megatron.training.data_agreement import RankData, disagreement
+from tds.engine.data_consistency import NOWHERE, DataConsistency
 
 # Checkpoints of a GPT of 40 layers with ZeRO 1, in which each rank has its part of every moment: the most entries.
 
@@ -81,7 +82,7 @@ def _held(
 ) -> tuple[Shard, torch.Tensor]:
     whole, cut = _cut(shape, dim, topology, tensor)
     shard = cut.shard(whole, replica)
-    return shard, torch.empty(metadata.part_shape(shard), device="meta")
+    return shard, torch.empty(tensor_record.part_shape(shard), device="meta")
 
 
 @functools.cache
@@ -96,7 +97,7 @@ def _cut(shape: tuple[int, ...], dim: int | None, topology: Topology, tensor: in
 def gathered_plans(topology: Topology) -> list[bytes]:
     """Return the plan of each rank as rank 0 receives it."""
     return [
-        pickle.dumps(dcp.RecordSavePlanner(functools.partial(records_of, topology, rank)).create_local_plan())
+        pickle.dumps(dcp_save.RecordSavePlanner(functools.partial(records_of, topology, rank)).create_local_plan())
         for rank in range(topology.world_size)
     ]
 
@@ -105,7 +106,7 @@ def saving(ranks: int) -> Figures:
     """Return what rank 0 does for a save beside writing its own file."""
     topology = layout_of(ranks)
     plans, out = gathered_plans(topology), {}
-    planner = dcp.RecordSavePlanner(list)
+    planner = dcp_save.RecordSavePlanner(list)
 
     def plan() -> None:
         every, index = planner.create_global_plan([ForkingPickler.loads(one) for one in plans])
@@ -135,8 +136,8 @@ def _opened(topology: Topology, raw: bytes) -> Figures:
         out["content"] = metadata.manifest_from_bytes(raw, Path(MANIFEST_NAME))
 
     def plan() -> None:
-        reader = dcp.ShardReader(Path("none"), out["content"])
-        planner = dcp.RecordLoadPlanner(records_of(other, 0), lambda wanted: None)
+        reader = dcp_load.ShardReader(Path("none"), out["content"])
+        planner = dcp_load.RecordLoadPlanner(records_of(other, 0), lambda wanted: None)
         planner.set_up_planner({}, reader.read_metadata())
         out["plan"] = planner.create_local_plan()
         out["reads"] = len(planner.finish_plan(out["plan"]).items)
@@ -146,8 +147,8 @@ def _opened(topology: Topology, raw: bytes) -> Figures:
     planning = cpu_seconds(plan)
     facts = {shard_file_name(rank): FileFacts(SEGMENT_BYTES, 0) for rank in range(topology.world_size)}
     content = Manifest(1, 1, {}, facts, {})
-    shares = [loading._Share({Segment(name, 0, SEGMENT_BYTES): 0}, {}) for name in facts]
-    judging = cpu_seconds(lambda: loading._judge(Path("none"), content, shares))
+    shares = [verify._Share({Segment(name, 0, SEGMENT_BYTES): 0}, {}) for name in facts]
+    judging = cpu_seconds(lambda: verify._judge(Path("none"), content, shares))
     return {
         "load: reading the manifest": Figure(parsing, "s", SECONDS),
         "load: plans that come to rank 0": Figure(topology.world_size * len(pickle.dumps(out["plan"])), "bytes"),
@@ -172,7 +173,7 @@ def _kept(content: Manifest, ranks: int) -> Figures:
         finding = cpu_seconds(lambda: folders.in_turn(folders.list_checkpoints(root)))
         stats = mock.Mock(side_effect=Path.stat)
         with mock.patch.object(Path, "stat", lambda path, **how: stats(path, **how)):
-            pruning = cpu_seconds(lambda: folders.remove_old(folders.list_checkpoints(root), RetentionPolicy(KEPT)))
+            pruning = cpu_seconds(lambda: retention.remove_old(folders.list_checkpoints(root), RetentionPolicy(KEPT)))
         assert len(folders.list_checkpoints(root)) == KEPT
     return {
         "finding the newest of four checkpoints": Figure(finding, "s", SECONDS),

@@ -48,7 +48,7 @@ from benchmarks.step_profile import bytes_alive, measure
 from benchmarks.turns import surroundings
 from megatron.arguments import parse, resolve_dtype
 from megatron.config import Config
-from megatron.models.common.memory import BYTES
+from megatron.costs.memory import BYTES
 from megatron.models.registry import FAMILIES
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Estimate, Planner
@@ -59,7 +59,7 @@ from megatron.planner.reference import Reference, busy_s, longest_wait, waits
 from megatron.planner.spawn_ranks import Rank, run_ranks
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
+from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
 
 # The layouts whose estimates are compared with measurement: small models that two CPU cores train in seconds.

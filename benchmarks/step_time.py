@@ -38,8 +38,8 @@ from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, Llam
 from benchmarks.step_profile import look
 from benchmarks.turns import Team, quartiles, ratio_quartiles, rotated, surroundings
 from megatron import device
+from megatron.costs import cost, decoder_cost, memory
 from megatron.models import registry
-from megatron.models.common import cost, decoder_cost, memory
 
 # Each contender in a process of its own.
 

@@ -36,9 +36,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from benchmarks.data import SEQ_LENGTH, write_tokens
 from benchmarks.turns import surroundings
-from megatron.data import DataLoader, GPTDataset, IndexedDataset, data_loader
+from megatron.data import DataLoader, GPTDataset, IndexedDataset, collate
 from megatron.data.cache import IndexCache
-from megatron.training.data import TimedBatches
+from megatron.training.batch_iterators import TimedBatches
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[tuple[floa
     """Return (first wait, mean of the others) of each contender in each round."""
     write_tokens(folder / "read", args.tokens)
     SlowFiles.latency_s = args.latency_ms / 1000
-    compute, depth = work_of(args.step_ms / 1000), data_loader.READ_AHEAD_SAMPLES
+    compute, depth = work_of(args.step_ms / 1000), collate.READ_AHEAD_SAMPLES
     disk, store = str(folder / "read"), f"slow://{folder}/read"
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(args.rounds):
@@ -123,9 +123,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[tuple[floa
                 f"store, no read-ahead, {workers} workers": (store, folder / f"none-{number}-{workers}", 0),
             }
             for name, (path, cache, ahead) in turns.items():
-                data_loader.READ_AHEAD_SAMPLES = ahead
+                collate.READ_AHEAD_SAMPLES = ahead
                 found.setdefault(name, []).append(wait_of(path, cache, args.steps, workers, compute))
-    data_loader.READ_AHEAD_SAMPLES = depth
+    collate.READ_AHEAD_SAMPLES = depth
     return found
 
 

@@ -127,7 +127,7 @@ def config_of(contender: Contender, case: Case) -> Any:
 
 def _ours(contender: Contender, case: Case, rank: int) -> Step:
     from megatron.training import global_vars, initialize
-    from megatron.training.parity import mock_tokenizer
+    from megatron.training.mock_data import mock_tokenizer
     from megatron.training.setup import build_engine, make_streams
 
     config = config_of(contender, case)
@@ -211,7 +211,7 @@ class Replica:
 def expected(contender: Contender, case: Case) -> tuple[int, int]:
     """Return the bytes of ours that are kept between steps, and those of gradients, activations and gathered weights.
 
-    They are those of ``megatron.models.common.cost``. On CPUs what is offloaded lies in the same memory, so it counts.
+    They are those of ``megatron.costs.cost``. On CPUs what is offloaded lies in the same memory, so it counts.
     """
     from megatron.models import registry
     from megatron.training.estimates import zero_of

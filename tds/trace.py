@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tds.action_times import Durations, Work, costs_of, medians
 from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
-from tds.timers import Durations, Work, costs_of, medians
 
 DEFAULT_STEPS = 20
 LETTERS: dict[type[Action], tuple[str, str]] = {

@@ -42,8 +42,8 @@ from typing import Any
 
 from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from benchmarks.gpu.part import PASSED, Case, Done, Machine, Part, Skip, python
+from megatron.costs.memory import Memory, peak_flops
 from megatron.models import registry
-from megatron.models.common.memory import Memory, peak_flops
 from megatron.mpu.topology import Topology
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner

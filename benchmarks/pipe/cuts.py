@@ -29,7 +29,7 @@ import tds
 from benchmarks.pipe.model import Batch, Bounds, Case, Contender, Model, build, cut_by_cost, make_model, make_seat
 from benchmarks.step_profile import measure
 from benchmarks.turns import Team
-from tds import timers
+from tds import action_times
 from tds.schedule import LOOP, Costs, Forward, Placement, V, received, schedule_named, sent, simulate
 from tds.schedule.simulate import placement_for
 
@@ -304,14 +304,14 @@ def hot_spots(run: Callable[[], Any]) -> str:
 
 # A recorded step of our engine against ``simulate`` with the costs of that same step.
 #
-# Each rank records its actions (``tds.timers``). Costs are means over the micro-batches, of a forward or a half of a
-# backward on each piece; a transfer is the median time from the end of the sender's action to the end of the wait for
-# its message, of the messages that were waited for. What follows the actions (loss, optimizer) is added as measured.
+# Each rank records its actions (``tds.action_times``). Costs are means over the micro-batches, of a forward or a half
+# of a backward on each piece; a transfer is the median time from the end of the sender's action to the end of the wait
+# for its message, of the messages that were waited for. What follows the actions (loss, optimizer) is added as measured.
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of one rank: its ``tds.timers.Work``, seconds of train_batch, and of what came after the actions."""
+    """One step of one rank: its ``Work``, seconds of train_batch, and seconds after the last action."""
 
     work: list[Any]
     step_s: float
@@ -321,7 +321,7 @@ class Recorded:
 def record_steps(engine: Any, steps: list[list[Batch]]) -> list[Recorded]:
     """Take steps of our engine and return what each was. Collective."""
     stage, run = engine._stage, engine._stage.run
-    recorder = timers.Recorder(stage.exchange)
+    recorder = action_times.Recorder(stage.exchange)
 
     def recorded_run(*args: Any, **kwargs: Any) -> None:
         stage.recorder = recorder
@@ -364,10 +364,10 @@ def compare(stages: Sequence[Recorded], num_chunks: int, placement: str = LOOP) 
 
 def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int, placement: str = LOOP) -> Any:
     """Return the costs of a recorded step: means over the micro-batches."""
-    seconds = [timers.durations_of(works) for works in stages]
+    seconds = [action_times.durations_of(works) for works in stages]
     means = [{key: statistics.fmean(each) for key, each in stage.items()} for stage in seconds]
     lie = Placement(len(stages), num_chunks, placement)
-    return replace(timers.costs_of(means, num_chunks, placement), transfer=transfer_s(stages, lie))
+    return replace(action_times.costs_of(means, num_chunks, placement), transfer=transfer_s(stages, lie))
 
 
 def transfer_s(stages: Sequence[Sequence[Any]], placement: Placement) -> float:

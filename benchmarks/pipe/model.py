@@ -38,7 +38,8 @@ from torch import nn
 from benchmarks.contenders import START_ID, GPTSizes, Sizes, config_of
 from megatron.models import registry
 from megatron.models.common.language_model import model_loss
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize, named_parameters
 from megatron.models.common.pipeline import layer_specs as decoder_layer_specs
 from megatron.models.t5.layers import T5ModelArgs
@@ -275,7 +276,7 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 class T5Stages(Model):
     """Our own T5, whole in one process or cut into stages.
 
-    Its units are those that ``megatron.models.common.cost`` counts.
+    Its units are those that ``megatron.costs.cost`` counts.
 
     Args:
         lengths: (micro-batch size, encoder length, decoder length).

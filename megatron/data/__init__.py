@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 from tds.lazy_imports import lazy_attribute
 
 if TYPE_CHECKING:
-    from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, resumed_order
+    from megatron.data.blend_paths import BlendPaths
+    from megatron.data.blend_resume import resumed_order
+    from megatron.data.blend_schedule import BlendSchedule
+    from megatron.data.blended_dataset import BlendedDataset
     from megatron.data.cache import IndexCache
     from megatron.data.data_loader import DataLoader
-    from megatron.data.dataset_builder import BlendPaths
-    from megatron.data.gpt_dataset import Fim, GPTDataset, build_train_valid_test, fim_from, gpt2_fields
+    from megatron.data.fim import Fim, fim_from
+    from megatron.data.gpt_builder import build_train_valid_test
+    from megatron.data.gpt_dataset import GPTDataset
+    from megatron.data.gpt_fields import gpt2_fields
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
     from megatron.data.sft_dataset import SFTDataset, build_sft_train_valid_test

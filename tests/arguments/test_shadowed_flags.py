@@ -14,7 +14,7 @@ from megatron.arguments.shadowed_flags import SHADOWS
 from megatron.config import Config, OptimizerConfig
 from megatron.config.option import options_of
 from megatron.errors import ConfigError
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 
 LEARNING_RATE = {
     "min_lr": ("1e-5", "2e-5"),

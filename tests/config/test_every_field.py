@@ -52,14 +52,23 @@ from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
+from megatron.training import (
+    batch_iterators,
+    fused_kernels,
+    global_vars,
+    optimizer_setup,
+    run_folder,
+    setup,
+    start_table,
+    vocabulary,
+)
 from megatron.training import data as training_data
-from megatron.training import device_setup, global_vars, report, run_folder, setup
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
-from megatron.training.initialize import World
-from megatron.training.parity import random_data
+from megatron.training.mock_data import random_data
 from megatron.training.train_state import RestoreOptions, kept_by
+from megatron.training.world import World
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.helpers.harness import run_ranks
 
@@ -285,7 +294,7 @@ def plan(config: Config) -> Any:
 
 
 def rates(config: Config) -> Any:
-    made = setup.make_learning_rate(config)
+    made = optimizer_setup.make_learning_rate(config)
     return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
 
 
@@ -295,9 +304,9 @@ def optimizer(config: Config) -> Any:
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
-    setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
+    optimizer_setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
     how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
-    return text([how, device_setup.uses_adam(config)])
+    return text([how, fused_kernels.uses_adam(config)])
 
 
 def engine(config: Config) -> Any:
@@ -362,7 +371,7 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    batch_iterators.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
@@ -371,7 +380,7 @@ def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
     global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
     global_vars.choose_eod = lambda *_: None  # type: ignore[assignment]
-    global_vars.with_tokenizer(config)
+    vocabulary.with_tokenizer(config)
     return given
 
 
@@ -384,7 +393,7 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return RestoreOptions.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
+    return RestoreOptions.of(flags), kept_by(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
 
 
 def guard(config: Config) -> Any:
@@ -396,7 +405,7 @@ def guard(config: Config) -> Any:
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
     setup.compile_layers = lambda *_, **__: compiled.append(True)
-    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    optimizer_setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
     global_vars.set_current(config, stand_in(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)

@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from megatron.checkpoint.folders import RetentionPolicy, list_checkpoints, remove_old, step_of
+from megatron.checkpoint.folders import list_checkpoints, step_of
+from megatron.checkpoint.retention import RetentionPolicy, remove_old
 from tests.mutants.mutant import mutant
 
 FOLDERS = "tests/checkpoint/test_folders.py"
@@ -36,7 +37,7 @@ UNCHANGED_BY_TRAINING = (
 # Integrity.
 
 
-@mutant("megatron.checkpoint.loading:verify", f"{DAMAGE}::test_ranks_share_the_verification_and_agree_on_the_fallback")
+@mutant("megatron.checkpoint.verify:verify", f"{DAMAGE}::test_ranks_share_the_verification_and_agree_on_the_fallback")
 def checksums_of_shards_are_not_compared(original: Any) -> Any:
     return lambda path, content, world: None
 
@@ -55,7 +56,7 @@ def checksum_of_a_segment_includes_what_follows(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.checkpoint.metadata:tiling_problem",
+    "megatron.checkpoint.tensor_record:tiling_problem",
     f"{LAYOUTS}::test_a_tensor_that_is_not_written_exactly_once_is_refused_before_writing",
 )
 def overlapping_shards_are_saved(original: Any) -> Any:
@@ -63,7 +64,7 @@ def overlapping_shards_are_saved(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.checkpoint.loading:compare_model_config",
+    "megatron.checkpoint.model_match:compare_model_config",
     "tests/checkpoint/test_compare.py::test_every_differing_key_is_listed_with_both_values",
 )
 def weights_of_another_model_are_loaded(original: Any) -> Any:
@@ -73,7 +74,7 @@ def weights_of_another_model_are_loaded(original: Any) -> Any:
 # Shards.
 
 
-@mutant("megatron.checkpoint.dcp:RecordLoadPlanner._items", ANY_SLICE)
+@mutant("megatron.checkpoint.dcp_load:RecordLoadPlanner._items", ANY_SLICE)
 def ranks_load_each_others_shards(original: Any) -> Any:
     def items(self: Any, idx: int) -> Any:
         record = self._records[idx]
@@ -87,7 +88,7 @@ def ranks_load_each_others_shards(original: Any) -> Any:
     return items
 
 
-@mutant("megatron.checkpoint.dcp:ShardReader._read", ANY_SLICE)
+@mutant("megatron.checkpoint.dcp_load:ShardReader._read", ANY_SLICE)
 def columns_are_read_from_the_first(original: Any) -> Any:
     def read(self: Any, piece: Any, cuts: tuple[slice, ...]) -> torch.Tensor:
         return original(self, piece, (*cuts[:1], *(slice(0, cut.stop - cut.start) for cut in cuts[1:])))
@@ -95,7 +96,7 @@ def columns_are_read_from_the_first(original: Any) -> Any:
     return read
 
 
-@mutant("megatron.training.train_state:optimizer_records", ANY_LAYOUT)
+@mutant("megatron.training.state_records:optimizer_records", ANY_LAYOUT)
 def second_moment_is_saved_as_the_first(original: Any) -> Any:
     def records(module: Any, optimizer: Any) -> Any:
         for record in original(module, optimizer):
@@ -107,7 +108,7 @@ def second_moment_is_saved_as_the_first(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_state:_shard_of_state",
+    "megatron.training.state_records:_shard_of_state",
     "tests/optim/zero/test_zero_checkpoints.py::"
     "test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]",
 )
@@ -125,7 +126,7 @@ def moments_are_saved_at_the_rows_of_another_rank(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.checkpoint.dcp:ShardWriter.finish",
+    "megatron.checkpoint.dcp_save:ShardWriter.finish",
     "tests/checkpoint/test_crash.py::"
     "test_a_kill_at_any_moment_of_a_save_in_the_background_leaves_the_old_or_the_new[1-0]",
     raises=True,
@@ -138,18 +139,18 @@ def old_checkpoint_is_deleted_before_the_commit(original: Any) -> Any:
     return finish
 
 
-@mutant("megatron.checkpoint.folders:RetentionPolicy.protects", f"{FOLDERS}::test_the_loaded_one_is_never_deleted")
+@mutant("megatron.checkpoint.retention:RetentionPolicy.protects", f"{FOLDERS}::test_the_loaded_one_is_never_deleted")
 def loaded_checkpoint_is_deleted(original: Any) -> Any:
     return lambda self, path: original(replace(self, loaded=None), path)
 
 
-@mutant("megatron.checkpoint.folders:_has_files", f"{FOLDERS}::test_one_that_is_broken_does_not_count")
+@mutant("megatron.checkpoint.retention:_has_files", f"{FOLDERS}::test_one_that_is_broken_does_not_count")
 def damaged_checkpoint_counts_as_retained(original: Any) -> Any:
     return lambda path, content: True
 
 
 @mutant(
-    "megatron.checkpoint.folders:RetentionPolicy.counts",
+    "megatron.checkpoint.retention:RetentionPolicy.counts",
     f"{FOLDERS}::test_those_of_an_earlier_run_are_neither_counted_nor_deleted",
 )
 def checkpoints_of_an_earlier_run_are_deleted(original: Any) -> Any:
@@ -165,7 +166,7 @@ def newest_checkpoint_is_that_of_the_highest_step(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_state:CheckpointLineage.has",
+    "megatron.training.checkpoint_lineage:CheckpointLineage.has",
     "tests/training/test_branch.py::test_a_run_that_went_on_from_an_older_one_leaves_those_after_it",
 )
 def abandoned_checkpoints_are_rolled_back_to(original: Any) -> Any:
@@ -175,7 +176,7 @@ def abandoned_checkpoints_are_rolled_back_to(original: Any) -> Any:
 # Background saves and object stores.
 
 
-@mutant("megatron.checkpoint.saving:StagingBuffer.copy", UNCHANGED_BY_TRAINING)
+@mutant("megatron.checkpoint.staging_buffer:StagingBuffer.copy", UNCHANGED_BY_TRAINING)
 def background_save_writes_the_weights_of_later_steps(original: Any) -> Any:
     return lambda self, records: (records, original(self, records)[1])
 
@@ -246,7 +247,7 @@ def resumed_position_repeats_the_last_sample(original: Any) -> Any:
 # Other formats and vocabularies.
 
 
-@mutant("megatron.checkpoint.loading:_mean", OTHER_ROWS)
+@mutant("megatron.checkpoint.resized_vocab:_mean", OTHER_ROWS)
 def new_rows_of_a_vocabulary_are_zero(original: Any) -> Any:
     return lambda saved, read: torch.zeros_like(original(saved, read))
 
@@ -308,7 +309,7 @@ def moving_average_starts_with_the_newest(original: Any) -> Any:
 @mutant("megatron.checkpoint.average:_averaged", "tests/tools/test_average.py::test_a_mean_is_rounded_once")
 def mean_of_checkpoints_is_summed_in_fp32(original: Any) -> Any:
     def averaged(checkpoints: Any, name: str, ema: float | None) -> torch.Tensor:
-        from megatron.checkpoint.loading import read_whole
+        from megatron.checkpoint.one_process import read_whole
 
         return sum(read_whole(checkpoint, name) for checkpoint in checkpoints) / len(checkpoints)
 

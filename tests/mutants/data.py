@@ -67,7 +67,7 @@ def windows_start_one_token_late(original: Any) -> Any:
     return lambda self, start, stop: original(self, start + 1, stop + 1)
 
 
-@mutant("megatron.data.indexed_dataset:numbers_at", f"{SAMPLES}::test_samples_equal_the_reference")
+@mutant("megatron.data.documents:numbers_at", f"{SAMPLES}::test_samples_equal_the_reference")
 def documents_before_the_split_are_read(original: Any) -> Any:
     return lambda documents, places: original(documents, places) if isinstance(documents, np.ndarray) else places
 
@@ -103,7 +103,7 @@ def hash_depends_on_the_position_of_a_document(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:_Branch.given_left",
+    "megatron.data.blend_index:_Branch.given_left",
     "tests/data/test_interleave.py::test_it_equals_a_loop_over_times",
 )
 def shares_of_a_blend_are_rounded_down(original: Any) -> Any:
@@ -111,7 +111,7 @@ def shares_of_a_blend_are_rounded_down(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:BlendSchedule.locate",
+    "megatron.data.blend_schedule:BlendSchedule.locate",
     f"{MIXTURE}::test_a_phase_starts_where_the_schedule_says_and_at_the_cursors",
 )
 def new_weights_restart_each_corpus(original: Any) -> Any:
@@ -123,7 +123,7 @@ def new_weights_restart_each_corpus(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:BlendSchedule.__init__",
+    "megatron.data.blend_schedule:BlendSchedule.__init__",
     f"{MIXTURE}::test_another_fingerprint_is_an_error_that_says_what_has_changed",
 )
 def cursors_of_the_checkpoint_are_dropped(original: Any) -> Any:
@@ -131,7 +131,7 @@ def cursors_of_the_checkpoint_are_dropped(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:resumed_order",
+    "megatron.data.blend_resume:resumed_order",
     f"{MIXTURE}::test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it",
 )
 def changed_data_are_resumed_silently(original: Any) -> Any:
@@ -139,7 +139,7 @@ def changed_data_are_resumed_silently(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blended_dataset:fingerprint_of",
+    "megatron.data.blend_resume:fingerprint_of",
     f"{MIXED}::test_the_fingerprint_changes_with_all_that_changes_samples",
 )
 def fingerprint_of_a_corpus_ignores_its_tokenizer(original: Any) -> Any:
@@ -155,7 +155,7 @@ def blend_reads_a_corpus_at_the_index_of_the_run(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.dataset_builder:BlendPaths.schedule",
+    "megatron.data.blend_paths:BlendPaths.schedule",
     "tests/data/test_corpora.py::test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples",
 )
 def weights_change_one_sample_early(original: Any) -> Any:
@@ -197,7 +197,7 @@ def every_epoch_packs_the_same_documents_together(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.gpt_dataset:Fim._documents",
+    "megatron.data.fim:Fim._documents",
     "tests/data/test_fim.py::test_undoing_gives_each_document_but_for_its_last_three_tokens",
 )
 def fim_moves_the_end_of_document_token(original: Any) -> Any:
@@ -211,17 +211,17 @@ def fim_moves_the_end_of_document_token(original: Any) -> Any:
 # Labels, loss masks and positions of a decoder's batch.
 
 
-@mutant("megatron.data.gpt_dataset:gpt2_fields", DOCUMENTS)
+@mutant("megatron.data.gpt_fields:gpt2_fields", DOCUMENTS)
 def labels_are_the_inputs(original: Any) -> Any:
     return lambda tokens, **options: {**original(tokens, **options), "labels": tokens[:, :-1]}
 
 
-@mutant("megatron.data.gpt_dataset:gpt2_fields", DOCUMENTS)
+@mutant("megatron.data.gpt_fields:gpt2_fields", DOCUMENTS)
 def end_of_document_predicts_the_next_document(original: Any) -> Any:
     return lambda tokens, **options: original(tokens, **{**options, "eod_mask_loss": False})
 
 
-@mutant("megatron.data.gpt_dataset:gpt2_fields", SEGMENTS)
+@mutant("megatron.data.gpt_fields:gpt2_fields", SEGMENTS)
 def packed_document_predicts_the_next_document(original: Any) -> Any:
     def fields(tokens: torch.Tensor, *, segments: torch.Tensor, **options: Any) -> dict[str, Any]:
         return {**original(tokens, segments=segments, **options), "loss_mask": (segments[:, 1:] >= 0).float()}
@@ -229,7 +229,7 @@ def packed_document_predicts_the_next_document(original: Any) -> Any:
     return fields
 
 
-@mutant("megatron.data.gpt_dataset:gpt2_fields", SEGMENTS)
+@mutant("megatron.data.gpt_fields:gpt2_fields", SEGMENTS)
 def padding_of_a_packed_sample_has_a_loss(original: Any) -> Any:
     def fields(tokens: torch.Tensor, *, segments: torch.Tensor, **options: Any) -> dict[str, Any]:
         loss_mask = (segments[:, :-1] == segments[:, 1:]).float()
@@ -243,7 +243,7 @@ def positions_continue_across_packed_documents(original: Any) -> Any:
     return lambda segments: torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
 
 
-@mutant("megatron.data.gpt_dataset:_document_starts", DOCUMENTS)
+@mutant("megatron.data.gpt_fields:_document_starts", DOCUMENTS)
 def positions_restart_one_token_late(original: Any) -> Any:
     def starts(is_eod: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         late = torch.zeros_like(positions)
@@ -253,7 +253,7 @@ def positions_restart_one_token_late(original: Any) -> Any:
     return starts
 
 
-@mutant("megatron.data.gpt_dataset:_exclusive_cumsum", DOCUMENTS)
+@mutant("megatron.data.gpt_fields:_exclusive_cumsum", DOCUMENTS)
 def end_of_document_token_belongs_to_the_next_document(original: Any) -> Any:
     return lambda is_eod: is_eod.cumsum(dim=1, dtype=torch.int32)
 
@@ -360,7 +360,7 @@ def sequence_length_of_the_first_step_stays(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.data_loader:StepPredictions.of",
+    "megatron.data.step_predictions:StepPredictions.of",
     "tests/models/bert/test_bert_samples.py::test_a_growing_batch_is_told_of_its_own_step",
 )
 def tokens_to_predict_are_counted_per_sample(original: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.attention import KVCacheSlots
+from megatron.models.common.kv_cache import KVCacheSlots
 from megatron.mpu.mappings import reduce_from_tensor_region
 from tests.mutants.mutant import mutant, then
 
@@ -105,7 +105,7 @@ def every_tensor_rank_has_the_alibi_slopes_of_the_first(original: Any) -> Any:
     return lambda sizes, place: original(sizes, replace(place, group=replace(place.group, rank=0)))
 
 
-@mutant("megatron.models.common.attention:KVCacheSlots.advance", CACHE)
+@mutant("megatron.models.common.kv_cache:KVCacheSlots.advance", CACHE)
 def cached_queries_do_not_see_their_own_key(original: Any) -> Any:
     def advance(self: KVCacheSlots, positions: torch.Tensor) -> None:
         original(self, positions)
@@ -116,7 +116,7 @@ def cached_queries_do_not_see_their_own_key(original: Any) -> Any:
     return advance
 
 
-@mutant("megatron.models.common.attention:LayerKVCache.keep", CACHE)
+@mutant("megatron.models.common.kv_cache:LayerKVCache.keep", CACHE)
 def cache_keeps_the_first_rows_of_the_batch(original: Any) -> Any:
     return lambda self, rows: original(self, torch.arange(len(rows)))
 
@@ -154,7 +154,7 @@ def learned_positions_restart_on_each_context_rank(original: Any) -> Any:
     return lambda self, tokens: torch.arange(tokens.shape[1]).expand(tokens.shape)
 
 
-@mutant("megatron.models.common.model_args:ParallelContext.query_positions", CONTEXT)
+@mutant("megatron.models.common.parallel_context:ParallelContext.query_positions", CONTEXT)
 def queries_of_a_context_rank_are_masked_as_the_first_of_the_sequence(original: Any) -> Any:
     return lambda self, length, device: torch.arange(len(original(self, length, device)))
 
@@ -211,7 +211,7 @@ def gradient_of_the_mean_over_all_heads_is_not_summed(original: Any) -> Any:
     return lambda self, x: reduce_from_tensor_region(x.sum(dim=(1, 3), keepdim=True), self.group) / self.size
 
 
-@mutant("megatron.models.common.model_args:ParallelContext.on_part", PARTIAL)
+@mutant("megatron.models.common.parallel_context:ParallelContext.on_part", PARTIAL)
 def gradients_of_sequence_parallel_norms_are_not_marked_as_partial(original: Any) -> Any:
     return lambda self, module: module
 
@@ -366,7 +366,7 @@ def expert_bias_moves_towards_busy_experts(original: Any) -> Any:
     return take
 
 
-@mutant("tds.gradients:is_running", f"{EXPERTS}::test_recompute_and_evaluation_count_no_token")
+@mutant("tds.backward_state:is_running", f"{EXPERTS}::test_recompute_and_evaluation_count_no_token")
 def recompute_counts_the_choices_of_experts_again(original: Any) -> Any:
     return lambda: False
 
@@ -418,7 +418,7 @@ def every_tensor_rank_has_the_relative_bias_of_the_first_heads(original: Any) ->
     )
 
 
-@mutant("tds.gradients:accurate_dtype", HALF_BIAS)
+@mutant("tds.grad_norm:accurate_dtype", HALF_BIAS)
 def gradient_of_the_relative_bias_is_accumulated_in_16_bits(original: Any) -> Any:
     return lambda dtype: dtype
 

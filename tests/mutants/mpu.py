@@ -327,22 +327,25 @@ def recompute_draws_the_masks_of_the_current_micro_batch(original: Any) -> Any:
     return lambda self, position: nullcontext()
 
 
-@mutant("megatron.mpu.random:KEY_STEPS", f"{PHILOX}::test_philox_gives_the_known_answers")
+@mutant("megatron.mpu.philox:KEY_STEPS", f"{PHILOX}::test_philox_gives_the_known_answers")
 def every_philox_round_uses_the_same_key(original: Any) -> Any:
     return 0, 0
 
 
-@mutant("megatron.mpu.random:PhiloxDropout.__init__", OWN_MASK)
+@mutant("megatron.mpu.philox_dropout:PhiloxDropout.__init__", OWN_MASK)
 def layout_independent_masks_start_anew_on_each_tensor_rank(original: Any) -> Any:
     return then(original, lambda self: setattr(self, "tensor_rank", 0))
 
 
-@mutant("megatron.mpu.random:PhiloxDropout._first_sample", OWN_MASK)
+@mutant("megatron.mpu.philox_dropout:PhiloxDropout._first_sample", OWN_MASK)
 def layout_independent_masks_start_anew_in_each_replica(original: Any) -> Any:
     return lambda self, samples, at=None: (at or self.position).micro_batch * samples
 
 
-@mutant("megatron.mpu.random:_without", f"{PHILOX}::test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient")
+@mutant(
+    "megatron.mpu.philox_dropout:_without",
+    f"{PHILOX}::test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient",
+)
 def kept_elements_are_not_scaled_up(original: Any) -> Any:
     return lambda x, mask, probability: x.masked_fill(mask, 0.0)
 

@@ -134,12 +134,12 @@ def update_includes_the_loss_scale(original: Any) -> Any:
     return lambda self, factor: original(self, factor * self.loss_scale)
 
 
-@mutant("tds.gradients:clip_coefficient", CLIPS)
+@mutant("tds.grad_norm:clip_coefficient", CLIPS)
 def gradients_are_not_clipped(original: Any) -> Any:
     return lambda norm, clip_grad: 1.0
 
 
-@mutant("tds.gradients:clip_coefficient", DOES_NOT_CLIP)
+@mutant("tds.grad_norm:clip_coefficient", DOES_NOT_CLIP)
 def small_gradients_are_scaled_up_to_the_clipping_norm(original: Any) -> Any:
     return lambda norm, clip_grad: clip_grad / (norm + 1.0e-6)
 
@@ -153,12 +153,12 @@ def norm_is_that_of_one_stage(original: Any) -> Any:
     return norm_of_sums
 
 
-@mutant("tds.gradients:is_counted_in_norm", TWO_STAGES)
+@mutant("tds.grad_norm:is_counted_in_norm", TWO_STAGES)
 def norm_counts_replicated_weights_on_each_tensor_rank(original: Any) -> Any:
     return lambda parameter, tensor_rank: original(parameter, 0)
 
 
-@mutant("tds.gradients:is_counted_in_norm", TWO_STAGES)
+@mutant("tds.grad_norm:is_counted_in_norm", TWO_STAGES)
 def norm_counts_tied_weights_on_each_stage(original: Any) -> Any:
     return lambda parameter, tensor_rank: tensor_rank == 0 or parameter.dim() == 2
 
@@ -350,7 +350,7 @@ def wsd_length_is_a_share_of_all_updates(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.setup:make_learning_rate",
+    "megatron.training.optimizer_setup:make_learning_rate",
     f"{SCHEDULES}::test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates[]",
 )
 def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
@@ -695,7 +695,7 @@ def gradients_are_divided_by_the_number_of_replicas(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_step:reduce_gradients",
+    "megatron.training.single_stage_engine:reduce_gradients",
     "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits",
 )
 def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
@@ -703,7 +703,7 @@ def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_step:as_weighted",
+    "megatron.training.loss_forms:as_weighted",
     f"{LOSS_AVERAGE}::test_one_process_trains_on_the_mean_of_the_means",
 )
 def weighted_losses_are_averaged_by_micro_batch(original: Any) -> Any:
@@ -714,7 +714,7 @@ def weighted_losses_are_averaged_by_micro_batch(original: Any) -> Any:
     return as_weighted
 
 
-@mutant("megatron.training.train_step:mean_of_micro_batch", MEANS)
+@mutant("megatron.training.loss_forms:mean_of_micro_batch", MEANS)
 def mean_of_an_empty_micro_batch_is_nan(original: Any) -> Any:
     def mean(loss: Any) -> Any:
         return loss.total / loss.count if hasattr(loss, "total") else original(loss)
@@ -723,14 +723,14 @@ def mean_of_an_empty_micro_batch_is_nan(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_step:token_weight",
+    "megatron.training.loss_forms:token_weight",
     f"{LOSS_AVERAGE}::test_the_routers_divisor_is_all_tokens_of_the_mean_number_of_micro_batches",
 )
 def router_losses_are_divided_by_the_tokens_of_all_replicas(original: Any) -> Any:
     return lambda tokens, grid, *, is_mean: tokens if is_mean else original(tokens, grid, is_mean=False)
 
 
-@mutant("megatron.training.train_step:all_reduce_loss", TWO_REPLICAS)
+@mutant("megatron.training.single_stage_engine:all_reduce_loss", TWO_REPLICAS)
 def loss_is_that_of_one_replica(original: Any) -> Any:
     return lambda meter, device, **groups: original(meter, device, **groups | {"data_size": 1})
 
@@ -744,7 +744,7 @@ def norm_of_full_gradients_counts_the_local_shard_only(original: Any) -> Any:
     return lambda self: [(p, self._masters.part(p, gradient)) for p, gradient in original(self)]
 
 
-@mutant("megatron.training.train_step:set_micro_batches", RAMP)
+@mutant("megatron.training.step_engine:set_micro_batches", RAMP)
 def a_growing_batch_keeps_its_number_of_micro_batches(original: Any) -> Any:
     return lambda engine, number: None
 
@@ -766,7 +766,7 @@ def a_refused_step_counts_towards_the_loss_scale_window(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_step:result_of",
+    "megatron.training.step_result:result_of",
     "tests/training/test_loss_scale.py::test_overflowed_and_refused_steps_are_reported_as_skipped",
 )
 def overflowed_steps_count_as_taken(original: Any) -> Any:

@@ -104,30 +104,30 @@ def gradients_are_divided_by_the_number_of_micro_batches_again(original: Any) ->
 # The gradient norm and clipping.
 
 
-@mutant("tds.gradients:is_counted_in_norm", NORM)
+@mutant("tds.grad_norm:is_counted_in_norm", NORM)
 def norm_counts_tied_weights_on_each_stage(original: Any) -> Any:
     return lambda parameter, tensor_rank: (
         getattr(parameter, "ds_pipe_replicated", False) or original(parameter, tensor_rank)
     )
 
 
-@mutant("tds.gradients:is_counted_in_norm", NORM)
+@mutant("tds.grad_norm:is_counted_in_norm", NORM)
 def norm_counts_replicated_parameters_on_each_tensor_rank(original: Any) -> Any:
     return lambda parameter, tensor_rank: original(parameter, 0)
 
 
-@mutant("tds.gradients:global_norm", NORM)
+@mutant("tds.grad_norm:global_norm", NORM)
 def norm_is_not_summed_over_ranks(original: Any) -> Any:
     return lambda gradients, groups, device=None: original(gradients, [], device)
 
 
-@mutant("tds.gradients:square_of_norm", f"{SQUARES}[(4000003,)-float32]")
+@mutant("tds.grad_norm:square_of_norm", f"{SQUARES}[(4000003,)-float32]")
 def norm_of_a_large_gradient_is_one_sum_in_fp32(original: Any) -> Any:
     return lambda x: torch.linalg.vector_norm(x, dtype=torch.float32).double().square()
 
 
 @mutant(
-    "tds.gradients:clip_coefficient",
+    "tds.grad_norm:clip_coefficient",
     f"{GRADIENTS}::test_clipping_brings_the_norm_to_the_bound_and_leaves_what_is_at_it",
 )
 def clipping_shrinks_gradients_within_the_bound(original: Any) -> Any:
@@ -214,7 +214,7 @@ def sums_of_a_failed_backward_are_written_in_the_next_step(original: Any) -> Any
     return reset
 
 
-@mutant("tds.engine.stage:program_of", TWO_REPLICAS)
+@mutant("tds.engine.stage_call:program_of", TWO_REPLICAS)
 def gradients_count_as_final_after_the_first_backward(original: Any) -> Any:
     def program_of(actions: Any, *args: Any) -> Any:
         from tds.schedule import Backward, BackwardWeight
@@ -317,11 +317,11 @@ def last_micro_batch_is_dropped(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.micro_batches:DataConsistency.begin", f"{DATA}::test_all_ranks_learn_of_data_that_end_and_can_go_on"
+    "tds.engine.data_consistency:DataConsistency.begin", f"{DATA}::test_all_ranks_learn_of_data_that_end_and_can_go_on"
 )
 def data_that_end_on_some_ranks_count_as_ended_on_all(original: Any) -> Any:
     def begin(self: Any, state: int) -> None:
-        from tds.engine.micro_batches import DataEnded
+        from tds.engine.data_consistency import DataEnded
 
         try:
             original(self, state)
@@ -332,14 +332,15 @@ def data_that_end_on_some_ranks_count_as_ended_on_all(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.micro_batches:DataConsistency.end", f"{DATA}::test_a_global_batch_that_is_not_whole_changes_no_weight"
+    "tds.engine.data_consistency:DataConsistency.end",
+    f"{DATA}::test_a_global_batch_that_is_not_whole_changes_no_weight",
 )
 def incomplete_global_batch_is_trained_on(original: Any) -> Any:
     return lambda self, ended_at, *args: original(self, None, *args)
 
 
 @mutant(
-    "tds.engine.micro_batches:DataConsistency._compare",
+    "tds.engine.data_consistency:DataConsistency._compare",
     f"{DATA}::test_checksums_on_request_find_stages_that_read_different_samples",
 )
 def stages_may_read_different_samples(original: Any) -> Any:
@@ -450,17 +451,20 @@ def backward_does_not_divide_by_the_number_of_micro_batches(original: Any) -> An
     return lambda self, loss, micro_batch: original(self, loss, micro_batch) * self.num_micro_batches
 
 
-@mutant("tds.loss:all_reduce_loss", NAMED_LOSSES)
+@mutant("tds.loss_reduction:all_reduce_loss", NAMED_LOSSES)
 def loss_is_not_averaged_over_replicas(original: Any) -> Any:
     return lambda *args, **kwargs: original(*args, **{**kwargs, "data_size": 1})
 
 
-@mutant("tds.loss:LossReduction.factor", NAMED_LOSSES)
+@mutant("tds.loss_reduction:LossReduction.factor", NAMED_LOSSES)
 def gradients_are_not_divided_by_the_number_of_tokens(original: Any) -> Any:
     return property(lambda self: 1.0)
 
 
-@mutant("tds.loss:_written", f"{LOSS}::test_replicas_with_other_names_raise_on_every_rank_and_leave_nothing_in_flight")
+@mutant(
+    "tds.loss_reduction:_written",
+    f"{LOSS}::test_replicas_with_other_names_raise_on_every_rank_and_leave_nothing_in_flight",
+)
 def losses_of_different_names_are_averaged(original: Any) -> Any:
     def written(*args: Any) -> Any:
         known, names = original(*args)
@@ -519,27 +523,27 @@ def partitioned_tensor_is_gathered_in_reverse_rank_order(original: Any) -> Any:
     return gather
 
 
-@mutant("tds.p2p.boundary:Structure.rebuild", f"{EXCHANGE}::test_a_layer_gets_the_very_structure_that_was_returned")
+@mutant("tds.p2p.structure:Structure.rebuild", f"{EXCHANGE}::test_a_layer_gets_the_very_structure_that_was_returned")
 def tensors_of_a_dict_arrive_under_sorted_keys(original: Any) -> Any:
     return lambda self, tensors: original(dataclasses.replace(self, keys=tuple(sorted(self.keys))), tensors)
 
 
 @mutant(
-    "tds.p2p.boundary:check_received",
+    "tds.p2p.tensor_meta:check_received",
     "tests/tds/p2p/test_boundary.py::test_a_header_that_disagrees_with_the_receivers_declaration_is_refused",
 )
 def header_is_not_checked_against_the_receivers_declaration(original: Any) -> Any:
     return lambda specs, records, place, is_training: None
 
 
-@mutant("tds.p2p.boundary:decode_header", f"{WIRE}::test_bytes_that_are_no_header_are_rejected")
+@mutant("tds.p2p.message_header:decode_header", f"{WIRE}::test_bytes_that_are_no_header_are_rejected")
 def any_bytes_are_read_as_a_header(original: Any) -> Any:
-    from tds.p2p.boundary import MAGIC
+    from tds.p2p.message_header import MAGIC
 
     return lambda header: original(torch.cat([torch.tensor([MAGIC]), header[1:]]))
 
 
-@mutant("tds.p2p.boundary:check_same", f"{EXCHANGE}::test_a_change_of_dtype_shape_or_form_sends_nothing_more")
+@mutant("tds.p2p.tensor_meta:check_same", f"{EXCHANGE}::test_a_change_of_dtype_shape_or_form_sends_nothing_more")
 def change_of_shape_within_a_call_is_not_checked(original: Any) -> Any:
     return lambda *args, **kwargs: None
 
@@ -561,12 +565,12 @@ def gradient_that_stays_on_its_stage_is_doubled(original: Any) -> Any:
     return recv_backward
 
 
-@mutant("tds.p2p.boundary:entered", f"{EXCHANGE}::test_what_a_stage_hands_to_itself_is_not_changed_unnoticed")
+@mutant("tds.p2p.local_boundary:entered", f"{EXCHANGE}::test_what_a_stage_hands_to_itself_is_not_changed_unnoticed")
 def next_chunk_may_change_saved_activations_in_place(original: Any) -> Any:
     return lambda tensors, is_own=False: original(tensors)
 
 
-@mutant("tds.p2p.communicator:Transport.wait_for", MESSAGES)
+@mutant("tds.p2p.transport:Transport.wait_for", MESSAGES)
 def activations_are_used_before_they_have_arrived(original: Any) -> Any:
     def wait_for(self: Any, transfer: Any) -> torch.Tensor:
         early = transfer.buffer.clone()

@@ -38,7 +38,7 @@ def sentinels_have_the_reverse_order(original: Any) -> Any:
     return property(lambda self: original.__get__(self)[::-1])
 
 
-@mutant("megatron.tokenizer.cpm:to_pieces", f"{CPM}::test_cpm1_ids_are_those_of_jieba_and_sentencepiece")
+@mutant("megatron.tokenizer.chinese_words:to_pieces", f"{CPM}::test_cpm1_ids_are_those_of_jieba_and_sentencepiece")
 def line_ends_are_spaces(original: Any) -> Any:
     return lambda text: original(text.replace("\n", " "))
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from megatron.checkpoint import save
-from megatron.data.blended_dataset import SAME_LENGTH
+from megatron.data.blend_resume import SAME_LENGTH
 from megatron.training.trainer import STEP_HOOKS
 from tests.mutants.mutant import mutant
 
@@ -79,14 +79,15 @@ def learning_rate_by_samples_counts_skipped_samples(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.config.batch:BatchSizes.at", f"{RAMP}::test_the_batch_grows_by_increments_until_the_samples_are_reached"
+    "megatron.config.batch_rampup:BatchSizes.at",
+    f"{RAMP}::test_the_batch_grows_by_increments_until_the_samples_are_reached",
 )
 def batch_grows_one_sample_early(original: Any) -> Any:
     return lambda self, samples_consumed: original(self, samples_consumed + 1)
 
 
 @mutant(
-    "megatron.config.batch:BatchSizes.consumed_after",
+    "megatron.config.batch_rampup:BatchSizes.consumed_after",
     f"{RAMP}::test_samples_after_many_steps_are_those_of_single_steps",
 )
 def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
@@ -94,14 +95,14 @@ def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.config.batch:BatchSizes.steps_within",
+    "megatron.config.batch_rampup:BatchSizes.steps_within",
     "tests/config/test_run_length.py::test_of_several_limits_the_first_one_ends_the_run",
 )
 def last_step_exceeds_the_limit_of_samples(original: Any) -> Any:
     return lambda self, samples, samples_consumed=0: self.steps_until(samples, samples_consumed)
 
 
-@mutant("megatron.training.train_step:StepSamples.share", f"{GUARD}::test_samples_are_named_as_replicas_read_them")
+@mutant("megatron.training.step_samples:StepSamples.share", f"{GUARD}::test_samples_are_named_as_replicas_read_them")
 def replicas_are_named_with_the_samples_of_the_first(original: Any) -> Any:
     return lambda self, replica: original(self, 0)
 
@@ -152,7 +153,10 @@ def evaluation_reads_the_small_batches_of_a_ramp(original: Any) -> Any:
     return batches
 
 
-@mutant("megatron.training.train_step:SingleStageEngine.evaluate_batch", f"{LOOP}::test_evaluation_drops_nothing[1]")
+@mutant(
+    "megatron.training.single_stage_engine:SingleStageEngine.evaluate_batch",
+    f"{LOOP}::test_evaluation_drops_nothing[1]",
+)
 def evaluation_uses_dropout(original: Any) -> Any:
     def evaluate_batch(self: Any, data: Any) -> float:
         with mock.patch.object(self.engine, "eval", lambda: None):
@@ -176,7 +180,7 @@ def data_set_ignores_the_resumed_order(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.data:_length_ratio",
+    "megatron.training.data_resume:_length_ratio",
     f"{DATA_ORDER}::test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus[4-carried0-96]",
 )
 def cursors_ignore_a_changed_sequence_length(original: Any) -> Any:
@@ -191,17 +195,17 @@ def weights_only_restores_the_optimizer(original: Any) -> Any:
     return lambda cls, flags: original(cls, replace(flags, load_weights_only=False))
 
 
-@mutant("megatron.training.train_state:set_optimizer_steps", f"{RESUME}[1-1-1]")
+@mutant("megatron.training.state_records:set_optimizer_steps", f"{RESUME}[1-1-1]")
 def optimizer_steps_are_not_restored(original: Any) -> Any:
     return lambda optimizer, steps: None
 
 
-@mutant("megatron.training.train_state:restore_rng", f"{RESUME}[1-1-1]")
+@mutant("megatron.training.state_records:restore_rng", f"{RESUME}[1-1-1]")
 def random_states_are_not_restored(original: Any) -> Any:
     return lambda checkpoint, world: None
 
 
-@mutant("megatron.training.train_state:restore_rng", f"{RESUME}[1-1-2]")
+@mutant("megatron.training.state_records:restore_rng", f"{RESUME}[1-1-2]")
 def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
     return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
 
@@ -243,7 +247,7 @@ def each_rank_judges_by_its_own_loss(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.callbacks.stability_guard:RunningStatistics.limit",
+    "megatron.training.callbacks.running_statistics:RunningStatistics.limit",
     f"{GUARD}::test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values",
 )
 def limit_of_the_guard_ignores_the_deviations(original: Any) -> Any:
@@ -251,7 +255,7 @@ def limit_of_the_guard_ignores_the_deviations(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.callbacks.stability_guard:RunningStatistics.add",
+    "megatron.training.callbacks.running_statistics:RunningStatistics.add",
     f"{GUARD}::test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts",
 )
 def nonfinite_losses_enter_the_statistics(original: Any) -> Any:
@@ -271,7 +275,7 @@ def rollback_repeats_the_anomalous_samples(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.callbacks.stability_guard:EventLog.__init__",
+    "megatron.training.callbacks.stability_journal:EventLog.__init__",
     f"{GUARD}::test_the_journal_keeps_what_belongs_to_a_checkpoint",
 )
 def journal_has_records_twice_after_a_resume(original: Any) -> Any:

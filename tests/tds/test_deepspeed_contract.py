@@ -44,7 +44,7 @@ from benchmarks.many_ranks_counting import lines_run
 from tds import deepspeed_api, torch_api
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
-from tds.engine.build import KEYS
+from tds.engine.pipeline_json import KEYS
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
 

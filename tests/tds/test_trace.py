@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tds import plot
-from tds.engine import monitor
+from tds.action_times import Recorder, Work
+from tds.clocks import HostClock
+from tds.engine import trace_window
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, schedule_named
-from tds.timers import HostClock, Recorder, Work
 from tds.trace import TraceFile, events, name_of, read_traces
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
@@ -246,11 +247,11 @@ def test_a_program_that_drew_its_own_picture_gets_no_second_one(
 )
 def test_a_wrong_trace_setting_is_told(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        monitor.asked_window(section)
+        trace_window.asked_window(section)
 
 
 def test_the_window_is_twenty_steps_unless_told() -> None:
-    assert monitor.asked_window({"trace": "x"}) == ("x", 20) and monitor.asked_window({}) is None
+    assert trace_window.asked_window({"trace": "x"}) == ("x", 20) and trace_window.asked_window({}) is None
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
@@ -272,7 +273,7 @@ def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytes
     drawn: list[Path] = []
     monkeypatch.setattr(plot, "draw", drawn.append)
     owner = HostClock()  # anything that can go
-    own = monitor.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
+    own = trace_window.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
     own.write([], step=0, schedule="1f1b", num_micro_batches=1)
     assert not own.records_step and drawn == []
     own.close()

@@ -25,17 +25,12 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.callbacks.stability_guard import (
-    NAME,
-    SMALLEST_SPREAD,
-    EventLog,
-    RunningStatistics,
-    StabilityGuard,
-    read_journal,
-)
-from megatron.training.initialize import World
+from megatron.training.callbacks.running_statistics import SMALLEST_SPREAD, RunningStatistics
+from megatron.training.callbacks.stability_guard import StabilityGuard
+from megatron.training.callbacks.stability_journal import NAME, EventLog, read_journal
+from megatron.training.step_samples import StepSamples
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepSamples
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
 from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu

@@ -20,9 +20,9 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.setup import make_scaler
+from megatron.training.optimizer_setup import make_scaler
+from megatron.training.step_result import result_of
 from megatron.training.train_state import CHECKPOINTS, restore_scaler
-from megatron.training.train_step import result_of
 from tests.helpers import runs, t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import flags, serial, trace_rank

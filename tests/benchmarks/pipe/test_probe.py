@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipe.cuts import Recorded, compare, costs_of
+from tds.action_times import Work
 from tds.schedule import Costs, Placement, received, schedule_named, simulate
-from tds.timers import Work
 
 MICRO_BATCHES = 5
 START_NS = 10**12

@@ -14,7 +14,7 @@ from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, build_optimizer
 from megatron.torch_compat import name_of
-from megatron.training.train_state import make_moments
+from megatron.training.state_records import make_moments
 from tds import gradients
 from tests.helpers.harness import run_ranks
 from tests.helpers.zero_weights import Weights, bits, optimizer_of, take_step

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tds.engine.build import log_unused_settings, max_ctas
-from tds.engine.stage import SchedulePlan
+from tds.engine.build import log_unused_settings
+from tds.engine.pipeline_json import max_ctas
+from tds.engine.schedule_plan import SchedulePlan
 from tds.p2p.process_groups import MAX_CTAS
 from tds.schedule import Placement, gpipe
 

@@ -7,20 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tds.p2p.boundary import (
-    DTYPES,
-    LIST,
-    MAX_KEY_BYTES,
-    SINGLE,
-    TUPLE,
-    BoundaryError,
-    Place,
-    Structure,
-    TensorMeta,
-    decode_header,
-    encode_header,
-)
+from tds.p2p.boundary import BoundaryError
+from tds.p2p.boundary_layers import Place
+from tds.p2p.message_header import DTYPES, MAX_KEY_BYTES, decode_header, encode_header
 from tds.p2p.packed_layout import PackedLayout, Slice
+from tds.p2p.structure import LIST, SINGLE, TUPLE, Structure
+from tds.p2p.tensor_meta import TensorMeta
 
 PLACE = Place(0, "output", "layer 2 (Dense)")
 SPEC = st.builds(
