@@ -10,16 +10,13 @@ from typing import Any
 from tds.lazy_imports import lazy_attribute
 
 _NAMES = {
+    "megatron.checkpoint.async_saving": ("AsyncSaver", "Committed", "Staged"),
     "megatron.checkpoint.folders": ("check_writable",),
-    "megatron.checkpoint.loading": (
-        "Checkpoint",
-        "check_model",
-        "compare_model_config",
-        "open_checkpoint",
-        "open_latest",
-    ),
-    "megatron.checkpoint.metadata": ("TensorRecord",),
-    "megatron.checkpoint.saving": ("AsyncSaver", "Committed", "Staged", "save"),
+    "megatron.checkpoint.loading": ("open_checkpoint", "open_latest"),
+    "megatron.checkpoint.model_match": ("check_model", "compare_model_config"),
+    "megatron.checkpoint.opened_checkpoint": ("Checkpoint",),
+    "megatron.checkpoint.saving": ("save",),
+    "megatron.checkpoint.tensor_record": ("TensorRecord",),
     "megatron.models.common.parameters": ("named_parameters",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -24,7 +24,7 @@ _MODULES = {
     "T5Model": "megatron.models.t5.model",
     "ModelArgs": "megatron.models.common.model_args",
     "T5ModelArgs": "megatron.models.t5.layers",
-    "ParallelContext": "megatron.models.common.model_args",
+    "ParallelContext": "megatron.models.common.parallel_context",
     "recompute_switches": "megatron.models.common.transformer",
     "model_args_from": "megatron.models.common.model_args",
     "t5_model_args_from": "megatron.models.t5.model",

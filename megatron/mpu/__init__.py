@@ -59,13 +59,13 @@ _NAMES = {
         "divide",
     ),
     "megatron.mpu.cross_entropy": ("vocab_parallel_cross_entropy",),
+    "megatron.mpu.philox_dropout": ("PhiloxDropout",),
     "megatron.mpu.random": (
         "DropoutStreams",
         "DropoutKey",
         "checkpoint",
-        "PhiloxDropout",
     ),
-    "tds.gradients": ("clip_coefficient", "is_counted_in_norm"),
+    "tds.grad_norm": ("clip_coefficient", "is_counted_in_norm"),
     "megatron.mpu.initialize": (
         "initialize_model_parallel",
         "model_parallel_is_initialized",
