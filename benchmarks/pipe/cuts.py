@@ -306,7 +306,8 @@ def hot_spots(run: Callable[[], Any]) -> str:
 #
 # Each rank records its actions (``tds.action_times``). Costs are means over the micro-batches, of a forward or a half
 # of a backward on each piece; a transfer is the median time from the end of the sender's action to the end of the wait
-# for its message, of the messages that were waited for. What follows the actions (loss, optimizer) is added as measured.
+# for its message, of the messages that were waited for. Time after the last action (loss, optimizer) is added as
+# measured.
 
 
 @dataclass(frozen=True)

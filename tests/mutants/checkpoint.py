@@ -181,7 +181,7 @@ def background_save_writes_the_weights_of_later_steps(original: Any) -> Any:
     return lambda self, records: (records, original(self, records)[1])
 
 
-@mutant("megatron.checkpoint.saving:copy", UNCHANGED_BY_TRAINING)
+@mutant("megatron.checkpoint.async_saving:copy", UNCHANGED_BY_TRAINING)
 def background_save_writes_the_state_of_later_steps(original: Any) -> Any:
     return SimpleNamespace(deepcopy=lambda state: state)
 
