@@ -159,6 +159,11 @@ def queries_of_a_context_rank_are_masked_as_the_first_of_the_sequence(original: 
     return lambda self, length, device: torch.arange(len(original(self, length, device)))
 
 
+@mutant("megatron.models.common.model_args:ParallelContext.queries_and_keys", CONTEXT)
+def documents_that_began_on_another_context_rank_are_cut(original: Any) -> Any:
+    return lambda self, segment_ids: original(self, segment_ids - segment_ids[:, :1])
+
+
 @mutant("megatron.models.bert.model:bert_loss", CONTEXT)
 def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
     def loss(*args: Any, place: Any, **how: Any) -> Any:
@@ -168,11 +173,6 @@ def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
 
 
 # Norms
-
-
-@mutant("megatron.models.common.norms:rms_norm", RMS_NORM)
-def rms_norm_ignores_epsilon(original: Any) -> Any:
-    return lambda x, weight, epsilon: original(x, weight, 0.0)
 
 
 @mutant("megatron.models.common.norms:_RMSNorm.backward", RMS_NORM)
@@ -219,16 +219,6 @@ def gradients_of_sequence_parallel_norms_are_not_marked_as_partial(original: Any
 # Layers and recompute
 
 
-@mutant("megatron.models.common.transformer:TransformerLayer._residual", f"{FEATURE}[residual behind norms]")
-def residual_is_taken_before_the_norm(original: Any) -> Any:
-    return lambda self, x, normed: x
-
-
-@mutant("megatron.models.common.transformer:TransformerLayer.__init__", f"{FEATURE}[scaled residual]")
-def residual_multiplier_is_ignored(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "multiplier", 1.0))
-
-
 @mutant("megatron.models.common.transformer:GatedLinear.forward", GATED)
 def gate_and_value_are_swapped(original: Any) -> Any:
     return lambda self, x: original(self, x)[::-1]
@@ -252,13 +242,6 @@ def recompute_skips_the_last_incomplete_group_of_layers(original: Any) -> Any:
 @mutant("megatron.models.common.language_model:head_output", f"{FEATURE}[scaled logits]")
 def logits_are_not_scaled(original: Any) -> Any:
     return lambda x, weight, sizes, place, bias=None: original(x / sizes.logit_multiplier, weight, sizes, place, bias)
-
-
-@mutant("megatron.models.common.language_model:head_output", f"{FEATURE}[capped logits]")
-def logits_are_not_capped(original: Any) -> Any:
-    return lambda x, weight, sizes, place, bias=None: original(
-        x, weight, replace(sizes, final_logit_softcapping=0.0), place, bias
-    )
 
 
 @mutant("megatron.mpu.mappings:enter_tensor_region", f"{TENSOR_RANKS}[2-GPT-2]")
@@ -334,15 +317,6 @@ def t5_queries_start_without_the_scale_of_the_scores(original: Any) -> Any:
 # Experts
 
 
-@mutant("megatron.models.common.router:Router.forward", f"{BY_TOKEN}[sigmoid]")
-def expert_weights_lack_the_scaling_factor(original: Any) -> Any:
-    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, experts = original(self, x)
-        return weights / self.sizes.moe_router_topk_scaling_factor, experts
-
-    return forward
-
-
 @mutant("megatron.models.common.router:Router._fractions", f"{BY_TOKEN}[softmax]")
 def load_balancing_loss_lacks_the_number_of_experts(original: Any) -> Any:
     return lambda self, like: original(self, like) / self.sizes.num_experts
@@ -379,11 +353,6 @@ def capacity_of_experts_is_rounded_down(original: Any) -> Any:
         return original(experts, weights, replace(sizes, moe_expert_capacity_factor=factor), place)
 
     return kept
-
-
-@mutant("megatron.models.common.experts:MoE._shared", f"{BY_TOKEN}[shared with gate]")
-def gate_of_the_shared_expert_is_ignored(original: Any) -> Any:
-    return lambda self, x: self.shared_expert(x)
 
 
 @mutant("megatron.models.common.router:Routers._summed", EXPERT_LAYOUT)
@@ -469,11 +438,6 @@ def sentinels_continue_in_the_next_document(original: Any) -> Any:
 # BERT
 
 
-@mutant("megatron.models.bert.model:NextSentence._first_token", HUGGING_FACE_BERT)
-def next_sentence_head_reads_the_last_token(original: Any) -> Any:
-    return lambda self, x: x[-1]
-
-
 @mutant("megatron.models.bert.model:padding_mask", HUGGING_FACE_BERT)
 def tokens_see_padding(original: Any) -> Any:
     return lambda segments, x, sizes, place: None
@@ -552,11 +516,6 @@ def norms_before_and_after_the_mlp_are_swapped(original: Any) -> Any:
     both = dict(original["both"])
     both["post_attention_norm"], both["mlp_output_norm"] = both["mlp_output_norm"], both["post_attention_norm"]
     return {**original, "both": both}
-
-
-@mutant("megatron.models.llama.huggingface_experts:_pair", EXPERT_WEIGHTS)
-def gate_and_up_of_an_expert_are_swapped(original: Any) -> Any:
-    return lambda ours, theirs, parts, size: original(ours, theirs, (parts[1], parts[0], parts[2]), size)
 
 
 @mutant("megatron.models.llama.huggingface_experts:expert_values", EXPERT_WEIGHTS)
