@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -355,26 +354,3 @@ def will_reach(parameter: torch.Tensor) -> bool:
     Within a recompute that starts a backward of its own (``use_reentrant=True``) it is that one.
     """
     return torch_api.backward_executes(get_gradient_edge(parameter).node)
-
-
-# Which process groups a layer may use now: passes that run at once need groups of their own.
-
-
-class _Pass(threading.local):
-    is_beside = False
-
-
-_pass = _Pass()
-
-
-def let_run_beside_backward() -> None:
-    """Count this thread as the one that runs forwards beside the backwards of another."""
-    _pass.is_beside = True
-
-
-def runs_beside_backward() -> bool:
-    """Return whether this thread runs forwards beside the backwards of another ("overlap_forward_backward").
-
-    Whatever communicates in it needs other process groups than what communicates in other threads.
-    """
-    return _pass.is_beside

@@ -120,16 +120,12 @@ Durations = dict[tuple[type[Action], int], list[float]]
 
 @dataclass(frozen=True)
 class Work:
-    """One action as it was, in nanoseconds of the host's monotonic clock, with its waits for messages.
-
-    ``is_beside``: it was the forward of a pair, beside the backward that follows.
-    """
+    """One action as it was, in nanoseconds of the host's monotonic clock, with its waits for messages."""
 
     action: Action
     began_ns: int
     ended_ns: int
     waits: tuple[tuple[int, int], ...] = ()
-    is_beside: bool = False
 
     @property
     def started_ns(self) -> int:
@@ -153,7 +149,7 @@ class Recorder:
         self._exchange = exchange
         self._began: Any = None
         self._num_waits = 0
-        self._marks: list[tuple[Any, ...]] = []
+        self._marks: list[tuple[Action, Any, Any, list[tuple[Any, Any]]]] = []
 
     def before(self) -> None:
         """Note that an action begins."""
@@ -166,12 +162,6 @@ class Recorder:
         exchange = self._exchange
         self._marks.append((action, self._began, exchange.clock.mark(), exchange.waits[self._num_waits :]))
 
-    def note(
-        self, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]], *, is_beside: bool = False
-    ) -> None:
-        """Note an action of a pair by the marks that its own thread took."""
-        self._marks.append((action, began, ended, waits, is_beside))
-
     def take(self, *, is_whole: bool = True) -> list[Work]:
         """Return what was recorded since the last call. Waits until it is done on the device.
 
@@ -183,16 +173,14 @@ class Recorder:
         if not is_whole:
             marks = [each for each in marks if clock.is_reached(each[2])]
         work = [_resolve(clock, *each) for each in marks]
-        for _, began, ended, *_ in marks:
+        for _, began, ended, _ in marks:
             clock.free((began, ended))
         return work
 
 
-def _resolve(
-    clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]], is_beside: bool = False
-) -> Work:
+def _resolve(clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> Work:
     at = clock.nanoseconds
-    return Work(action, at(began), at(ended), tuple((at(before), at(after)) for before, after in waits), is_beside)
+    return Work(action, at(began), at(ended), tuple((at(before), at(after)) for before, after in waits))
 
 
 def durations_of(work: Iterable[Work]) -> Durations:

@@ -1,15 +1,10 @@
-"""The files: how long one may be, and where names are found that have moved."""
+"""The files: how long one may be, where tests are, and that names in comments exist."""
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
-import pytest
-
-import megatron
 from tests.conftest import LONGEST as LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,64 +97,20 @@ def test_the_files_that_are_tested_first_are_there() -> None:
     assert [file for file in LONGEST_FIRST if not (ROOT / "tests" / file).is_file()] == []
 
 
-MOVED = [
-    ("megatron.model", "DecoderModel"),
-    ("megatron.model", "Place"),
-    ("megatron.model", "Sizes"),
-    ("megatron.model", "T5Model"),
-    ("megatron.pipe", "DecoderPipe"),
-    ("megatron.pipe", "pipe_topology"),
-    ("megatron.cost", "of"),
-    ("megatron.cost", "BYTES"),
-    ("megatron.cost", "T5Costs"),
-    ("megatron.adaptors", "Adaptor"),
-    ("megatron.data", "T5Samples"),
-    ("megatron.data", "bert_fields"),
-    ("megatron.mpu", "CountedDropout"),
-    ("megatron.optim", "Arrival"),
-    ("megatron.optim", "LearningRate"),
-    ("megatron.optim", "LossScaler"),
-    ("megatron.optim", "Offload"),
-    ("megatron.checkpoint", "BackgroundSaver"),
-    ("megatron.checkpoint", "Durable"),
-    ("megatron.training", "settle"),
-    ("megatron.training.metrics", "read_metrics"),
-    ("megatron.training.metrics", "StragglerDetector"),
-    ("megatron.training.stability_guard", "StabilityGuard"),
-    ("megatron.training.evaluate", "perplexity"),
-    ("tds.boundary", "Boundary"),
-    ("tds.peers", "PeerLost"),
-    ("tds.data_agreement", "DataEnded"),
-    ("tds.host_copies", "register"),
-]
-
-
-@pytest.mark.parametrize(("path", "name"), MOVED)
-def test_a_former_path_gives_the_name_and_says_where_it_is_now(path: str, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"{path}.{name} is (\S+) now") as caught:
-        found = getattr(importlib.import_module(path), name)
-    module, _, new = str(caught[0].message).split(" is ")[1].removesuffix(" now").rpartition(".")
-    assert getattr(importlib.import_module(module), new) is found
-
-
-def test_a_former_package_is_an_attribute_of_megatron_too() -> None:
-    assert megatron.model is sys.modules["megatron.model"]
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        getattr(megatron.model, "Nothing")  # noqa: B009 - mypy would know
-
-
 PLACE = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ELSEWHERE = {"tds.X", "tds.ops.adam", "tds.ops", "megatron.fp16.loss_scaler", "megatron.optimizer.grad_scaler"}
-ELSEWHERE |= {"megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend"}
+ELSEWHERE |= {
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+}
 """DeepSpeed's by our name, and Megatron-LM's."""
 
 
 def test_what_a_comment_or_docstring_names_is_there() -> None:
     missing = []
     for path in FILES:
-        if path.name == "deprecated_paths.py" or path == ROOT / "megatron" / "__init__.py":
-            continue
         for name in PLACE.findall(path.read_text(encoding="utf-8")):
             known = next(n for n in (name.rsplit(".", k)[0] for k in range(name.count(".") + 1)) if n in MODULES)
             rest = name.removeprefix(known).lstrip(".").partition(".")[0]

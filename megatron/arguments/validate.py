@@ -464,11 +464,6 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         notes.append(
             "--microbatch-group-size-per-virtual-pipeline-stage acts on several chunks in a loop: nothing changes"
         )
-    if config.parallel.overlap_forward_backward and not config.parallel.overlaps_passes:
-        notes.append(
-            "--overlap-forward-backward (--overlap-moe-expert-parallel-comm) acts on pipelines of 2 stages or more "
-            "without recompute: nothing changes"
-        )
     if config.parallel.has_pipeline and m < p and config.parallel.pipeline_schedule_file is None:
         idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
         notes.append(

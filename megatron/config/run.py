@@ -153,11 +153,6 @@ class DebugConfig:
 def debug_problems(config: Config) -> Iterator[str]:
     """Yield what cannot act, or cannot work with another flag."""
     debug = config.debug
-    if config.parallel.overlaps_passes and (debug.debug_dump is not None or debug.debug_nan):
-        yield (
-            "--debug-dump and --debug-nan look at one pass at a time, got --overlap-forward-backward "
-            "(--overlap-moe-expert-parallel-comm) too. Leave it out meanwhile: the numbers are the same"
-        )
     named = [_flag(name) for name in DUMP_ONLY if name in config.given]
     if named and debug.debug_dump is None:
         yield f"{', '.join(named)} acts with --debug-dump only. Add --debug-dump FOLDER, or leave it out"

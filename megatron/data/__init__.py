@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.deprecated_paths import look_up
+from tds.lazy_imports import lazy_attribute
 
 if TYPE_CHECKING:
     from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, resumed_order
@@ -40,30 +40,6 @@ _MODULES = {
     "IndexedDatasetBuilder": "megatron.data.indexed_dataset_builder",
 }
 
-_FORMER: dict[str, str] = {
-    "Cache": "megatron.data.cache.IndexCache",
-    "DataPaths": "megatron.data.dataset_builder.BlendPaths",
-    "GPT2Samples": "megatron.data.gpt_dataset.GPTDataset",
-    "MixedSamples": "megatron.data.blended_dataset.BlendedDataset",
-    "ReplicaBatches": "megatron.data.data_loader.DataLoader",
-    "SampleOrder": "megatron.data.blended_dataset.BlendSchedule",
-    "TokenFile": "megatron.data.indexed_dataset.IndexedDataset",
-    "TokenFileWriter": "megatron.data.indexed_dataset_builder.IndexedDatasetBuilder",
-    "BertSamples": "megatron.models.bert.data.BertDataset",
-    "BertTokens": "megatron.models.bert.data.BertTokens",
-    "SpanFiles": "megatron.models.t5.span_files.SpanFiles",
-    "SpanFileSamples": "megatron.models.t5.span_files.SpanFilesDataset",
-    "T5Samples": "megatron.models.t5.data.T5Dataset",
-    "T5Tokens": "megatron.models.t5.data.T5Tokens",
-    "bert_fields": "megatron.models.bert.model.bert_fields",
-    "bert_tokens": "megatron.models.bert.data.bert_tokens",
-    "build_bert_train_valid_test": "megatron.models.bert.data.build_bert_train_valid_test",
-    "build_t5_train_valid_test": "megatron.models.t5.span_files.build_t5_train_valid_test",
-    "t5_fields": "megatron.models.t5.data.t5_fields",
-    "t5_tokens": "megatron.models.t5.data.t5_tokens",
-}
-"""Names that were here -> what they are now, for one release."""
-
 __all__ = [
     "BlendPaths",
     "BlendSchedule",
@@ -86,4 +62,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, name, _FORMER, _MODULES)
+    return lazy_attribute(__name__, name, _MODULES)

@@ -393,7 +393,6 @@ def _range_text(start: int, stop: int) -> str:
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     schedule, chunks, *lie = schedule_of(config, bounds, stages).values()
-    has_pairs = config.parallel.overlaps_passes
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie, has_pairs=has_pairs)
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"

@@ -42,7 +42,6 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         waiting=waiting_of(config),
         is_compiled=config.parallel.compile,
         **schedule_of(config, bounds, topology.pipe),
-        has_pairs=config.parallel.overlaps_passes,
     )
 
 

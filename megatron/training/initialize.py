@@ -23,7 +23,7 @@ from megatron import device, log
 from megatron.config import Config
 from megatron.device import identity
 from megatron.errors import CheckpointError, ConfigError, PeerError, marked
-from megatron.mpu.groups import Grid, Group, handles_of
+from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.mappings import all_reduce
 from megatron.training.device_setup import backend_of, check_device_fits, configure_device
@@ -283,8 +283,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
     beside = parallel.context_parallel_size, parallel.expert_model_parallel_size if config.model.num_experts else 1
-    has_pairs = parallel.overlaps_passes and kind == "cpu"
-    grid = initialize_model_parallel(*sizes, place, timeout, *beside, has_pairs=has_pairs)
+    grid = initialize_model_parallel(*sizes, place, timeout, *beside)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank, loss_stage=config.parallel.loss_stage)
     compare_devices(place, grid)
     _touch_every_group(grid, place)
@@ -395,8 +394,7 @@ def _touch_every_group(grid: Grid, place: torch.device) -> None:
         touched.add(group.ranks)
         value = torch.ones(1, device=place)
         try:
-            for handle in handles_of(group):
-                dist.all_reduce(value.fill_(1.0), group=handle)
+            dist.all_reduce(value, group=group.handle)
         except dist.DistError as error:
             own = fault_of_this_rank(error, is_set_up=True)
             if own is None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.config import Config
 from megatron.errors import PeerError
-from megatron.mpu.groups import Grid, handles_of
+from megatron.mpu.groups import Grid
 from megatron.training import failure
 from megatron.training.initialize import World
 from tds.engine.engine import PipelineEngine
@@ -184,7 +184,8 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
-    return [(axis, handle) for axis in AXES for handle in handles_of(getattr(grid, axis))]
+    groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
+    return [(axis, handle) for axis, handle in groups if handle is not None]
 
 
 def _is_attended() -> bool:

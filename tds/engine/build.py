@@ -13,12 +13,10 @@ import torch.distributed as dist
 
 from tds import torch_api
 from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
-from tds.device import is_host
 from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
 from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
-from tds.engine.overlapped import OverlappingStage, SharedCommunicator
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
 from tds.gradient_reducer import ChunkOrder, GradientReducer
@@ -29,7 +27,6 @@ from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator, StageLinks
 from tds.p2p.packed_layout import Slice
 from tds.schedule import LOOP, FileSchedule, Kind, Placement, read_schedule
-from tds.schedule.simulate import EARLIER
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -43,7 +40,8 @@ KEYS = (
     "overlap_forward_backward",
 )  # fmt: skip
 """DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
-trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split, overlap_forward_backward."""
+trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split. "overlap_forward_backward" was
+removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 
 UNSUPPORTED = {
@@ -179,29 +177,6 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
     return _switch(section, "overlap_reduction", True)
 
 
-def overlaps_passes(engine: EngineParts) -> bool:
-    """Return whether forwards are to run beside backwards of other micro-batches; they do on hosts, and without
-    recompute, which would run a layer in both threads at once.
-
-    Raises:
-        ValueError: "overlap_forward_backward" is neither true nor false, or stands beside "auto".
-    """
-    section = engine.pipeline_section
-    if not _switch(section, "overlap_forward_backward", False) or engine.num_stages == 1:
-        return False
-    asked = '"pipeline": {"overlap_forward_backward": true}'
-    if auto_schedule.asked_for(section.get("schedule")) is not None:
-        raise ValueError(
-            f'{asked} needs a schedule by name, got "auto", which measures actions that run in turn. Use '
-            f"{', '.join(EARLIER)}, or leave it out"
-        )
-    why = "with recompute" if engine.module.activation_checkpoint_interval > 0 else ""
-    why = why or ("" if is_host(torch.device(engine.device)) else f"on {engine.device}")
-    if why and engine.global_rank == 0:
-        log_rank_0(f"{asked} acts on CPUs, without recompute; {why} passes run in turn, with the same numbers")
-    return not why
-
-
 def max_ctas(section: Mapping[str, Any]) -> int:
     """Return how many processors of a GPU a message between stages may hold.
 
@@ -287,6 +262,11 @@ def log_unused_settings(engine: EngineParts) -> None:
             f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
             "says of each tensor whether it is cut over the tensor group"
         )
+    if "overlap_forward_backward" in given.get("pipeline", {}) and engine.global_rank == 0:
+        log_rank_0(
+            '"pipeline": {"overlap_forward_backward": ...} in the JSON has no effect: each stage runs one forward or '
+            "backward at a time. Remove the key; losses and gradients stay the same"
+        )
     if engine.asks_for_flops and engine.global_rank == 0:
         log_rank_0(
             '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
@@ -336,7 +316,7 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     )
 
 
-def make_stage(engine: EngineParts, plan: SchedulePlan) -> Stage:
+def make_stage(engine: EngineParts) -> Stage:
     """Return this rank's stage with its messages. Collective over all ranks."""
     grid = engine.grid
     cut = Slice()
@@ -352,13 +332,8 @@ def make_stage(engine: EngineParts, plan: SchedulePlan) -> Stage:
     if must_open:
         process_groups.open_channels(groups, ranks, engine.stage_id, device, placement)
     links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit, are_own=must_open)
-    declared = {"placement": placement, "is_dynamic": engine.module.dynamic_shape}
-    by_graph = splits_by_graph(engine.pipeline_section, engine.module)
-    if plan.has_pairs:
-        return OverlappingStage(
-            engine.module, SharedCommunicator(links, engine.module, **declared), device, by_graph, plan=plan
-        )
-    return Stage(engine.module, P2PCommunicator(links, engine.module, **declared), device, by_graph)
+    exchange = P2PCommunicator(links, engine.module, placement=placement, is_dynamic=engine.module.dynamic_shape)
+    return Stage(engine.module, exchange, device, splits_by_graph(engine.pipeline_section, engine.module))
 
 
 def make_data_agreement(engine: EngineParts, links: StageLinks, compares: bool) -> DataConsistency | None:
@@ -386,8 +361,7 @@ def make_plan(engine: EngineParts) -> SchedulePlan:
     if (auto := auto_schedule.asked_for(chosen)) is not None:
         chosen = auto_schedule.trials(auto_schedule.choices(auto, placement), placement)[0]
     size = group_size(engine.pipeline_section, placement)
-    has_pairs = overlaps_passes(engine)
-    return SchedulePlan(chosen, placement=placement, stage=engine.stage_id, group_size=size, has_pairs=has_pairs)
+    return SchedulePlan(chosen, placement=placement, stage=engine.stage_id, group_size=size)
 
 
 def num_chunks(module: Any) -> int:

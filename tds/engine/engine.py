@@ -282,7 +282,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self._reducer = build.make_reducer(self, self._gradients)
         self._trained_at_start = frozenset(trained(self))
         self._has_untaken_gradients = False
-        self._stage = build.make_stage(self, self._plan)
+        self._stage = build.make_stage(self)
         self._data_agreement = build.make_data_agreement(self, self._stage.exchange.links, self._compares_data)
         self._seeing = EngineMonitor(self, self._stage, self._plan)
         if self.training_data and self._reads_data():

@@ -429,7 +429,7 @@ class EngineMonitor:
         about = {
             "stage": engine.stage_id, "num_stages": engine.num_stages, "num_chunks": self._stage.num_chunks,
             "placement": self._stage.placement.kind,
-            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name, "has_pairs": self._plan.has_pairs,
+            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name,
             "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
         }  # fmt: skip
         return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)

@@ -32,7 +32,6 @@ from tds.schedule import (
     Placement,
     ScheduleError,
     forward_only,
-    overlap,
     received,
     schedule_named,
     sent,
@@ -54,16 +53,13 @@ class SchedulePlan:
         schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
             interleaved where a stage has several chunks, zb-v in a V.
         group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
-        has_pairs: forwards run beside backwards, for which some schedules begin more of them.
 
     Raises:
-        ValueError: no such name, or it does not go with ``placement`` or with pairs.
+        ValueError: no such name, or it does not go with ``placement``.
     """
 
-    def __init__(
-        self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0, has_pairs: bool = False
-    ) -> None:
-        self.placement, self.stage, self.group_size, self.has_pairs = placement, stage, group_size, has_pairs
+    def __init__(self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0) -> None:
+        self.placement, self.stage, self.group_size = placement, stage, group_size
         self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
 
     def set(self, schedule: Any) -> None:
@@ -72,9 +68,6 @@ class SchedulePlan:
         self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
-        if self.has_pairs and self._is_built_in:
-            self.order = overlap.with_earlier_forwards(self.order, self.name)
-        self._paired: dict[int, frozenset[Action]] = {}
         self._actions: dict[int, list[Action]] = {}
         self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
@@ -88,16 +81,6 @@ class SchedulePlan:
     def _prove(self, num_micro_batches: int) -> None:
         if not self._is_built_in and num_micro_batches not in self._actions:
             prove(self.order, self.name, num_micro_batches, self.placement)
-
-    def paired(self, num_micro_batches: int) -> frozenset[Action]:
-        """Return the forwards of a train_batch that run beside the backward behind them."""
-        if num_micro_batches not in self._paired:
-            stages = [
-                self.order(self.placement.num_stages, num_micro_batches, s) for s in range(self.placement.num_stages)
-            ]
-            found = overlap.pairs(stages, self.placement.num_chunks, self.placement.kind)
-            self._paired[num_micro_batches] = found[self.stage]
-        return self._paired[num_micro_batches]
 
     def evaluation(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of an eval_batch."""

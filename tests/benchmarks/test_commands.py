@@ -67,7 +67,6 @@ EXEMPT = {
     "benchmarks/gpu/workers.py": "a process of benchmarks/gpu/run.sh",
     "benchmarks/kill_job.py": "the ranks of benchmarks/kill.py",
     "benchmarks/many_ranks.py": "will be deleted",
-    "benchmarks/overlap.py": "will be deleted",
     "benchmarks/same_program_turns.py": "a process of benchmarks/same_program.py",
 }
 PACKAGES = ("benchmarks", "megatron", "tds", "tests", "tools")

@@ -97,7 +97,7 @@ ACTS_ON = {
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
     """,
-    "engine": "pipeline_trace overlap_forward_backward check_data_agreement log_interval deepspeed_config",
+    "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
     "model": """
         num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
@@ -209,7 +209,6 @@ BESIDE = {
     "pipeline_schedule_file": "--pipe-parallel-size 2 --num-layers 4 --gas 1",
     "pipeline_layout": "--pipe-parallel-size 2 --num-layers 4",
     "micro_batch_group_size": "--pipe-parallel-size 2 --num-layers 4 --pipeline-chunks 2 --gas 12",
-    "overlap_forward_backward": "--pipe-parallel-size 2",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
@@ -474,10 +473,9 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
     chat: "find_template",
-    data: """
-        build_train_valid_test build_sft_train_valid_test build_t5_train_valid_test build_bert_train_valid_test
-        fim_from bert_tokens
-    """,
+    data: "build_train_valid_test build_sft_train_valid_test fim_from",
+    span_files: "build_t5_train_valid_test",
+    bert_data: "build_bert_train_valid_test bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
     global_vars: "build",

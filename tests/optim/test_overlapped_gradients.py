@@ -58,7 +58,8 @@ def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
             for (name, wanted), value in zip(plain.named_parameters(), module.parameters(), strict=True):
                 if not torch.equal(value, wanted):
                     different.add(name)
-        found[kind] = different, not torch.equal(module.words.weight.float(), Model().words.weight)
+        words = module.words.weight
+        found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
     return found
 
 

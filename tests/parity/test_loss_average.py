@@ -134,7 +134,6 @@ EXPERTS = (
                 (1, 2, 1, 4, MASKED, "--pipeline-schedule interleaved --pipeline-chunks 2"),
                 (1, 2, 1, 4, MASKED, "--pipeline-schedule zb-v"),
                 (1, 2, 1, 4, MASKED, "--pipeline-schedule dualpipev"),
-                (1, 2, 1, 4, MASKED, "--pipeline-schedule dualpipev --overlap-forward-backward"),
                 (1, 1, 2, 2, f"{MASKED} {EXPERTS}", "--expert-model-parallel-size 2"),
                 (1, 2, 2, 2, f"{MASKED} {EXPERTS}", ""),
             )

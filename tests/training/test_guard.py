@@ -205,7 +205,7 @@ def step_alone(rank: int, is_fp16: bool) -> tuple[bool, bool, list[float], float
     weights = [torch.nn.Parameter(torch.ones(2)), set_partial(torch.nn.Parameter(torch.ones(2)))]
     optimizer = MixedPrecisionOptimizer(
         [{"params": weights}], lambda groups: torch.optim.SGD(groups, lr=1.0), model=grid.model, tensor=grid.tensor,
-        scaler=GradScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
+        scaler=GradScaler(64.0, is_dynamic=True, window=1, hysteresis=1) if is_fp16 else None,
     )  # fmt: skip
     guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
     attach(guard, optimizer, grid)

@@ -284,7 +284,6 @@ class Costs(ABC):
         chunks: int = 1,
         placement: str = LOOP,
         group_size: int = 0,
-        has_pairs: bool = False,
         is_compiled: bool = False,
     ) -> list[Memory]:
         """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
@@ -295,7 +294,6 @@ class Costs(ABC):
             num_bf16_states: of AdamW's two.
             zero: how replicas share what they hold.
             group_size: micro-batches of a round of chunks; 0: as many as stages.
-            has_pairs: forwards run beside backwards.
             is_selective: the core of each attention is recomputed.
             sequence: as of ``unit_kept``.
             waiting: of what is recomputed, with ``checkpoint_activations``.
@@ -319,14 +317,13 @@ class Costs(ABC):
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
             pieces = chunks_on(bounds, stages, stage, placement)
-            lies = stages, num_micro_batches, schedule, chunks, stage, placement, group_size
-            forwards = in_flight(*lies, has_pairs=has_pairs)
+            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage, placement, group_size)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
             at_work, work = (core, room) if has_layers else (0, 0)
             # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk. In a V the
             # loss goes backward at once.
-            losses = max(in_flight(stages, num_micro_batches, name, 1, stage, has_pairs=has_pairs) for name in names)
+            losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             losses = 1 if placement == V else losses
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == lie.last_stage else 0
             gathered = self.gathered_parameters(pieces, tensor, zero.layers) if zero.stage == 3 else 0

@@ -56,7 +56,7 @@ def both_stages(rank: int, tensor: int, size: int, steps: int) -> dict[str, Any]
             if (a.overflow, a.was_refused, a.loss_scale) != (b.overflow, b.was_refused, b.loss_scale):
                 different.add("skipped")
             skipped, refused = skipped + b.overflow, refused + b.was_refused
-        moved = not torch.equal(plain.pair.float(), Weights(grid).pair)
+        moved = not torch.equal(plain.pair, Weights(grid).pair.to(plain.pair.dtype))
         found[kind] = (different, moved, skipped > 0, refused)
     return found
 

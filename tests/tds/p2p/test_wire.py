@@ -77,6 +77,15 @@ def test_header_and_message_come_back_as_they_were(
             assert got.dtype is sent.dtype is spec.dtype and got.shape == sent.shape and torch.equal(got, sent)
 
 
+def test_bytes_that_are_no_header_are_rejected() -> None:
+    header = encode_header([TensorMeta(torch.float32, (2, 3), True, False)], SINGLE, PLACE)
+    header[0] += 1
+    with pytest.raises(
+        RuntimeError, match="expected a header of tds, got 0x746474: the stages run different schedules"
+    ):
+        decode_header(header)
+
+
 @pytest.mark.parametrize("shape", [(32,), (3, 5), (), (7,)])
 def test_a_single_tensor_is_not_copied(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
