@@ -27,7 +27,6 @@ CACHE = (
     "::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one[gpt2]"
 )
 SLOPES = "tests/models/common/test_mpt_model.py::test_heads_of_a_tensor_rank_have_the_slopes_of_their_place"
-DOCUMENTS = "tests/models/common/test_documents.py::test_each_document_is_read_as_if_it_stood_alone[angles]"
 ONE_MASK = "tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[gpt2]"
 NORM = "tests/models/common/test_norm.py"
 RMS_NORM = f"{NORM}::test_it_is_its_formula_and_so_are_its_gradients"
@@ -85,11 +84,6 @@ def tensor_ranks_drop_the_same_attention(original: Any) -> Any:
     return then(original, lambda self: setattr(self, "is_cut", False))
 
 
-@mutant("megatron.ops.positions:rotated", f"{FEATURE}[rope]")
-def rotary_angles_have_the_wrong_sign(original: Any) -> Any:
-    return lambda x, cosine, sine: original(x, cosine, -sine)
-
-
 @mutant("megatron.ops.positions:Rotary._llama3_share", f"{FEATURE}[rope, llama3]")
 def llama3_scaling_slows_down_high_frequencies(original: Any) -> Any:
     return lambda self, plain: [1.0 - share for share in original(self, plain)]
@@ -134,11 +128,6 @@ def layers_with_a_window_use_the_full_mask(original: Any) -> Any:
     return lambda self, x, mask=None, cache=None, positions=None, window_mask=None: original(
         self, x, mask, cache, positions, mask
     )
-
-
-@mutant("megatron.ops.document_attention:document_starts", DOCUMENTS)
-def documents_see_the_ones_before_them(original: Any) -> Any:
-    return lambda segment_ids: torch.zeros_like(original(segment_ids))
 
 
 @mutant("megatron.models.common.masks:LastValueCache.of", ONE_MASK)
@@ -302,18 +291,6 @@ def mup_divides_initial_values_by_the_width_instead_of_its_root(original: Any) -
     return lambda std, num_layers, width_multiplier=1.0: original(std, num_layers, width_multiplier**2)
 
 
-@mutant(
-    "megatron.models.t5.model:t5_rule",
-    "tests/models/t5/test_t5_init.py::test_the_spread_of_every_weight_is_hugging_faces[False]",
-)
-def t5_queries_start_without_the_scale_of_the_scores(original: Any) -> Any:
-    def t5_rule(sizes: Any, *args: Any, **how: Any) -> Any:
-        rule, std = original(sizes, *args, **how), sizes.hidden_size**-0.5
-        return lambda name, shape: std if name.endswith(".query_key_value.weight") else rule(name, shape)
-
-    return t5_rule
-
-
 # Experts
 
 
@@ -392,11 +369,6 @@ def gradient_of_the_relative_bias_is_accumulated_in_16_bits(original: Any) -> An
     return lambda dtype: dtype
 
 
-@mutant("megatron.ops.positions:relative_buckets", PLAIN_T5)
-def relative_distances_are_one_too_large(original: Any) -> Any:
-    return lambda distances, **how: original(distances + 1, **how)
-
-
 @mutant("megatron.ops.attention:segment_mask", f"{T5}::test_a_packed_document_gets_exactly_what_it_gets_alone[T5]")
 def decoder_reads_the_encoder_output_of_other_documents(original: Any) -> Any:
     return lambda queries, keys: original(queries, keys) | torch.tensor(queries is not keys)
@@ -470,15 +442,6 @@ def query_key_and_value_are_not_interleaved_by_head(original: Any) -> Any:
     return recipe
 
 
-@mutant("megatron.models.gpt2.huggingface:recipe", GPT2_WEIGHTS)
-def square_conv1d_weights_are_not_transposed(original: Any) -> Any:
-    def recipe(name: str, num_heads: int) -> Any:
-        found = original(name, num_heads)
-        return replace(found, is_transposed=False) if name.endswith("attention.dense.weight") else found
-
-    return recipe
-
-
 @mutant("megatron.models.common.huggingface:read_into", READ_PART)
 def every_rank_reads_the_first_part_of_a_weight(original: Any) -> Any:
     return lambda target, recipe, theirs, shapes, shard: original(
@@ -525,11 +488,3 @@ def normalisation_of_expert_weights_is_inverted(original: Any) -> Any:
         return {**found, "moe_router_pre_softmax": not found["moe_router_pre_softmax"]}, odd
 
     return values
-
-
-@mutant(
-    "megatron.models.t5.huggingface:_has_scaled_head",
-    "tests/models/t5/test_huggingface.py::test_the_configuration_becomes_our_fields",
-)
-def every_t5_head_is_tied_and_scaled(original: Any) -> Any:
-    return lambda given: True

@@ -343,11 +343,6 @@ def gathered_sequence_stays_in_rank_order(original: Any) -> Any:
     return lambda x, size: x
 
 
-@mutant("megatron.mpu.context_parallel:own_positions", CHUNK_ORDER)
-def positions_restart_on_each_context_rank(original: Any) -> Any:
-    return lambda length, group, device=None: torch.arange(length, device=device)
-
-
 @mutant("megatron.mpu.context_parallel:runs_within", f"{CONTEXT}::test_runs_of_a_part_are_where_its_tokens_are")
 def part_of_a_chunk_starts_where_the_chunk_does(original: Any) -> Any:
     def runs_within(runs: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
