@@ -27,7 +27,6 @@ CACHE = (
     "::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one[gpt2]"
 )
 SLOPES = "tests/models/common/test_mpt_model.py::test_heads_of_a_tensor_rank_have_the_slopes_of_their_place"
-DOCUMENTS = "tests/models/common/test_documents.py::test_each_document_is_read_as_if_it_stood_alone[angles]"
 ONE_MASK = "tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[gpt2]"
 NORM = "tests/models/common/test_norm.py"
 RMS_NORM = f"{NORM}::test_it_is_its_formula_and_so_are_its_gradients"
@@ -85,11 +84,6 @@ def tensor_ranks_drop_the_same_attention(original: Any) -> Any:
     return then(original, lambda self: setattr(self, "is_cut", False))
 
 
-@mutant("megatron.ops.positions:rotated", f"{FEATURE}[rope]")
-def rotary_angles_have_the_wrong_sign(original: Any) -> Any:
-    return lambda x, cosine, sine: original(x, cosine, -sine)
-
-
 @mutant("megatron.ops.positions:Rotary._llama3_share", f"{FEATURE}[rope, llama3]")
 def llama3_scaling_slows_down_high_frequencies(original: Any) -> Any:
     return lambda self, plain: [1.0 - share for share in original(self, plain)]
@@ -136,11 +130,6 @@ def layers_with_a_window_use_the_full_mask(original: Any) -> Any:
     )
 
 
-@mutant("megatron.ops.document_attention:document_starts", DOCUMENTS)
-def documents_see_the_ones_before_them(original: Any) -> Any:
-    return lambda segment_ids: torch.zeros_like(original(segment_ids))
-
-
 @mutant("megatron.models.common.masks:LastValueCache.of", ONE_MASK)
 def mask_of_the_previous_micro_batch_is_reused(original: Any) -> Any:
     return lambda self, key, make: original(self, key, make) if self._made is None else self._made
@@ -159,6 +148,11 @@ def queries_of_a_context_rank_are_masked_as_the_first_of_the_sequence(original: 
     return lambda self, length, device: torch.arange(len(original(self, length, device)))
 
 
+@mutant("megatron.models.common.model_args:ParallelContext.queries_and_keys", CONTEXT)
+def documents_that_began_on_another_context_rank_are_cut(original: Any) -> Any:
+    return lambda self, segment_ids: original(self, segment_ids - segment_ids[:, :1])
+
+
 @mutant("megatron.models.bert.model:bert_loss", CONTEXT)
 def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
     def loss(*args: Any, place: Any, **how: Any) -> Any:
@@ -168,11 +162,6 @@ def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
 
 
 # Norms
-
-
-@mutant("megatron.models.common.norms:rms_norm", RMS_NORM)
-def rms_norm_ignores_epsilon(original: Any) -> Any:
-    return lambda x, weight, epsilon: original(x, weight, 0.0)
 
 
 @mutant("megatron.models.common.norms:_RMSNorm.backward", RMS_NORM)
@@ -219,16 +208,6 @@ def gradients_of_sequence_parallel_norms_are_not_marked_as_partial(original: Any
 # Layers and recompute
 
 
-@mutant("megatron.models.common.transformer:TransformerLayer._residual", f"{FEATURE}[residual behind norms]")
-def residual_is_taken_before_the_norm(original: Any) -> Any:
-    return lambda self, x, normed: x
-
-
-@mutant("megatron.models.common.transformer:TransformerLayer.__init__", f"{FEATURE}[scaled residual]")
-def residual_multiplier_is_ignored(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "multiplier", 1.0))
-
-
 @mutant("megatron.models.common.transformer:GatedLinear.forward", GATED)
 def gate_and_value_are_swapped(original: Any) -> Any:
     return lambda self, x: original(self, x)[::-1]
@@ -252,13 +231,6 @@ def recompute_skips_the_last_incomplete_group_of_layers(original: Any) -> Any:
 @mutant("megatron.models.common.language_model:head_output", f"{FEATURE}[scaled logits]")
 def logits_are_not_scaled(original: Any) -> Any:
     return lambda x, weight, sizes, place, bias=None: original(x / sizes.logit_multiplier, weight, sizes, place, bias)
-
-
-@mutant("megatron.models.common.language_model:head_output", f"{FEATURE}[capped logits]")
-def logits_are_not_capped(original: Any) -> Any:
-    return lambda x, weight, sizes, place, bias=None: original(
-        x, weight, replace(sizes, final_logit_softcapping=0.0), place, bias
-    )
 
 
 @mutant("megatron.mpu.mappings:enter_tensor_region", f"{TENSOR_RANKS}[2-GPT-2]")
@@ -319,28 +291,7 @@ def mup_divides_initial_values_by_the_width_instead_of_its_root(original: Any) -
     return lambda std, num_layers, width_multiplier=1.0: original(std, num_layers, width_multiplier**2)
 
 
-@mutant(
-    "megatron.models.t5.model:t5_rule",
-    "tests/models/t5/test_t5_init.py::test_the_spread_of_every_weight_is_hugging_faces[False]",
-)
-def t5_queries_start_without_the_scale_of_the_scores(original: Any) -> Any:
-    def t5_rule(sizes: Any, *args: Any, **how: Any) -> Any:
-        rule, std = original(sizes, *args, **how), sizes.hidden_size**-0.5
-        return lambda name, shape: std if name.endswith(".query_key_value.weight") else rule(name, shape)
-
-    return t5_rule
-
-
 # Experts
-
-
-@mutant("megatron.models.common.router:Router.forward", f"{BY_TOKEN}[sigmoid]")
-def expert_weights_lack_the_scaling_factor(original: Any) -> Any:
-    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, experts = original(self, x)
-        return weights / self.sizes.moe_router_topk_scaling_factor, experts
-
-    return forward
 
 
 @mutant("megatron.models.common.router:Router._fractions", f"{BY_TOKEN}[softmax]")
@@ -381,11 +332,6 @@ def capacity_of_experts_is_rounded_down(original: Any) -> Any:
     return kept
 
 
-@mutant("megatron.models.common.experts:MoE._shared", f"{BY_TOKEN}[shared with gate]")
-def gate_of_the_shared_expert_is_ignored(original: Any) -> Any:
-    return lambda self, x: self.shared_expert(x)
-
-
 @mutant("megatron.models.common.router:Routers._summed", EXPERT_LAYOUT)
 def choices_of_experts_are_not_summed_over_replicas(original: Any) -> Any:
     return lambda self, found: found
@@ -421,11 +367,6 @@ def every_tensor_rank_has_the_relative_bias_of_the_first_heads(original: Any) ->
 @mutant("tds.grad_norm:accurate_dtype", HALF_BIAS)
 def gradient_of_the_relative_bias_is_accumulated_in_16_bits(original: Any) -> Any:
     return lambda dtype: dtype
-
-
-@mutant("megatron.ops.positions:relative_buckets", PLAIN_T5)
-def relative_distances_are_one_too_large(original: Any) -> Any:
-    return lambda distances, **how: original(distances + 1, **how)
 
 
 @mutant("megatron.ops.attention:segment_mask", f"{T5}::test_a_packed_document_gets_exactly_what_it_gets_alone[T5]")
@@ -469,11 +410,6 @@ def sentinels_continue_in_the_next_document(original: Any) -> Any:
 # BERT
 
 
-@mutant("megatron.models.bert.model:NextSentence._first_token", HUGGING_FACE_BERT)
-def next_sentence_head_reads_the_last_token(original: Any) -> Any:
-    return lambda self, x: x[-1]
-
-
 @mutant("megatron.models.bert.model:padding_mask", HUGGING_FACE_BERT)
 def tokens_see_padding(original: Any) -> Any:
     return lambda segments, x, sizes, place: None
@@ -502,15 +438,6 @@ def every_predicted_token_is_masked(original: Any) -> Any:
 def query_key_and_value_are_not_interleaved_by_head(original: Any) -> Any:
     def recipe(name: str, num_heads: int) -> Any:
         return original(name, 1 if name.endswith("query_key_value.weight") else num_heads)
-
-    return recipe
-
-
-@mutant("megatron.models.gpt2.huggingface:recipe", GPT2_WEIGHTS)
-def square_conv1d_weights_are_not_transposed(original: Any) -> Any:
-    def recipe(name: str, num_heads: int) -> Any:
-        found = original(name, num_heads)
-        return replace(found, is_transposed=False) if name.endswith("attention.dense.weight") else found
 
     return recipe
 
@@ -554,11 +481,6 @@ def norms_before_and_after_the_mlp_are_swapped(original: Any) -> Any:
     return {**original, "both": both}
 
 
-@mutant("megatron.models.llama.huggingface_experts:_pair", EXPERT_WEIGHTS)
-def gate_and_up_of_an_expert_are_swapped(original: Any) -> Any:
-    return lambda ours, theirs, parts, size: original(ours, theirs, (parts[1], parts[0], parts[2]), size)
-
-
 @mutant("megatron.models.llama.huggingface_experts:expert_values", EXPERT_WEIGHTS)
 def normalisation_of_expert_weights_is_inverted(original: Any) -> Any:
     def values(*args: Any) -> Any:
@@ -566,11 +488,3 @@ def normalisation_of_expert_weights_is_inverted(original: Any) -> Any:
         return {**found, "moe_router_pre_softmax": not found["moe_router_pre_softmax"]}, odd
 
     return values
-
-
-@mutant(
-    "megatron.models.t5.huggingface:_has_scaled_head",
-    "tests/models/t5/test_huggingface.py::test_the_configuration_becomes_our_fields",
-)
-def every_t5_head_is_tied_and_scaled(original: Any) -> Any:
-    return lambda given: True

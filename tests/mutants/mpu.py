@@ -231,14 +231,6 @@ def chunked_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
     return lambda self, begun, factor, of_exponentials: original(self, begun, torch.ones_like(factor), of_exponentials)
 
 
-@mutant(
-    "megatron.mpu.linear_cross_entropy:_scale",
-    f"{CHUNKS}::test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost",
-)
-def small_probabilities_underflow_in_fp16(original: Any) -> Any:
-    return lambda dtype: 1.0
-
-
 # Groups and their order
 
 
@@ -278,15 +270,6 @@ def model_group_spans_the_data_axis(original: Any) -> Any:
 
 
 # Batches
-
-
-@mutant("megatron.mpu.data:_broadcast", "tests/mpu/test_data.py::test_every_rank_gets_what_the_first_has_read")
-def fields_of_a_broadcast_batch_are_mixed_up(original: Any) -> Any:
-    def broadcast(names: list[str], *args: Any) -> dict[str, torch.Tensor]:
-        found = original(names, *args)
-        return dict(zip(names, reversed(found.values()), strict=True))
-
-    return broadcast
 
 
 @mutant(
@@ -361,11 +344,6 @@ def context_ranks_hold_neighbouring_chunks(original: Any) -> Any:
 @mutant("megatron.mpu.context_parallel:in_order", CHUNK_ORDER)
 def gathered_sequence_stays_in_rank_order(original: Any) -> Any:
     return lambda x, size: x
-
-
-@mutant("megatron.mpu.context_parallel:own_positions", CHUNK_ORDER)
-def positions_restart_on_each_context_rank(original: Any) -> Any:
-    return lambda length, group, device=None: torch.arange(length, device=device)
 
 
 @mutant("megatron.mpu.context_parallel:runs_within", f"{CONTEXT}::test_runs_of_a_part_are_where_its_tokens_are")
