@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.ops.grouped import _looked_up
 from tests.mutants.mutant import mutant
 
 CAUSAL = "tests/ops/test_causal_attention.py"
@@ -37,7 +38,7 @@ def key_gradients_of_earlier_blocks_are_lost(original: Any) -> Any:
 
 
 @mutant("megatron.ops.causal_attention:_softmax_backward", BLOCKS)
-def softmax_has_no_gradient_of_its_own(original: Any) -> Any:
+def gradient_of_the_softmax_is_left_out(original: Any) -> Any:
     return lambda grad, *softmax, grad_input: grad_input
 
 
@@ -77,16 +78,13 @@ def rotary_angles_are_computed_in_fp32(original: Any) -> Any:
     "megatron.ops.positions:alibi_slopes",
     "tests/ops/test_alibi.py::test_any_number_of_heads_has_the_slopes_of_the_paper_and_of_hugging_face[8]",
 )
-def alibi_slopes_of_12_heads_are_in_one_row(original: Any) -> Any:
-    """The number of heads is no power of two: half of the slopes come from the next one."""
+def alibi_slopes_assume_a_power_of_two(original: Any) -> Any:
     return lambda num_heads, bias_max=8.0: [2.0 ** (-bias_max * k / num_heads) for k in range(1, num_heads + 1)]
 
 
 @mutant("megatron.ops.grouped:_Send.backward", EXPERTS)
 def gradient_of_a_token_is_that_of_its_first_expert(original: Any) -> Any:
     def backward(ctx: Any, *grads: Any) -> Any:
-        from megatron.ops.grouped import _looked_up
-
         return _looked_up(grads[0], ctx.slots)[:, 0], None
 
     return backward

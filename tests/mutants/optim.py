@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.mpu.groups import SINGLE
+from megatron.torch_compat import newton_schulz
 from tests.mutants.mutant import mutant
 
 MIXED = "tests/optim/test_mixed_precision.py"
@@ -101,7 +103,7 @@ def updated_main_params_are_not_copied_to_the_weights(original: Any) -> Any:
 
 
 @mutant("megatron.optim.main_params:MainGradients.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
-def gradients_of_the_last_step_stay(original: Any) -> Any:
+def gradients_are_kept_after_the_step(original: Any) -> Any:
     return lambda self: None
 
 
@@ -267,7 +269,7 @@ def adafactor_matrices_have_the_epsilon_of_vectors(original: Any) -> Any:
     return lambda group: {**group, "eps": (1e-8, 1e-3)}
 
 
-# Parameter groups: weight decay, rates of their own, muP.
+# Parameter groups: weight decay, named rates, muP.
 
 
 @mutant(
@@ -293,7 +295,7 @@ def first_matching_pattern_sets_the_rate(original: Any) -> Any:
     "megatron.optim.param_rates:_floor",
     f"{RATES}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_of_the_peaks[39-linear]",
 )
-def rates_of_their_own_end_at_min_lr(original: Any) -> Any:
+def named_rates_decay_to_min_lr(original: Any) -> Any:
     return lambda settings, lr: settings.min_lr
 
 
@@ -338,7 +340,7 @@ def decay_does_not_include_the_warmup(original: Any) -> Any:
 
 
 @mutant("megatron.optim.lr_scheduler:_DECAYS", f"{LAST_UPDATE}[cosine]")
-def cosine_runs_over_half_of_its_way(original: Any) -> Any:
+def cosine_stops_half_way(original: Any) -> Any:
     return {**original, "cosine": lambda rate, u: original["cosine"](rate, u / 2)}
 
 
@@ -367,8 +369,6 @@ def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
 @mutant("megatron.optim.muon:Muon._orthogonalised", MUON_LAYOUT)
 def each_rank_orthogonalizes_its_own_shard(original: Any) -> Any:
     def orthogonalised(self: Any, weights: Any, owned_by: Any, parts: Any) -> Any:
-        from megatron.torch_compat import newton_schulz
-
         return [newton_schulz(part, self._args.num_ns_steps) if part.numel() else part for part in parts]
 
     return orthogonalised
@@ -453,7 +453,7 @@ def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> A
     f"{BUFFER}::test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero",
 )
 def missing_gradients_are_not_zeroed(original: Any) -> Any:
-    """The memory of an earlier step stands there; filled with ones, so that it is never zero by chance."""
+    """Ones stand for memory that is not cleared, which could be zero by chance."""
 
     def fill(self: Any, parameter: Any) -> None:
         if parameter not in self._filled:
@@ -518,7 +518,7 @@ def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) ->
     "megatron.optim.main_params:OverlappedMainGradients.clear",
     f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
 )
-def sums_of_an_interrupted_backward_stay(original: Any) -> Any:
+def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
     return lambda self: self.buffer.clear()
 
 
@@ -773,6 +773,9 @@ def overflowed_steps_count_as_taken(original: Any) -> Any:
     return lambda *step: replace(original(*step), is_skipped=original(*step).is_refused)
 
 
+# Gradients of sequence-parallel weights and of experts.
+
+
 @mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
 def sequence_parallel_gradients_are_not_summed(original: Any) -> Any:
     return lambda self, gradient_of: None
@@ -795,8 +798,6 @@ def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
 @mutant("megatron.optim.main_params:ExpertGradients.sum", EXPERTS)
 def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
     def sum_over_all(self: Any, gradient_of: Any) -> None:
-        import torch.distributed as dist
-
         for parameter in self._parameters:
             dist.all_reduce(gradient_of(parameter))
 
