@@ -497,7 +497,7 @@ def activations_cross_in_bf16(original: Any) -> Any:
 
 @mutant("tds.p2p.packed_layout:PackedLayout.new_buffer", MESSAGES)
 def receive_buffer_is_reused_while_its_activations_are_in_flight(original: Any) -> Any:
-    return lambda self, device: vars(self).setdefault("buffer", original(self, device))
+    return lambda self, device: self.__dict__.setdefault("buffer", original(self, device))
 
 
 @mutant("tds.p2p.packed_layout:PackedLayout.unpack", PACKING)
