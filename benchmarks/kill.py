@@ -2,7 +2,6 @@
 
     python benchmarks/kill.py --kills 300
     python benchmarks/kill.py --kills 40 --seed 1 --layout t2p2 d2 --json kills.json
-    python benchmarks/kill.py --elastic --kills 100          # hosts of elastic jobs: benchmarks/kill_elastic.py
 
 Each run is that of ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch:
 a tiny GPT-2 with dropout that saves every step or two, at once or in the background. SIGKILL hits one rank, all ranks
@@ -31,13 +30,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # both are read when torch and DeepSpeed are imported
 
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
-from benchmarks import kill_elastic
 from benchmarks.kill_job import (
     LAUNCHER,
     LAYOUTS,
@@ -440,10 +438,7 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     parser.add_argument("--kills", type=int, default=300, help="at least so many; default: 300")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random here; default: 0")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
-    parser.add_argument("--steps", type=int, help="of each run; default: 12, with --elastic 40")
-    parser.add_argument(
-        "--elastic", action="store_true", help="kill hosts of elastic jobs (benchmarks/kill_elastic.py)"
-    )
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run; default: 12")
     parser.add_argument("--json", type=Path, help="write the summary and all runs there")
     parser.add_argument(
         "--folder", type=Path, help="for the runs; made if need be; default: below the temporary folder"
@@ -455,8 +450,6 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         except OSError as error:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
-    if args.elastic:
-        _kill_elastic(args)
     place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     tally = _kill_all(args, place)
     _print(tally)
@@ -470,21 +463,13 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     return tally
 
 
-def _kill_elastic(args: argparse.Namespace) -> NoReturn:
-    """Run ``benchmarks/kill_elastic.py``, and end with its code."""
-    runs, summary = kill_elastic.kill_all(args.kills, args.seed, args.steps or 40, args.folder)
-    if args.json:
-        args.json.write_text(json.dumps({"summary": summary, "runs": [asdict(run) for run in runs]}, indent=1) + "\n")
-    sys.exit(1 if summary["runs_with_problems"] else 0)
-
-
 def _kill_all(args: argparse.Namespace, place: Path) -> Tally:
     draw, tally, began = random.Random(args.seed), Tally(), time.monotonic()
     corpus, wholes = write_corpus(place), dict[str, Whole]()
     for number in count():
         if tally.kills >= args.kills:
             return tally
-        case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps or 12)
+        case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps)
         if case.layout not in wholes:
             wholes[case.layout] = run_whole(Case(case.layout, case.steps), corpus, place / f"whole-{case.layout}")
         own = random.Random(draw.random())

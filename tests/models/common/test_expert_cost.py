@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.context import bytes_kept
 from megatron.config import Config, ModelConfig, parse
 from megatron.models.common import parameters, router
 from megatron.models.common.decoder import DecoderModel
@@ -34,6 +33,7 @@ from megatron.planner.time_model import Messages
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.report import count_parameters
+from tests.helpers.count_bytes import bytes_kept
 from tests.helpers.harness import run_ranks
 
 MIXTRAL = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.overlap import table, timelines
 from tds.schedule import (
     Action,
     Backward,
@@ -130,29 +128,7 @@ def test_a_pair_takes_what_two_evenly_mixed_actions_take(share: float, takes: fl
     assert pair[1].end_s - pair[1].start_s == pytest.approx(takes)
 
 
-def test_pairs_gain_with_communication_and_cost_nothing_without() -> None:
-    for name in NAMES:
-        for share, least in ((0.0, 0.97), (0.6, 1.07)):
-            plain, paired = timelines(name, 4, 12, share)
-            assert plain.step_s / paired.step_s >= least, (name, share)
-
-
 def test_other_schedules_are_refused() -> None:
     for name in ("gpipe", "zb-h1"):
         with pytest.raises(ValueError, match=f"got {name}. Use one of these"):
             with_earlier_forwards(schedule_named(name, 1), name)
-
-
-def rows_of(page: str) -> list[str]:
-    return re.findall(r"^\| \d+, \d+ \|.*$", (ROOT / page).read_text("utf-8"), flags=re.M)
-
-
-def test_the_pages_have_the_simulated_steps() -> None:
-    english, chinese = rows_of("docs/pipelines.md"), rows_of("docs/zh/pipelines.md")
-    assert english == chinese and len(english) == 12
-    assert english[:4] == table([(4, 16)])[2:]
-
-
-@pytest.mark.slow
-def test_the_pages_have_the_simulated_steps_of_many_stages() -> None:
-    assert rows_of("docs/pipelines.md") == table()[2:]
