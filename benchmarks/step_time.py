@@ -276,8 +276,8 @@ def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = Fal
 MODELS: dict[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OURS = ("ours", "ours-compiled")
 NAMES = {
-    "gpt2": (*OURS, "hf", "hf-fused-gelu", "plain", "plain-compiled"),
-    "t5": (*OURS, "hf", "hf-eager"),
+    "gpt2": (*OURS, "hf", "plain", "plain-compiled"),
+    "t5": (*OURS, "hf"),
     "llama": (*OURS, "hf"),
 }
 EAGER = {family: [name for name in names if not name.endswith("-compiled")] for family, names in NAMES.items()}
