@@ -276,7 +276,7 @@ def measure_preprocessing(
     for name, kind in kinds.items():
         for count in set(workers) & set(kind.bar_workers):
             ours, reference = label(name, OURS, count), label(name, REFERENCE, count)
-            bars.append(Bar(f"{ours} / reference", kind.bar, ratio_quartiles(rates[ours], rates[reference])))
+            bars.append(Bar(f"{ours} / reference", ratio_quartiles(rates[ours], rates[reference]), at_least=kind.bar))
     return rates, bars
 
 

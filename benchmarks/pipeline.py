@@ -57,7 +57,7 @@ import tds
 from benchmarks.contenders import GPTSizes
 from benchmarks.pipe.model import Bounds, Case, Contender, build, loss_fn
 from benchmarks.step_profile import measure
-from benchmarks.turns import Team, rotated, surroundings
+from benchmarks.turns import Bar, Team, ratio_quartiles, rotated, surroundings
 from tds.schedule import Costs, schedule_named, simulate
 from tds.schedule.simulate import placement_for
 
@@ -224,11 +224,6 @@ class Record:
         return statistics.median(self.speeds(case))
 
 
-def ratio(case: Case, ours: Record, other: Record) -> float:
-    """Return the median over rounds of our speed relative to the other's."""
-    return statistics.median(a / b for a, b in zip(ours.speeds(case), other.speeds(case), strict=True))
-
-
 def fastest(case: Case, records: Mapping[str, Record], kind: str) -> Record | None:
     """Return the record of this kind with the highest median speed."""
     of_kind = [record for record in records.values() if record.contender.kind == kind]
@@ -248,24 +243,6 @@ def check_losses(records: Mapping[str, Record]) -> None:
             raise RuntimeError(f"losses of step {step} must agree within {LOSS_TOLERANCE}, got {losses}")
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A required ratio."""
-
-    text: str
-    ratio: float
-    at_least: float = 0.0
-    at_most: float = math.inf
-
-    @property
-    def is_met(self) -> bool:
-        return self.at_least <= self.ratio <= self.at_most
-
-    def __str__(self) -> str:
-        bound = f">= {self.at_least:.3f}" if self.at_least else f"<= {self.at_most:.3f}"
-        return f"{'met    ' if self.is_met else 'NOT MET'}  {self.ratio:6.3f} {bound}  {self.text}"
-
-
 def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
     """Yield the bars of a case for which both contenders took part."""
     ours = fastest(case, records, "ours")
@@ -275,7 +252,7 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
         other = fastest(case, records, kind)
         if other is not None:
             text = f"our best ({ours.contender.name}) to {other.contender.name}"
-            yield Bar(text, ratio(case, ours, other), at_least=bar)
+            yield Bar(text, ratio_quartiles(ours.speeds(case), other.speeds(case)), at_least=bar)
     stock = fastest(case, records, "stock")
     for record in records.values():
         contender = record.contender
@@ -283,10 +260,12 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
             continue
         torch_record = records.get(f"torch 1f1b {contender.cut}")
         if torch_record is not None:
-            yield Bar(f"{contender.name} to torch's", ratio(case, record, torch_record), at_least=0.98)
+            speeds = ratio_quartiles(record.speeds(case), torch_record.speeds(case))
+            yield Bar(f"{contender.name} to torch's", speeds, at_least=0.98)
         if stock is not None and stock.contender.cut == contender.cut:
             memory = record.first_stage_bytes / stock.first_stage_bytes
-            yield Bar(f"memory of the first stage, {contender.name} to {stock.contender.name}", memory, at_most=1.0)
+            text = f"memory of the first stage, {contender.name} to {stock.contender.name}"
+            yield Bar(text, (memory, memory, memory), at_most=1.0)
 
 
 def rows_of(case: Case, records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -299,7 +278,7 @@ def rows_of(case: Case, records: Mapping[str, Record]) -> list[dict[str, Any]]:
             "tokens_per_s": record.speed(case),
             "ms_per_step": case.tokens / record.speed(case) * 1e3,
             "cpu_ms_per_step": statistics.median(record.cpu_s) * 1e3,
-            "of_side_by_side": None if side_by_side is None else ratio(case, record, side_by_side),
+            "of_side_by_side": side_by_side and ratio_quartiles(record.speeds(case), side_by_side.speeds(case))[1],
             "first_stage_bytes": record.first_stage_bytes,
             "losses": record.losses[:NUM_EQUAL_LOSSES],
         }
@@ -394,13 +373,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         case = replace(case, name=f"m={m}", num_micro_batches=m, bar=0.93 if m == 8 else None)
         records = run_case(case, args)
         rows, found = rows_of(case, records), list(bars(case, records))
-        text.append("\n".join([table(case, rows), *map(str, found), ""]))
+        text.append("\n".join([table(case, rows), *(bar.text for bar in found), ""]))
         print(text[-1], flush=True)
         result["cases"][case.name] = {"rows": rows, "bars": [vars(bar) | {"is_met": bar.is_met} for bar in found]}
     (args.out / "table.txt").write_text("\n".join(text))
     (args.out / "result.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
     print(f"written: {args.out}/table.txt, result.json")
-    missed = [bar["text"] for each in result["cases"].values() for bar in each["bars"] if not bar["is_met"]]
+    missed = [bar["name"] for each in result["cases"].values() for bar in each["bars"] if not bar["is_met"]]
     if args.strict and missed:
         raise SystemExit("\n".join(["bars that are not met:", *missed]))
     return result

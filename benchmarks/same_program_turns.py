@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 SCHEDULES = ("1f1b", "zb-h1")
@@ -46,6 +47,17 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
 
 def pipeline(_: str, serve: Callable[..., None]) -> None:
     """A step of our pipeline engine on two ranks, by schedule."""
+    benchmark = importlib.import_module("benchmarks.pipeline")
+    if hasattr(benchmark, "team_of"):
+        model = importlib.import_module("benchmarks.pipe.model")
+        new_case = model.Case(name="m=4", sizes=benchmark.MAIN, micro_batch_size=4, num_micro_batches=4)
+        with ExitStack() as stack:
+            new_teams = {}
+            for name in SCHEDULES:
+                one = model.Contender(name=name, kind="ours", partition=BALANCED, schedule=name)
+                new_teams[name] = stack.enter_context(closing(benchmark.team_of(new_case, one, "forkserver")))
+            serve(lambda step: {name: max(a["seconds"] for a in answers_of(t, step)) for name, t in new_teams.items()})
+        return
     cases_of = first_of("benchmarks.pipeline.cases_of", "benchmarks.pipe.cases.cases_of")
     contender = first_of("benchmarks.pipe.model.Contender", "benchmarks.pipe.case.Contender")
     assembled = first_of("benchmarks.pipe.cuts.assembled", "benchmarks.pipe.teams.assembled")

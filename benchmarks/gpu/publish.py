@@ -4,10 +4,9 @@
     python -m benchmarks.gpu.publish                 # the pages anew, of the results that are in the repository
 
 The file is kept in benchmarks/gpu/seen; the tables of all files there stand between markers in the README and in
-docs/accelerators.md, English and Chinese, beside a chart in docs/pictures. Results of a dry run, or of a CPU, are
-refused.
+docs/accelerators.md, English and Chinese. Results of a dry run or of a CPU are rejected.
 
-Part ``pictures`` of ``benchmarks/gpu`` makes the same tables, and the chart, of the results so far, anew at each start.
+Part ``tables`` of ``benchmarks/gpu`` writes the same tables of the results so far at each start.
 Texts are English and Chinese, by the key "en" or "zh".
 """
 
@@ -61,7 +60,6 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             'the data sheet\'s peak. "memory" and "planner" are what `megatron.models`\nand the planner say over what '
             "was measured."
         ),
-        "picture": "MFU of a step on {device}",
     },
     "zh": {
         PASSED: "通过",
@@ -100,13 +98,12 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             "因果注意力只计一半；“占标称峰值”以厂商标称的峰值为 1。"
             "“内存”和“规划”是 `megatron.models` 和规划工具的估计与实测之比。"
         ),
-        "picture": "{device} 上一步的 MFU",
     },
 }
 
 
 PARTS = ("tests", "train", "layouts", "faults", "speed")
-"""That show something; the pictures show the others."""
+"""Parts with results of their own."""
 GIB = 2**30
 CONTENDERS = ("ours", "ours-compiled", "hf", "plain")
 IN_README = {"devices": 2, "models": 3}
@@ -257,34 +254,9 @@ def _products(content: Mapping[str, Any]) -> float:
     return max(figures["product_flops"] for figures in timed(content))
 
 
-COLOURS = {"ours": "#4c72b0", "ours-compiled": "#1f3d6e", "hf": "#dd8452", "plain": "#8c8c8c"}
-LABELS = {
-    "ours": "ours",
-    "ours-compiled": "ours, --compile",
-    "hf": "Hugging Face's model, plain loop",
-    "plain": "torch.nn layers, plain loop",
-}
-WIDTH = 0.2
-"""Of a bar, where the models are 1 apart."""
-
-
 def cases(machine: Machine) -> list[Case]:
-    """Return the chart and the tables."""
-    return [Case("chart of MFU", chart), Case("tables", write_tables)]
-
-
-def chart(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Draw the chart into --out."""
-    results = machine.results
-    models = timed(results.content) if results else []
-    if results is None or not models:
-        raise Skip("no case of part speed has passed")
-    try:
-        path = draw(results.content, results.path.with_name(f"{results.path.stem}-mfu.png"))
-    except ImportError as error:
-        raise Skip(f"the chart needs matplotlib: {error}") from None
-    bars = sum(len(figures["contenders"]) for figures in models)
-    return f"{bars} bars of {len(models)} cases in {path.name}", {"bars": bars}
+    """Return the only case."""
+    return [Case("tables", write_tables)]
 
 
 def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -300,51 +272,9 @@ def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     return f"{len(models)} timed cases in {path.name}", {"timed": len(models)}
 
 
-def draw(content: Mapping[str, Any], path: Path) -> Path:
-    """Draw the MFU of each contender of each model into ``path``."""
-    from matplotlib.figure import Figure
-
-    models = timed(content)
-    figure = Figure(figsize=(max(7.0, 1.3 * len(models) + 2.0), 4.6), dpi=150, facecolor="white", layout="constrained")
-    axes = figure.subplots()
-    for name in CONTENDERS:
-        drawn = [
-            (number, one["contenders"][name]["mfu"]) for number, one in enumerate(models) if name in one["contenders"]
-        ]
-        places = [number + _shift(models[number], name) for number, _ in drawn]
-        if drawn:
-            bars = axes.bar(places, [mfu for _, mfu in drawn], WIDTH * 0.92, color=COLOURS[name], label=LABELS[name])
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-    axes.set_xticks(range(len(models)), [_tick(figures) for figures in models], fontsize=8)
-    axes.set_ylabel("MFU: share of this run's matrix products")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(y=0.12)
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0.0, 1.0))
-    axes.set_title(_title(content), fontsize=9, loc="right", pad=38)
-    figure.savefig(path, metadata={"Software": None})
-    return path
-
-
-def _shift(figures: Mapping[str, Any], name: str) -> float:
-    """Return where a contender's bar stands beside the others of its model."""
-    there: Sequence[str] = [each for each in CONTENDERS if each in figures["contenders"]]
-    return WIDTH * (there.index(name) - (len(there) - 1) / 2)
-
-
-def _tick(figures: Mapping[str, Any]) -> str:
-    return f"{figures['title']}{layers_of(figures)}\n{figures['seq_length']} tokens x {figures['batch_size']}"
-
-
-def _title(content: Mapping[str, Any]) -> str:
-    dry = "dry run at toy sizes, figures mean nothing: " if content["is_dry"] else ""
-    return f"{dry}{content['device']}, {content['date']}, commit {commit_of(content)}"
-
-
 PART = Part(
-    name="pictures",
-    about="a chart of MFU and the tables, made of the results so far",
+    name="tables",
+    about="the tables of the results so far",
     cases=cases,
     budget_s=20.0,
     is_always=True,
@@ -353,7 +283,6 @@ PART = Part(
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEN = Path("benchmarks/gpu/seen")
-PICTURE = Path("docs/pictures/gpu_mfu.png")
 BEGIN = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
 END = "<!-- end of the results of GPUs -->"
 PAGES = {
@@ -362,8 +291,6 @@ PAGES = {
     "docs/accelerators.md": (page, "en"),
     "docs/zh/accelerators.md": (page, "zh"),
 }
-SHOWN_FROM = {"docs/accelerators.md": "pictures/gpu_mfu.png", "docs/zh/accelerators.md": "../pictures/gpu_mfu.png"}
-"""Page that shows the chart -> the link from there."""
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -409,11 +336,7 @@ def seen(root: Path = ROOT) -> list[dict[str, Any]]:
 def block(name: str, results: Sequence[dict[str, Any]]) -> str:
     """Return what stands between the markers of a page."""
     make, language = PAGES[name]
-    text = make(results, language)
-    if name in SHOWN_FROM and (fast := with_speeds(results)):
-        told = WORDS[language]["picture"].format(device=fast[0]["device"])
-        text += f"\n\n![{told}]({SHOWN_FROM[name]})"
-    return text
+    return make(results, language)
 
 
 def with_block(text: str, made: str) -> str:
@@ -430,15 +353,12 @@ def with_block(text: str, made: str) -> str:
 
 
 def written(root: Path = ROOT) -> list[str]:
-    """Write pages and chart; return their names."""
+    """Write the pages; return their names."""
     results = seen(root)
     for name in PAGES:
         path = root / name
         path.write_text(with_block(path.read_text(encoding="utf-8"), block(name, results)), encoding="utf-8")
-    fast = with_speeds(results)
-    if fast:
-        draw(fast[0], root / PICTURE)
-    return [*PAGES, *([str(PICTURE)] if fast else [])]
+    return list(PAGES)
 
 
 if __name__ == "__main__":

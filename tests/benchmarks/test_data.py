@@ -33,8 +33,8 @@ def test_turns_rotate_and_ratios_are_taken_within_rounds() -> None:
     rates = rates_in_turns({"a": lambda: turn("a", ours), "b": lambda: turn("b", reference)}, 3)
     assert seen == "abbaab" and rates == {"a": ours, "b": reference}
     assert ratio_quartiles(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
-    assert Bar("x", 2.0, (1.0, 2.0, 3.0)).is_met and not Bar("x", 2.1, (1.0, 2.0, 3.0)).is_met
-    assert "NOT MET" in Bar("x", 2.1, (1.0, 2.0, 3.0)).text
+    assert Bar("x", (1.0, 2.0, 3.0), at_least=2.0).is_met and Bar("x", (1.0, 2.0, 3.0), at_most=2.0).is_met
+    assert "NOT MET" in Bar("x", (1.0, 2.0, 3.0), at_least=2.1).text
 
 
 def test_the_corpus_depends_on_the_seed_and_mixes_three_languages(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_every_contender_trains_the_same_model(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
         assert row["tokens_per_s"] > 0 and bool(row["first_stage_bytes"]) == (row["contender"] != "one process")
-    texts = " ".join(bar["text"] for bar in result["cases"]["m=8"]["bars"])
+    texts = " ".join(bar["name"] for bar in result["cases"]["m=8"]["bars"])
     assert "to side by side" in texts and "to torch's" in texts
     assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 1
 

@@ -1,0 +1,107 @@
+"""How long a start takes: --help, --dry-run, and from the command to the first step of 4 ranks.
+
+    python benchmarks/start_up.py
+    python benchmarks/start_up.py --runs 5 --ranks 2 --strict
+
+Wall seconds are the shortest of the runs, on an otherwise idle machine; CPU seconds are of all processes together. The
+first step of ``run_gpt2.sh`` is when its line is on the screen, so it counts shell, launcher, imports, groups, model,
+data and the step. The sample data are made ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
+from benchmarks.turns import surroundings  # noqa: E402
+
+FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
+LIMITS = {"--help": 0.5, "--dry-run": 2.0, "run_gpt2.sh --dry-run": 2.0, "first step": 12.0}
+"""Seconds that are to be kept on 2 idle cores."""
+
+
+def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
+    """Return wall seconds until a line begins with ``until`` ("": until the end), and CPU seconds of the whole.
+
+    Raises:
+        RuntimeError: the command fails, or no such line comes.
+    """
+    env = {**os.environ, "GPUS_PER_NODE": str(ranks)} if ranks else dict(os.environ)
+    before, start, seen = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if until and not seen and line.startswith(until):
+                seen = time.perf_counter() - start
+    seen = seen or (0.0 if until else time.perf_counter() - start)
+    if run.returncode or not seen:
+        raise RuntimeError(
+            f"{' '.join(command)} must end well, got exit code {run.returncode}:\n{''.join(lines[-20:])}"
+        )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seen, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
+    """Return what is measured: the command, the line that ends it, and its ranks."""
+    program = [sys.executable, "pretrain_gpt2.py"]
+    run = ["bash", "run_gpt2.sh", *FIRST_STEP.split(), "--save", str(folder)]
+    return {
+        "--help": ([*program, "--help"], "", 0),
+        "--dry-run": ([*program, "--dry-run", "--vocab-size", "8192"], "", 0),
+        "run_gpt2.sh --dry-run": (["bash", "run_gpt2.sh", "--dry-run"], "", ranks),
+        "first step": (run, "step 1/1", ranks),
+    }
+
+
+def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
+    """Return by name the shortest wall seconds, the CPU seconds of that run, and the limit."""
+    subprocess.run([sys.executable, "tools/make_sample_data.py"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, dict[str, float]] = {}
+    for number in range(runs):
+        with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
+            for name, (command, until, size) in starts(ranks, Path(folder) / "run").items():
+                wall, cpu = measured(command, until, size)
+                if number == 0 or wall < found[name]["wall_s"]:
+                    found[name] = {"wall_s": round(wall, 3), "cpu_s": round(cpu, 3), "limit_s": LIMITS[name]}
+    return found
+
+
+def over_limit(found: dict[str, dict[str, float]]) -> list[str]:
+    """Return what took longer than its limit."""
+    late = {name: row for name, row in found.items() if row["wall_s"] > row["limit_s"]}
+    return [f"{name}: {row['wall_s']} s, limit {row['limit_s']}" for name, row in late.items()]
+
+
+def main() -> None:
+    """Print one JSON object, and on the other stream what took too long."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3, help="of each; the shortest counts")
+    parser.add_argument("--ranks", type=int, default=4, help="processes of the run that takes a step")
+    parser.add_argument("--strict", action="store_true", help="end with code 1 if something took longer than its limit")
+    given = parser.parse_args()
+    found = measure(given.runs, given.ranks)
+    sys.stdout.write(json.dumps({**surroundings(), "ranks": given.ranks, **found}) + "\n")
+    late = over_limit(found)
+    sys.stderr.writelines(f"MISSED {line}\n" for line in late)
+    if given.strict and late:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
