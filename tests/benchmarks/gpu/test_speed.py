@@ -289,4 +289,4 @@ def test_the_dry_form_runs(tmp_path: Path) -> None:
     assert {case["status"] for case in cases.values()} == {"passed"}
     assert len(cases["gpt2 1.3b s2048"]["figures"]["kernels"]) == 10
     assert set(cases["planner"]["figures"]["planned"]) == {"gpt2 1.3b s2048", "t5-base s1024"}
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, f"{path.stem}.md", f"{path.stem}-mfu.png"}
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, f"{path.stem}.md"}
