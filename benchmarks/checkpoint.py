@@ -1,4 +1,4 @@
-"""Save, stall, verification, load and reshard of one state, beside torch.save and DeepSpeed's own, in one run.
+"""Time saving, stalls, verification, loading and resharding of one state, compared with torch.save.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --ranks 1 --rounds 3
@@ -125,12 +125,10 @@ class Contenders:
     def __init__(self, state: State, grid: Grid, folder: Path, other: Path) -> None:
         self._state, self._grid, self._folder, self._other = state, grid, folder, other
         self._background = AsyncSaver(grid.host)
-        self._engine = _deepspeed_engine(state, grid)
         self.turns: dict[str, Callable[[], Seconds]] = {
             "ours": self.ours,
             "in the background": self.in_the_background,
             "torch": self.torch,
-            "DeepSpeed": self.deepspeed,
             "other layout": self.other_layout,
         }
         self.files_bytes: dict[str, int] = {}
@@ -159,20 +157,6 @@ class Contenders:
         loaded = self._loaded(lambda: _copy_into(self._state, torch.load(path, weights_only=True)))
         self._count("torch", path.parent)
         return {"torch.save": saved, "torch.save + fsync": saved + flushed, "torch.load": loaded}
-
-    def deepspeed(self) -> Seconds:
-        """DeepSpeed's ``save_checkpoint``, which flushes nothing; the flush of its files; its ``load_checkpoint``."""
-        root = self._fresh("deepspeed")
-        saved, _ = self._timed(lambda: self._engine.save_checkpoint(str(root), tag="step1"))
-        own = [path for path in sorted(root.rglob("*")) if path.is_file()][self._grid.rank :: self._grid.world.size]
-        flushed, _ = self._timed(lambda: _flush(own))
-        loaded = self._loaded(lambda: self._engine.load_checkpoint(str(root), tag="step1"))
-        self._count("DeepSpeed", root)
-        return {
-            "DeepSpeed save_checkpoint": saved,
-            "DeepSpeed save_checkpoint + fsync": saved + flushed,
-            "DeepSpeed load_checkpoint": loaded,
-        }
 
     def other_layout(self) -> Seconds:
         """Verify and load what another number of ranks saved."""
@@ -218,21 +202,6 @@ class Contenders:
     def _barrier(self) -> None:
         if self._grid.world.size > 1:
             dist.barrier()
-
-
-def _deepspeed_engine(state: State, grid: Grid) -> Any:
-    """Return DeepSpeed's own engine over the same module and torch's own AdamW: nothing of this project saves."""
-    import deepspeed
-
-    import tds
-    from megatron.training.setup import DeepSpeedMpu
-
-    tds.quiet()
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    engine, *_ = deepspeed.initialize(
-        model=state.module, optimizer=state.optimizer.inner, config=config, mpu=DeepSpeedMpu(grid)
-    )
-    return engine
 
 
 def _flush(paths: Iterable[Path]) -> None:

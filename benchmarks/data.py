@@ -1,7 +1,7 @@
 """Measure the data pipeline: preprocessing throughput against a reference, and the start-up time of a large corpus.
 
     python benchmarks/data.py --json data.json
-    python benchmarks/data.py --parts preprocessing --tokenizers cpm --rounds 3
+    python benchmarks/data.py --parts preprocessing --tokenizers bpe --rounds 3
     python benchmarks/data.py --parts start --documents 1e8 --ranks 2
 
 preprocessing: MB/s of a whole job, from the start of the job to the finished files, for each tokenizer and number of
@@ -12,7 +12,6 @@ Both must write the same tokens. Contenders take turns; ratios are taken within 
 |---|---|
 | BPE by `tokenizers` | 1.3 |
 | BPE by gigatoken | 8 |
-| CPM-1, one worker | 3 |
 
 start: seconds until every rank has opened a corpus of so many documents and read its first 32 samples, with an empty
 cache and with the cache of the first start, and the memory that a rank adds. Each start is a set of new processes.
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
@@ -56,7 +54,7 @@ from megatron.data.cache import IndexCache
 from megatron.data.index_format import HEADER, MAGIC, VERSION
 from megatron.data.sample_index import SampleIndex
 from megatron.data.split import split_documents
-from megatron.tokenizer import Tokenizer, train
+from megatron.tokenizer import train
 
 ROOT = Path(__file__).resolve().parents[1]
 Encode = Callable[[str], list[int]]
@@ -166,47 +164,11 @@ def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int
 
 # Preprocessing.
 
-BPE, GIGATOKEN, CPM = "bpe", "gigatoken", "cpm"
-KINDS = (BPE, GIGATOKEN, CPM)
-SHARE_OF_CORPUS = {BPE: 1.0, GIGATOKEN: 12.0, CPM: 0.25}
-"""Corpus size relative to --megabytes: jieba is slow, and gigatoken's start-up must be small next to the job."""
+BPE, GIGATOKEN = "bpe", "gigatoken"
+BARS = {BPE: 1.3, GIGATOKEN: 8.0}
+SHARE_OF_CORPUS = {BPE: 1.0, GIGATOKEN: 12.0}
+"""Corpus size relative to --megabytes: gigatoken's start-up must be small next to the job."""
 OURS, REFERENCE = "ours", "reference"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A tokenizer for both contenders.
-
-    Args:
-        chunk_size: lines that the reference sends to a worker at once.
-        bar: required speed-up over the reference.
-        bar_workers: numbers of workers for which it is required.
-    """
-
-    make_tokenizer: Callable[[], Tokenizer]
-    make_encode: Callable[[], Encode]
-    chunk_size: int = 32
-    use_gigatoken: bool = False
-    bar: float = 1.3
-    bar_workers: Sequence[int] = (1, 2)
-
-
-def make_kinds(folder: Path, names: Sequence[str], texts: Sequence[str], vocab_size: int) -> dict[str, Kind]:
-    """Train the vocabularies that ``names`` need into ``folder`` and return the tokenizers."""
-    bpe, cpm = folder / "bpe.json", folder / "cpm.model"
-    if BPE in names or GIGATOKEN in names:
-        bpe.write_bytes(train.train_bpe(texts, vocab_size))
-    if CPM in names:
-        cpm.write_bytes(train_cpm(texts, vocab_size))
-    build_bpe = partial(tokenizer.build, tokenizer_path=bpe)
-    build_cpm = partial(tokenizer.build, "CPM1", tokenizer_path=cpm)
-    encode_bpe, encode_cpm = partial(bpe_encode, bpe), partial(cpm_encode, cpm)
-    kinds = {
-        BPE: Kind(make_tokenizer=build_bpe, make_encode=encode_bpe),
-        GIGATOKEN: Kind(make_tokenizer=build_bpe, make_encode=encode_bpe, use_gigatoken=True, bar=8.0),
-        CPM: Kind(make_tokenizer=build_cpm, make_encode=encode_cpm, chunk_size=25, bar=3.0, bar_workers=(1,)),
-    }
-    return {name: kinds[name] for name in names}
 
 
 def bpe_encode(path: Path) -> Encode:
@@ -217,44 +179,10 @@ def bpe_encode(path: Path) -> Encode:
     return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
-def cpm_encode(path: Path) -> Encode:
-    """Return CPM's encoding of a text: jieba's words, marks for spaces and line ends, SentencePiece."""
-    import sentencepiece
-
-    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    return lambda text: library.encode(cpm_words(text))
-
-
-def cpm_words(text: str) -> str:
-    """Return the words of a text separated by spaces, as CPM's SentencePiece reads them."""
-    import jieba
-
-    jieba.setLogLevel("ERROR")
-    return " ".join(word.translate(str.maketrans(" \n", "\u2582\u2583")) for word in jieba.cut(text))
-
-
-def train_cpm(texts: Sequence[str], vocab_size: int) -> bytes:
-    """Return a small SentencePiece unigram model like CPM-1's."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(cpm_words(line) for text in texts for line in text.splitlines(keepends=True)),
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=vocab_size,
-        control_symbols=["<eod>"],
-        character_coverage=0.9995,
-        num_threads=1,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
 def measure_preprocessing(
-    kinds: Mapping[str, Kind], corpora: Mapping[str, Path], workers: Sequence[int], rounds: int, folder: Path
+    vocabulary: Path, corpora: Mapping[str, Path], workers: Sequence[int], rounds: int, folder: Path
 ) -> tuple[dict[str, list[float]], list[Bar]]:
-    """Return MB/s of each contender by round, and the bars.
+    """Return MB/s of each contender by round, and the bars; ``corpora`` has a corpus for each tokenizer.
 
     Raises:
         RuntimeError: a contender failed, or the contenders of a tokenizer wrote different tokens.
@@ -262,7 +190,7 @@ def measure_preprocessing(
     hashes: dict[str, str] = {}
 
     def turn(name: str, who: str, num_workers: int) -> float:
-        seconds, tokens = in_process(job, kinds[name], who, num_workers, corpora[name], folder / "out")
+        seconds, tokens = in_process(job, vocabulary, name, who, num_workers, corpora[name], folder / "out")
         if hashes.setdefault(name, tokens) != tokens:
             raise RuntimeError(f"contenders must write the same tokens; {who} with {name} does not")
         return corpora[name].stat().st_size / 1e6 / seconds
@@ -270,34 +198,34 @@ def measure_preprocessing(
     def label(name: str, who: str, num_workers: int) -> str:
         return f"{name}, {num_workers} worker{'s' * (num_workers > 1)}, {who}"
 
-    cases = list(itertools.product(kinds, (OURS, REFERENCE), workers))
+    cases = list(itertools.product(corpora, (OURS, REFERENCE), workers))
     rates = rates_in_turns({label(*case): partial(turn, *case) for case in cases}, rounds)
     bars = []
-    for name, kind in kinds.items():
-        for count in set(workers) & set(kind.bar_workers):
-            ours, reference = label(name, OURS, count), label(name, REFERENCE, count)
-            bars.append(Bar(f"{ours} / reference", ratio_quartiles(rates[ours], rates[reference]), at_least=kind.bar))
+    for name, count in itertools.product(corpora, workers):
+        ours, reference = label(name, OURS, count), label(name, REFERENCE, count)
+        bars.append(Bar(f"{ours} / reference", ratio_quartiles(rates[ours], rates[reference]), at_least=BARS[name]))
     return rates, bars
 
 
-def job(kind: Kind, who: str, num_workers: int, corpus: Path, folder: Path) -> tuple[float, str]:
+def job(vocabulary: Path, name: str, who: str, num_workers: int, corpus: Path, folder: Path) -> tuple[float, str]:
     """Run one job; return its seconds and a hash of the tokens."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    prefix, eod_id = folder / "tokens", kind.make_tokenizer().eod_id
+    prefix, make_tokenizer = folder / "tokens", partial(tokenizer.build, tokenizer_path=vocabulary)
+    eod_id = make_tokenizer().eod_id
     start = time.perf_counter()
     if who == OURS:
         preprocess.run(
             preprocess.Job(
                 inputs=[corpus],
                 output_prefix=str(prefix),
-                make_tokenizer=kind.make_tokenizer,
+                make_tokenizer=make_tokenizer,
                 num_workers=num_workers,
-                use_gigatoken=kind.use_gigatoken,
+                use_gigatoken=name == GIGATOKEN,
             )
         )
     else:
-        run_reference(corpus, prefix, Encoder(kind.make_encode, eod_id), num_workers, kind.chunk_size)
+        run_reference(corpus, prefix, Encoder(partial(bpe_encode, vocabulary), eod_id), num_workers, chunk_size=32)
     seconds = time.perf_counter() - start
     with open(prefix.with_suffix(".bin"), "rb") as file:
         return seconds, hashlib.file_digest(file, "sha256").hexdigest()
@@ -379,7 +307,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--tokenizers", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    parser.add_argument("--tokenizers", nargs="+", choices=BARS, default=list(BARS), help="default: all")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="worker processes (default: 1 2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     parser.add_argument("--megabytes", type=float, default=8.0, help="size of the BPE corpus (default: 8)")
@@ -397,19 +325,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the parts, print the table, write the JSON."""
     args = parse_args(argv)
     result: dict[str, Any] = {**surroundings(), "options": {name: str(value) for name, value in vars(args).items()}}
-    with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as temporary:
+        folder = Path(temporary)
         if "preprocessing" in args.parts:
-            num_bytes = 60_000 if args.smoke else 2 << 20
-            texts = list(documents(num_bytes, args.seed + 1))  # vocabularies are trained on other texts
-            kinds = make_kinds(folder, args.tokenizers, texts, args.vocab_size)
-            corpora = {
-                kind: write_corpus(
-                    folder / f"{kind}.jsonl", int(args.megabytes * 1e6 * SHARE_OF_CORPUS[kind]), args.seed
-                )
-                for kind in kinds
-            }
-            rates, bars = measure_preprocessing(kinds, corpora, args.workers, args.rounds, folder)
+            texts = list(documents(60_000 if args.smoke else 2 << 20, args.seed + 1))  # not those that are encoded
+            vocabulary = folder / "bpe.json"
+            vocabulary.write_bytes(train.train_bpe(texts, args.vocab_size))
+            corpora = {}
+            for name in args.tokenizers:
+                num_bytes = int(args.megabytes * 1e6 * SHARE_OF_CORPUS[name])
+                corpora[name] = write_corpus(folder / f"{name}.jsonl", num_bytes, args.seed)
+            rates, bars = measure_preprocessing(vocabulary, corpora, args.workers, args.rounds, folder)
             print("preprocessing, MB/s")
             for label, values in rates.items():
                 print(f"  {label:46}{statistics.median(values):12.2f}")

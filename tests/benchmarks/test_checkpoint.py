@@ -19,7 +19,6 @@ def test_each_bar_divides_what_it_says() -> None:
 
 
 def test_a_load_that_leaves_something_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.checkpoint._deepspeed_engine", lambda *_: None)
     state = State(1 << 20, single_grid())
     contenders = Contenders(state, single_grid(), tmp_path, tmp_path)
     assert set(contenders.ours()) == {"save", "verification", "load", "verification + load"}
@@ -31,11 +30,9 @@ def test_a_load_that_leaves_something_out_is_seen(tmp_path: Path, monkeypatch: p
 def test_a_smoke_run_tells_every_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = checkpoint.main(["--smoke", "--ranks", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")])
     team = told["teams"]["1"]
-    assert {"save", "verification", "DeepSpeed save_checkpoint + fsync", "reshard (verification + load)"} <= set(
-        team["seconds"]
-    )
+    assert {"save", "verification", "reshard (verification + load)"} <= set(team["seconds"])
     assert all(len(values) == 1 and values[0] > 0 for values in team["seconds"].values())
-    for name in ("ours", "torch", "DeepSpeed"):
+    for name in ("ours", "torch"):
         assert team["state_bytes"] <= team["files_bytes"][name] <= 1.1 * team["state_bytes"], name
     assert json.loads((tmp_path / "out.json").read_text())["teams"] == json.loads(json.dumps(told["teams"]))
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]

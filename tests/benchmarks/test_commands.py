@@ -12,7 +12,7 @@ from tests.helpers.documented_commands import ROOT, Clone, undocumented
 
 SMOKE = {
     "benchmarks/checkpoint.py": ["python benchmarks/checkpoint.py --json checkpoint.json --smoke --ranks 1"],
-    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke --tokenizers cpm"],
+    "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke"],
     "benchmarks/gpu/__main__.py": [
         "bash benchmarks/gpu/run.sh --device cpu --out seen train --only 'gpt2 fp32'",
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import data
-from benchmarks.data import OURS, Kind
+from benchmarks.data import OURS
 from benchmarks.turns import Bar, rates_in_turns, ratio_quartiles
 from megatron.data import IndexedDataset
 
@@ -57,14 +57,13 @@ def test_contenders_of_a_tokenizer_must_write_the_same_tokens(tmp_path: Path, mo
     (tmp_path / "c").write_bytes(b" " * 2_000_000)
     hashes = {"ours": "x", "reference": "x"}
     seconds = {"ours": 0.5, "reference": 2.0}
-    monkeypatch.setattr(data, "in_process", lambda job, kind, who, *rest: (seconds[who], hashes[who]))
-    kinds = {"bpe": Kind(make_tokenizer=None, make_encode=None, bar=3.0, bar_workers=(1,))}  # type: ignore[arg-type]
-    rates, bars = data.measure_preprocessing(kinds, {"bpe": tmp_path / "c"}, [1, 2], 1, tmp_path)
+    monkeypatch.setattr(data, "in_process", lambda job, vocabulary, name, who, *rest: (seconds[who], hashes[who]))
+    rates, bars = data.measure_preprocessing(tmp_path, {"bpe": tmp_path / "c"}, [1, 2], 1, tmp_path)
     assert rates[f"bpe, 1 worker, {OURS}"] == [4.0] and len(rates) == 4  # MB/s
-    assert [(bar.quartiles[1], bar.is_met) for bar in bars] == [(4.0, True)]
+    assert [(bar.quartiles[1], bar.is_met) for bar in bars] == [(4.0, True)] * 2
     hashes["reference"] = "y"
     with pytest.raises(RuntimeError, match="the same tokens"):
-        data.measure_preprocessing(kinds, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
+        data.measure_preprocessing(tmp_path, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
 
 
 def test_a_smoke_run_measures_both_parts_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
