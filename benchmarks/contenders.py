@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -306,11 +307,6 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     return step
 
 
-def ours_compiled(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of our engine with compiled layers."""
-    return ours(sizes, batch_size, kind, dtype, "--compile")
-
-
 def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
     """Return a step of Hugging Face's model in the plain loop."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -345,11 +341,6 @@ def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compile
     if is_compiled:
         model.compile(dynamic=False)
     return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
-
-
-def plain_compiled(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of the small script as its users run it when they have a compiler."""
-    return plain(sizes, batch_size, kind, dtype, is_compiled=True)
 
 
 _PLAIN_NAMES = {
@@ -436,9 +427,9 @@ def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
-_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": ours_compiled}
+_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": partial(ours, more="--compile")}
 CONTENDERS: dict[str, dict[str, Contender]] = {
-    "gpt2": {**_OURS, "hf": hf, "plain": plain, "plain-compiled": plain_compiled},
+    "gpt2": {**_OURS, "hf": hf, "plain": plain, "plain-compiled": partial(plain, is_compiled=True)},
     "t5": {**_OURS, "hf": t5_hf},
     "llama": {**_OURS, "hf": llama_hf},
 }
