@@ -66,9 +66,7 @@ def make_state(num_bytes: int, grid: Grid) -> Callable[[], list[TensorRecord]]:
     """Build weights and moments of about ``num_bytes`` over all ranks; return the function that lists their records."""
     torch.manual_seed(grid.rank)
     width = 512 if num_bytes > 32 << 20 else 64
-    layer_bytes = BYTES_PER_WEIGHT * (
-        width * width * sum(rows * columns for rows, columns, _ in LAYER.values()) + width
-    )
+    layer_size = width * width * sum(rows * columns for rows, columns, _ in LAYER.values()) + width
     module, tensor = torch.nn.Module(), grid.tensor
     for layer in range(max(1, round(num_bytes / (BYTES_PER_WEIGHT * layer_size)))):
         for name, (rows, columns, dim) in LAYER.items():

@@ -224,15 +224,6 @@ def replaced(text: str, name: str, section: str) -> str:
     return f"{head}{begin}\n\n{section.strip()}\n\n{end}{tail}"
 
 
-def update(page: Path, name: str, section: str) -> None:
-    """Write ``section`` into the page.
-
-    Raises:
-        ValueError: as ``replaced``.
-    """
-    page.write_text(replaced(page.read_text(encoding="utf-8"), name, section), encoding="utf-8")
-
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
@@ -262,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> list[Prediction]:
     title = f"GPT 7B, s 2048, bf16, {machine.name}, {args.schedule}, tensor {args.tensor}"
     text = table(found)
     print(title, text, sep="\n")
-    update(page, "predicted", f"{title}.\n\n{text}")
+    new = replaced(page.read_text(encoding="utf-8"), "predicted", f"{title}.\n\n{text}")
+    page.write_text(new, encoding="utf-8")
     print(f"written: {page}")
     return found
 

@@ -82,12 +82,6 @@ def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def over_limit(found: dict[str, dict[str, float]]) -> list[str]:
-    """Return what took longer than its limit."""
-    late = {name: row for name, row in found.items() if row["wall_s"] > row["limit_s"]}
-    return [f"{name}: {row['wall_s']} s, limit {row['limit_s']}" for name, row in late.items()]
-
-
 def main() -> None:
     """Print one JSON object, and on the other stream what took too long."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -97,8 +91,8 @@ def main() -> None:
     given = parser.parse_args()
     found = measure(given.runs, given.ranks)
     sys.stdout.write(json.dumps({**surroundings(), "ranks": given.ranks, **found}) + "\n")
-    late = over_limit(found)
-    sys.stderr.writelines(f"MISSED {line}\n" for line in late)
+    late = {name: row for name, row in found.items() if row["wall_s"] > row["limit_s"]}
+    sys.stderr.writelines(f"MISSED {name}: {row['wall_s']} s, limit {row['limit_s']}\n" for name, row in late.items())
     if given.strict and late:
         sys.exit(1)
 

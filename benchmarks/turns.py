@@ -73,10 +73,6 @@ class Team:
             self._pipes.append(near)
             self._processes.append(process)
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def ready(self) -> list[Any]:
         """Wait until every process has its worker; raises as ``ask`` does."""
         return self._answers()
