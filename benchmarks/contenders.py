@@ -103,13 +103,6 @@ class T5Sizes:
     def tokens_per_sample(self) -> int:
         return self.enc_seq_length + self.target_length
 
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.num_layers}+{self.num_layers} layers, {self.enc_seq_length}+{self.target_length} tokens, "
-            f"vocabulary {self.vocab_size}"
-        )
-
     def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
         """Return ``inputs`` [b, s_e] and ``targets`` [b, s_d] of a step with their segments: one document each."""
         generator, fields = _generator(step), {}

@@ -61,13 +61,11 @@ Encode = Callable[[str], list[int]]
 Source = Callable[[random.Random], str]
 
 
-# The corpus: Chinese and English sentences of the repository in which 30 % of the words are replaced by words of
-# jieba's dictionary and of the standard library, and pages of the standard library. The replacements keep tokenizers
-# from remembering the few sentences.
-
-
 def documents(num_bytes: int, seed: int) -> Iterator[str]:
-    """Yield texts of one language each until their UTF-8 bytes reach ``num_bytes``."""
+    """Yield texts of Chinese, English or code until their UTF-8 bytes reach ``num_bytes``.
+
+    In sentences of the repository 30 % of the words are replaced, so that tokenizers cannot cache the few sentences.
+    """
     rng = random.Random(seed)
     sources, written = _sources(), 0
     while written < num_bytes:
@@ -124,9 +122,6 @@ def write_corpus(path: Path, num_bytes: int, seed: int) -> Path:
     return path
 
 
-# The reference.
-
-
 @dataclass(frozen=True)
 class Encoder:
     """The work of a reference worker; ``make`` is called once in each."""
@@ -161,8 +156,6 @@ def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int
         file.write(((np.cumsum(sizes) - sizes) * 2).astype("<i8").tobytes())
         file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
 
-
-# Preprocessing.
 
 BPE, GIGATOKEN = "bpe", "gigatoken"
 BARS = {BPE: 1.3, GIGATOKEN: 8.0}
@@ -244,8 +237,6 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
         team.ready()
         return team.ask("result")[0]
 
-
-# Start-up.
 
 SEQ_LENGTH, SAMPLES = 1024, 32
 

@@ -84,7 +84,6 @@ class Outcome:
     starts: int = 0
     lives: int = 0
     hints_spoilt: int = 0
-    lost_steps: list[int] = field(default_factory=list)
     to_next_step_s: list[float] = field(default_factory=list)
     is_bricked: bool = False
 
@@ -201,7 +200,6 @@ class Chain:
         """Compare all starts with the undisturbed run."""
         out, starts = self.outcome, read_starts(self.record)
         out.problems += problems(self.case, starts, whole.start)
-        out.lost_steps = [*lost_steps(starts)]
         out.to_next_step_s = [*self._seconds_to_next_step(starts)]
         if not out.is_bricked:
             if losses(self.run) != whole.losses:
@@ -265,15 +263,6 @@ def _add(starts: dict[Number, Start], rank: int, line: dict) -> None:
         start.times.append(line["at"])
     else:
         start.durable.append(line["durable"])
-
-
-def lost_steps(starts: dict[Number, Start]) -> Iterator[int]:
-    """Yield, for each start but the first that came so far as to load, the steps that it does again."""
-    done = 0
-    for index, start in enumerate(starts.values()):
-        if index and start.begins:
-            yield done - min(start.begins.values())
-        done = max(done, start.last_step)
 
 
 def losses(folder: Path) -> list[tuple[int, str, str]]:
@@ -405,7 +394,6 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         kills = [kill for outcome in self.outcomes for kill in outcome.kills]
-        lost = [steps for outcome in self.outcomes for steps in outcome.lost_steps]
         waits = [seconds for outcome in self.outcomes for seconds in outcome.to_next_step_s] or [0.0]
         return {
             "kills": len(kills),
@@ -413,7 +401,6 @@ class Tally:
             "starts": sum(outcome.starts for outcome in self.outcomes),
             "bricked": sum(outcome.is_bricked for outcome in self.outcomes),
             "runs_with_problems": len(self.failed),
-            "steps_done_again": {"most": max(lost, default=0), "mean": sum(lost) / max(len(lost), 1)},
             "kill_to_next_step_s": {"median": round(median(waits), 3), "most": round(max(waits), 3)},
             "hints_spoilt": sum(outcome.hints_spoilt for outcome in self.outcomes),
             "by_phase": dict(Counter(kill.phase for kill in kills).most_common()),

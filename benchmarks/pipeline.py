@@ -10,7 +10,7 @@ at the cut whose slowest stage is fastest by layer times measured first; DeepSpe
 partition methods can make.
 
 Our engine makes the allocator keep freed memory on a CPU, and so do the processes without an engine. The other engines
-run with their defaults, or with ``--keep-freed`` likewise.
+run with their defaults.
 
 DIR gets table.txt and result.json. Bars, for 8 micro-batches:
 
@@ -71,9 +71,6 @@ LOSS_TOLERANCE, NUM_EQUAL_LOSSES = 1e-5, 3
 SIDE_BY_SIDE = "side by side"
 
 
-# Cuts.
-
-
 def all_cuts(num_layers: int, num_chunks: int) -> list[Bounds]:
     """Return the bounds of all cuts into non-empty chunks."""
     return [(0, *each, num_layers) for each in itertools.combinations(range(1, num_layers), num_chunks - 1)]
@@ -119,7 +116,7 @@ def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     return "+".join(f"{sum(halves[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
 
 
-def line_up(case: Case, layers_s: Sequence[float], *, keeps_freed: bool = False) -> list[Contender]:
+def line_up(case: Case, layers_s: Sequence[float]) -> list[Contender]:
     """Return the contenders of a case, given the seconds of each layer."""
     specs = case.specs()
     best = min(all_cuts(len(specs), case.num_stages), key=lambda bounds: slowest_s(bounds, layers_s))
@@ -130,8 +127,7 @@ def line_up(case: Case, layers_s: Sequence[float], *, keeps_freed: bool = False)
         cut = format_cut(bounds, specs)
         name = f"{kind} {schedule} {cut}"
         partition = methods[bounds] if kind == "stock" else bounds
-        return Contender(name=name, kind=kind, partition=partition, cut=cut, schedule=schedule, chunks=chunks,
-                         keeps_freed=keeps_freed)  # fmt: skip
+        return Contender(name=name, kind=kind, partition=partition, cut=cut, schedule=schedule, chunks=chunks)
 
     return [
         Contender(name="one process", kind="alone", keeps_freed=True),
@@ -142,9 +138,6 @@ def line_up(case: Case, layers_s: Sequence[float], *, keeps_freed: bool = False)
         *(contender("ours", best, schedule) for schedule in ONE_CHUNK[1:]),
         *(contender("ours", best_chunks(case, layers_s, 2, schedule), schedule, 2) for schedule in TWO_CHUNKS),
     ]
-
-
-# Processes.
 
 
 class ContenderRank:
@@ -198,9 +191,6 @@ def team_of(case: Case, contender: Contender, start_method: str) -> Team:
                 has_group=size > 1, threads=1)  # fmt: skip
     team.ready()
     return team
-
-
-# Results.
 
 
 @dataclass
@@ -309,7 +299,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Record]:
     probe = Contender(name="probe", kind=SIDE_BY_SIDE, keeps_freed=True)
     with closing(team_of(case, probe, args.start_method)) as team:
         layers_s = [statistics.fmean(each) for each in zip(*team.ask("layer_seconds"), strict=True)]
-    contenders = line_up(case, layers_s, keeps_freed=args.keep_freed)
+    contenders = line_up(case, layers_s)
     if args.only:
         contenders = [each for each in contenders if any(text in each.name for text in args.only)]
     if not contenders:
@@ -347,7 +337,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="turns before them (default: 2)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4, 16], help="default: 8 4 16")
     parser.add_argument("--only", nargs="+", help="only contenders whose names contain one of these texts")
-    parser.add_argument("--keep-freed", action="store_true", help="keep freed memory in the other engines, too")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few turns, to test the benchmark")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")

@@ -11,6 +11,7 @@ micro-batches of a replica stay the same). It writes the table into docs/scaling
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,6 @@ class Prediction:
 
     Args:
         fits: in the memory of a device.
-        ideal_s: if all devices only computed, on equal shares.
     """
 
     series: str
@@ -68,7 +68,6 @@ class Prediction:
     micro_batches: int
     seconds: dict[str, float]
     closed_s: float
-    ideal_s: float
     tokens: int
     fits: bool
     mfu: float
@@ -80,11 +79,6 @@ class Prediction:
     @property
     def step_s(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def efficiency(self) -> float:
-        """The share of a step in which an average device computes."""
-        return self.ideal_s / self.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,10 +116,16 @@ def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
     """Return what the simulator and the planner say of one layout of one chunk."""
     estimate = planner.estimate(layout)
     m, p = layout.num_micro_batches, layout.pipe
-    pieces = _pieces(planner, layout, estimate)
+    units, wait_s = planner.units(layout), float(estimate.parts["tensor"]) / m  # for tensor ranks, per micro-batch
+    pieces = tuple(
+        (forward, backward / 2, backward / 2)
+        for start, stop in itertools.pairwise(estimate.bounds)
+        for forward in [sum(unit.forward for unit in units[start:stop]) + wait_s / 2]
+        for backward in [sum(unit.backward for unit in units[start:stop]) + wait_s / 2]
+    )
     message_s = estimate.traffic["pipeline"].seconds / (2 * m) if p > 1 else 0.0
     silent_s, whole_s = (_simulated(pieces, layout.schedule, m, transfer) for transfer in (0.0, message_s))
-    tensor_s = m * _tensor_s(estimate, layout)
+    tensor_s = m * wait_s
     busy_s = m * sum(map(sum, pieces)) / p
     seconds = {
         "compute": busy_s - tensor_s,
@@ -145,7 +145,6 @@ def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
         micro_batches=m,
         seconds=seconds,
         closed_s=estimate.step_s,
-        ideal_s=busy_s - tensor_s,
         tokens=estimate.tokens,
         fits=estimate.most_bytes <= planner.machine.usable_bytes,
         mfu=estimate.flops / step_s / estimate.peak_flops,
@@ -178,23 +177,6 @@ def table(found: Sequence[Prediction]) -> str:
                 f"{one.closed_s / one.step_s:.3f} |"
             )
     return "\n".join(lines)
-
-
-def _pieces(planner: Any, layout: Any, estimate: Any) -> tuple[tuple[float, float, float], ...]:
-    """Return the seconds of each piece: forward, backward for the input, for the weights; tensor sums shared out."""
-    units, sums = planner.units(layout), _tensor_s(estimate, layout)
-    found = []
-    for start, stop in zip(estimate.bounds, estimate.bounds[1:], strict=False):
-        own = units[start:stop]
-        forward = sum(unit.forward for unit in own) + sums / 2
-        backward = sum(unit.backward for unit in own) + sums / 2
-        found.append((forward, backward / 2, backward / 2))
-    return tuple(found)
-
-
-def _tensor_s(estimate: Any, layout: Any) -> float:
-    """Return the seconds that a stage, on average, waits for sums over tensor ranks in a micro-batch."""
-    return float(estimate.parts["tensor"]) / layout.num_micro_batches
 
 
 @cache

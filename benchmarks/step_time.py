@@ -264,7 +264,6 @@ NAMES = {
     "t5": (*OURS, "hf"),
     "llama": (*OURS, "hf"),
 }
-EAGER = {family: [name for name in names if not name.endswith("-compiled")] for family, names in NAMES.items()}
 BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf"), "llama": (*OURS, "hf")}
 """The contenders that what is to be reached speaks of; of the large sizes ours alone find room together."""
 SMALL, LARGE_NAME = "small", "1.3b"

@@ -65,7 +65,6 @@ def test_every_schedule_runs_and_torch_runs_at_the_cuts_of_our_1f1b() -> None:
     assert {each.schedule for each in contenders if each.kind == "ours"} == set(SCHEDULES)
     assert len({each.name for each in contenders}) == len(contenders)
     assert {each.kind for each in contenders if each.keeps_freed} == {"alone", "side by side"}
-    assert all(each.keeps_freed for each in line_up(CASE, LAYERS_S, keeps_freed=True))
 
 
 @pytest.mark.slow
