@@ -70,7 +70,7 @@ class Model:
 
     Args:
         name: of the case: model and sequence length.
-        title: of the model, in tables and pictures.
+        title: of the model, in tables.
         slices: its sizes, the largest first; more than one where only a part of the model is meant to fit.
         contenders: the first is always ours.
         batches: sequences in a step, the largest first.

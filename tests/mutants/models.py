@@ -148,7 +148,7 @@ def queries_of_a_context_rank_are_masked_as_the_first_of_the_sequence(original: 
     return lambda self, length, device: torch.arange(len(original(self, length, device)))
 
 
-@mutant("megatron.models.common.model_args:ParallelContext.queries_and_keys", CONTEXT)
+@mutant("megatron.models.common.parallel_context:ParallelContext.queries_and_keys", CONTEXT)
 def documents_that_began_on_another_context_rank_are_cut(original: Any) -> Any:
     return lambda self, segment_ids: original(self, segment_ids - segment_ids[:, :1])
 

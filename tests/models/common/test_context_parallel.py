@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.context import bytes_kept, bytes_sent
 from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import DecoderModel
@@ -24,6 +23,7 @@ from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.time_model import Messages
 from tests.helpers.bert_samples import bert_batch, bert_sizes
+from tests.helpers.count_bytes import bytes_kept, bytes_sent
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import BATCH, VOCAB, filled, gradients_of, joined, small_sizes, worst_relative

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.context import bytes_kept
 from megatron.config import Config, ModelConfig, parse
 from megatron.costs.decoder_cost import DecoderCosts
 from megatron.costs.expert_cost import exchanged_bytes
@@ -35,6 +34,7 @@ from megatron.planner.time_model import Messages
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.start_table import count_parameters
+from tests.helpers.count_bytes import bytes_kept
 from tests.helpers.harness import run_ranks
 
 MIXTRAL = (
