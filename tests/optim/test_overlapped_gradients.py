@@ -34,7 +34,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
     for overlaps in (False, True):
         scaler = None
         if settings.get("dtype") is torch.float16:
-            scaler = GradScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50)
+            scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
         made.append(make(grid, stage, overlaps_sums=overlaps, scaler=scaler, **settings))
     return made
 
