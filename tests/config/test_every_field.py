@@ -52,8 +52,8 @@ from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
+from megatron.training import data as training_data
 from megatron.training import (
-    batch_iterators,
     fused_kernels,
     global_vars,
     optimizer_setup,
@@ -62,7 +62,6 @@ from megatron.training import (
     start_table,
     vocabulary,
 )
-from megatron.training import data as training_data
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
@@ -300,7 +299,7 @@ def rates(config: Config) -> Any:
 
 def optimizer(config: Config) -> Any:
     given: list[Any] = []
-    setup.build_optimizer = lambda parameters, **how: given.append(how)
+    optimizer_setup.build_optimizer = lambda parameters, **how: given.append(how)
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
@@ -371,15 +370,15 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    batch_iterators.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
 
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
-    global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
-    global_vars.choose_eod = lambda *_: None  # type: ignore[assignment]
+    vocabulary.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    vocabulary.choose_eod = lambda *_: None  # type: ignore[assignment]
     vocabulary.with_tokenizer(config)
     return given
 
@@ -405,7 +404,7 @@ def guard(config: Config) -> Any:
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
     setup.compile_layers = lambda *_, **__: compiled.append(True)
-    optimizer_setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
     global_vars.set_current(config, stand_in(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron import object_store
-from megatron.data import DataLoader, GPTDataset, IndexedDataset, collate, range_cache
+from megatron.data import DataLoader, GPTDataset, IndexedDataset, collate, data_loader, range_cache
 from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
 from megatron.data.documents import Piece
@@ -120,6 +120,7 @@ def test_what_is_read_next_is_asked_for_ahead_in_the_order_of_the_samples(
 ) -> None:
     """All samples up to 6 further ones are asked for when a micro-batch is read, and each once; no read waits then."""
     monkeypatch.setattr(collate, "READ_AHEAD_SAMPLES", 6)
+    monkeypatch.setattr(data_loader, "READ_AHEAD_SAMPLES", 6)
     asked: list[tuple[int, int]] = []
     read: list[tuple[tuple[int, int], bool]] = []
     prefetch, read_part = RangeReader.prefetch, RangeReader.read

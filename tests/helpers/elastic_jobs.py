@@ -25,9 +25,9 @@ with open(f"{place}/.{start}.{rank}", "w") as file:
 os.rename(f"{place}/.{start}.{rank}", f"{place}/{start}.{rank}")
 while not os.path.exists(f"{place}/done"):
     if os.path.exists(f"{place}/saves") and os.path.exists(os.environ["MEGATRON_REGROUP_FILE"]):
-        from megatron.training import failure
-        failure.open_page()
-        failure.note_state(failure.REGROUP)
+        from megatron.runtime import rank_status
+        rank_status.open_page()
+        rank_status.note_state(rank_status.REGROUP)
         sys.exit(75)
     time.sleep(0.01)
 sys.exit(int(open(f"{place}/done").read() or 0))

@@ -22,7 +22,7 @@ RANKS = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, StopRequest, marked
-from megatron.training import failure
+from megatron.runtime import exit_guard, rank_status
 from megatron.runtime.exit_signals import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -31,8 +31,8 @@ stop.listen()
 
 def main():
     plan = sys.argv[2 + rank]
-    failure.open_page()
-    failure.note_state(failure.RUNNING)
+    rank_status.open_page()
+    rank_status.note_state(rank_status.RUNNING)
     if plan == "peer":
         while not (place / "ready").exists():
             time.sleep(0.005)
@@ -43,7 +43,7 @@ def main():
         try:
             sys.exit(0)
         except SystemExit as error:
-            failure.report_failure(error, f"rank {rank}")
+            exit_guard.report_failure(error, f"rank {rank}")
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise
@@ -59,22 +59,23 @@ def main():
         raise NumericsError("bad") if plan == "saves" else ArithmeticError("planted")
     except ArithmeticError as error:
         if plan == "closes":
-            failure.report_failure(error, "rank 0")
+            exit_guard.report_failure(error, "rank 0")
         (place / "ready").touch()
         time.sleep(60)
 
-failure.guard(main, lambda: f"rank {rank}")
+exit_guard.guard(main, lambda: f"rank {rank}")
 """
 BAD_LOSSES = """\
 import os, time
 import pretrain_gpt2 as script
 from pathlib import Path
-from megatron.training import failure, train_step as engines, train_step as losses
+from megatron.runtime import exit_guard
+from megatron.training import loss_forms, single_stage_engine
 from megatron.training.entrypoint import pretrain
 from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
-plain, note, place = losses.as_weighted, failure.note_reporting, Path(__file__).parent
+plain, note, place = loss_forms.as_weighted, exit_guard.note_reporting, Path(__file__).parent
 
 def until(name):
     while not (place / name).exists():
@@ -98,8 +99,8 @@ def close_late(self, *, draws=True):
     time.sleep(60)
     raise OSError("no space left")
 
-failure.note_reporting = note_in_turn
-engines.as_weighted = losses.as_weighted = spoiled
+exit_guard.note_reporting = note_in_turn
+single_stage_engine.as_weighted = loss_forms.as_weighted = spoiled
 MetricsWriter.close = close_late
 pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
 """

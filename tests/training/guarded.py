@@ -13,7 +13,7 @@ import pretrain_gpt2
 from megatron.config import resolve_dtype
 from megatron.errors import NumericsError, StopRequest
 from megatron.runtime.exit_signals import StopRequests
-from megatron.training import initialize, loss_forms, trainer
+from megatron.training import initialize, loss_forms, single_stage_engine, trainer
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
 from megatron.training.train import run
@@ -68,7 +68,7 @@ def spoil(
             return Weighted(weighted.total * factor, weighted.count) if is_hit else weighted
 
         trainer.StepSamples = noted  # type: ignore[assignment, misc]
-        loss_forms.as_weighted = loss_forms.as_weighted = spoiled
+        loss_forms.as_weighted = single_stage_engine.as_weighted = spoiled
 
     return plant
 

@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
 from megatron.models import registry
 from megatron.mpu.topology import Topology
-from megatron.training import global_vars
+from megatron.training import vocabulary
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows
 from megatron.training.estimates import simulated_bubble
@@ -248,7 +248,7 @@ class WithSentinels(MockTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "build", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(vocabulary, "build", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50

@@ -119,10 +119,10 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
         os.environ["LOCAL_RANK"] = str(index)
         if visible != "unset":
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        initialize.gethostname = lambda: host
-        initialize.identity = lambda place: f"GPU-{place.index}"
-        initialize.device.model_name = lambda place: kinds[rank]  # type: ignore[assignment]
-        initialize.dist.get_backend = lambda: backend  # type: ignore[assignment]
+        rank_consistency.gethostname = lambda: host
+        rank_consistency.identity = lambda place: f"GPU-{place.index}"
+        rank_consistency.device.model_name = lambda place: kinds[rank]  # type: ignore[assignment]
+        rank_consistency.dist.get_backend = lambda: backend  # type: ignore[assignment]
         grid = build_grid(Topology.of_world(4, tensor=tensor, pipe=1), rank)
         try:
             rank_consistency.compare_devices(torch.device("cuda", index), grid)

@@ -17,7 +17,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.runtime import rank_status
 from megatron.training import timeouts
 from tds.p2p import collective_scope
-from tds.watchdog import diagnosis, flight_recorder, thread_stack, watchdog
+from tds.watchdog import flight_recorder, thread_stack, watchdog
 from tds.watchdog.alarm import Alarms
 from tests.helpers.harness import run_ranks
 from tests.training.test_phases import SLACK_S, make_world
@@ -41,7 +41,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock, began = _Clock(), [0.0]
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog.threading.Thread, "start", lambda self: None)
-    monkeypatch.setattr(diagnosis, "idle_s", lambda: clock.now - began[0])
+    monkeypatch.setattr(flight_recorder, "idle_s", lambda: clock.now - began[0])
     dog: Any = watchdog.RunWatchdog(
         Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {},
         is_busy=lambda: False, on_stuck=lambda *seen: None, warn=log.warning,

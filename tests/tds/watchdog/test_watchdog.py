@@ -25,7 +25,7 @@ import tds.watchdog
 from tds.p2p import collective_scope
 from tds.p2p.collective_scope import PeerLost
 from tds.schedule import Backward, Forward, Kind, Message
-from tds.watchdog import diagnosis, thread_stack
+from tds.watchdog import thread_stack
 from tds.watchdog.alarm import POLL_S
 from tds.watchdog.diagnosis import Report, format_history, report, verdict
 from tds.watchdog.watchdog import STORE_LOST, EngineWatchdog, is_timeout, peer_lost
@@ -373,8 +373,8 @@ def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: s
 
 def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__path__", ["/opt/pytorch/torch"])
-    monkeypatch.delitem(sys.modules, diagnosis.__name__)
-    monkeypatch.setattr(tds.watchdog, "diagnosis", diagnosis)  # to be put back: the import replaces it
-    rebuilt: Any = importlib.import_module(diagnosis.__name__)
+    monkeypatch.delitem(sys.modules, thread_stack.__name__)
+    monkeypatch.setattr(tds.watchdog, "thread_stack", thread_stack)  # to be put back: the import replaces it
+    rebuilt: Any = importlib.import_module(thread_stack.__name__)
     frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
     assert "test_watchdog.py:" in rebuilt.format_place(frame)
