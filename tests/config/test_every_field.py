@@ -178,7 +178,7 @@ READ_IN = {
     "wandb_exp_name": "training/callbacks/wandb.py",
     "wandb_save_dir": "training/callbacks/wandb.py",
     "wandb_entity": "training/callbacks/wandb.py",
-    "deterministic": "training/device_setup.py",
+    "deterministic": "training/determinism.py",
     "exit_interval": "training/train.py",
     "exit_duration_in_mins": "training/train.py",
     "kill_switch_path": "training/train.py",
@@ -479,14 +479,15 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 
 
 PATCHED: dict[Any, str] = {
-    setup: "build_optimizer compile_layers make_optimizer",
+    setup: "compile_layers make_optimizer",
+    optimizer_setup: "build_optimizer",
     chat: "find_template",
     data: "build_train_valid_test build_sft_train_valid_test fim_from",
     span_files: "build_t5_train_valid_test",
     bert_data: "build_bert_train_valid_test bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
-    global_vars: "build",
+    vocabulary: "build choose_eod",
 }
 """What observables put in place of our own."""
 

@@ -88,7 +88,7 @@ def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
     named: str, state: str, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_status, "_page", bytearray(rank_status.SIZE))
-    monkeypatch.setattr(timeouts.failure, "leave", lambda *words: None)
+    monkeypatch.setattr(timeouts.exit_guard, "leave", lambda *words: None)
     found = f"{named} did not come: it has been saving for 9 s"
     timeouts.leave_stuck(found, dog._report(), None, "rank 0", 10.0)
     assert rank_status.own().state == state
@@ -166,7 +166,7 @@ def test_a_rank_in_a_collective_says_that_it_waits(
     operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the one that waits for longest would be taken for the one that is stuck."""
-    monkeypatch.setattr(watchdog.diagnosis, "communication", lambda frame: operation)
+    monkeypatch.setattr(thread_stack, "communication", lambda frame: operation)
     own = dog._report()
     assert own.is_waiting == (operation is not None) == ("waiting in all_reduce" in own.words)
     assert own.words.startswith("has been saving for 0.0 s")
