@@ -34,6 +34,7 @@ from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
 from megatron.config import Config
 from megatron.config.changed_defaults import describe_kept, kept_settings
 from megatron.errors import CheckpointError, marked
+from megatron.models.architectures import architecture
 from megatron.models.common.huggingface import NOTHING
 from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 
@@ -45,6 +46,9 @@ from megatron.models.registry import FAMILIES, costs_of, is_common_decoder
 # | of these, what fits other weights as well (``REFITTED``) | the same | with --finetune the given one |
 # | the vocabulary | the same, but with --resize-vocab | with --resize-vocab the given one |
 # | ``OF_WEIGHTS`` | the same | the given one |
+#
+# A name given by ``--model`` must agree with the source: a family with that of the source, a model type with that of a
+# Hugging Face folder or with the settings of a run. Without ``--model`` any decoder takes the settings of the source.
 #
 # A run that is continued also keeps the settings of ``config.changed_defaults`` with which it was started.
 
@@ -94,7 +98,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     """
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
-    source = None if path is None else read_source(path, found.family)
+    source = None if path is None else read_source(path, found.family, found.values.get("architecture", ""))
     if source is None:
         problem = None if path is None else hub.load_problem(path)
         if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
@@ -102,6 +106,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         if path is not None:
             found.notes.append(f"{path} holds no model yet, so the sizes are those of the flags")
         return {}
+    _require_fixed(found, source)
     sizes = source.sizes()
     if flags.get("resize_vocab"):
         del sizes["vocab_size"]
@@ -142,17 +147,20 @@ def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
     return max(times, key=lambda run: times[run], default=None)
 
 
-def read_source(path: Path | str, family: str) -> Source | None:
+def read_source(path: Path | str, family: str, model: str = "") -> Source | None:
     """Return what ``path``, a Hugging Face folder, a run folder or a checkpoint, says of its model.
 
     Returns None where it holds none, or one that no family of ours describes.
+
+    Args:
+        model: value of ``--model``, which the source must agree with; empty without the flag.
 
     Raises:
         CheckpointError: it is not of ``family``; or of a Hugging Face folder an unknown model, a missing file, or
             sizes that contradict the tensors.
     """
     if isinstance(path, Path) and is_huggingface(path):
-        return _read_huggingface(path, family)
+        return _read_huggingface(path, family, model)
     newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
     if newest is None:
         return None
@@ -161,7 +169,7 @@ def read_source(path: Path | str, family: str) -> Source | None:
         config = saved_config(state)
     except CheckpointError:
         return None
-    _require_family(config.family, family, f"{place}: family {config.family}")
+    _require_family(config.family, family, f"{place}: family {config.family}", model)
     settings = former.settings(state["config"])
     stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
     return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
@@ -185,11 +193,39 @@ def family_in(path: Path) -> str | None:
     return family if family in FAMILIES else None
 
 
-def _require_family(family: str, wanted: str, said: str) -> None:
+def _require_family(family: str, wanted: str, said: str, model: str) -> None:
+    if model and family != wanted and FAMILIES[family].kind == "decoder":
+        raise CheckpointError(
+            f"{said} is {FAMILIES[family].title}, and --model {model} selects {FAMILIES[wanted].title}. Use --model "
+            f"{family}, or name another folder"
+        )
     if family != wanted and not (is_common_decoder(family) and is_common_decoder(wanted)):
         raise CheckpointError(
             f"{said} is {FAMILIES[family].title}, and this program trains {FAMILIES[wanted].title}. Use "
-            f"{FAMILIES[family].program}, or name another folder with --load"
+            f"{FAMILIES[family].command}, or name another folder with --load"
+        )
+
+
+def _require_fixed(found: Scan, source: Source) -> None:
+    """Check that the source has the settings that every model of the type of ``--model`` has.
+
+    A setting that the command line gives is compared by ``_require_agreement``.
+
+    Raises:
+        CheckpointError: listing the settings that differ.
+    """
+    named = architecture(found.values.get("architecture", ""))
+    fixed = {} if named is None else named.fixed
+    saved = source.sizes()
+    differing = [
+        f"{name} {saved[name]} instead of {value}"
+        for name, value in fixed.items()
+        if name in saved and name not in found.values and saved[name] != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{source.place} does not hold a model of --model {found.values['architecture']}: {', '.join(differing)}. "
+            "Leave --model out to continue with the settings of the checkpoint, or name another folder"
         )
 
 
@@ -236,14 +272,18 @@ def _is_same(config: Config, name: str, given: Any, value: Any) -> bool:
 # Hugging Face folders: config.json, and the headers of the safetensors files, which must say the same.
 
 
-def _read_huggingface(path: Path, family: str) -> Source:
+def _read_huggingface(path: Path, family: str, model: str) -> Source:
     theirs, known = read_json(path, CONFIG), family_by_type()
     kind = theirs.get("model_type")
     if kind not in known:
         raise CheckpointError(
             f"{path / CONFIG}: model_type must be one of {', '.join(known)}, got {kind!r}. Its architecture is not here"
         )
-    _require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}")
+    _require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}", model)
+    if model and model not in (kind, known[kind]):
+        raise CheckpointError(
+            f"{path / CONFIG}: model_type {kind} is not --model {model}. Use --model {kind}, or name another folder"
+        )
     try:
         config = config_from_huggingface(theirs)
     except CheckpointError as error:

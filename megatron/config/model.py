@@ -13,6 +13,9 @@ from megatron.config.data import DataConfig
 from megatron.config.decoder import DecoderFeatures, feature_problems, unused_features
 from megatron.config.option import Option, option
 
+DECODER_PROGRAM, DECODER_FAMILY = "pretrain_gpt2.py", "gpt2"
+"""The program that trains every decoder, and the family that it trains without ``--model``."""
+
 # What the model is: sizes and the arithmetic of its layers.
 
 
@@ -20,6 +23,17 @@ from megatron.config.option import Option, option
 class ModelConfig(DecoderFeatures):
     """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
 
+    architecture: str = option(
+        "",
+        "the decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
+        "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe); sets norms, positions, activation, "
+        "biases and other parts, but no sizes",
+        flag="--model",
+        shown_default="the program's, or that of the run in --config",
+        short="decoder: gpt2, llama, mpt, qwen3, ...",
+        family_kind="decoder",
+        elsewhere="it selects the decoder that pretrain_gpt2.py trains; leave it out",
+    )
     num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
     hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
     num_attention_heads: int = option(4, "attention heads a", minimum=1, short="attention heads a")
@@ -241,8 +255,9 @@ class ModelFamily:
     Args:
         name: of its folder, of its section in a configuration, and in checkpoints.
         title: its name in messages.
-        program: that trains it, from the root of the repository.
         config: its section.
+        program: the program that trains it, from the root of the repository; of a decoder the one for all decoders.
+        script: the run script that starts ``program``; without one a decoder is started by ``run_gpt2.sh --model``.
         length: of a sample, where a plan is not told one; of an encoder-decoder, what the encoder reads.
         vocabulary: the same of its tokens.
         recipe: what its run script says of the model where the user does not: plans begin with the same.
@@ -255,8 +270,9 @@ class ModelFamily:
 
     name: str
     title: str
-    program: str
     config: type[FamilyConfig]
+    program: str = DECODER_PROGRAM
+    script: str = ""
     length: int = 2048
     vocabulary: int = 50304
     recipe: tuple[str, ...] = ()
@@ -274,7 +290,21 @@ class ModelFamily:
     @property
     def run_script(self) -> str:
         """The script that starts its program."""
-        return self.program.replace("pretrain_", "run_").replace(".py", ".sh")
+        return self.script or self.program.replace("pretrain_", "run_").replace(".py", ".sh")
+
+    @property
+    def command(self) -> str:
+        """The program with the flag that selects this family."""
+        return f"{self.program}{self._selection}"
+
+    @property
+    def run_command(self) -> str:
+        """The run script with the flag that selects this family, where the script has another."""
+        return self.run_script if self.script else f"{self.run_script}{self._selection}"
+
+    @property
+    def _selection(self) -> str:
+        return f" --model {self.name}" if self.program == DECODER_PROGRAM and self.name != DECODER_FAMILY else ""
 
     @property
     def package(self) -> str:
