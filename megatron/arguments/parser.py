@@ -109,11 +109,12 @@ def parse(
     if choice.problem:
         found.problems.append(choice.problem)
         found.values.pop(model_choice.FIELD, None)
-    if not accepts_model and found.values.get(model_choice.FIELD) and not from_file.is_of_run:
-        found.problems.append(model_choice.NOT_ACCEPTED)
     of_program = other_programs.defaults_of(found, defaults or {})
     of_program = flag_values.of_script(choice.taken(of_program), found)
     of_environment = flag_values.of_environment(env, found, extra_flags, choice.recipe)
+    if not accepts_model:
+        given = {**of_environment, **({} if from_file.is_of_run else found.values)}
+        found.problems += [model_choice.NOT_ACCEPTED] if given.get(model_choice.FIELD) else []
     defaults = from_file.weaker(choice.merge(of_program, of_environment), found)
     translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)

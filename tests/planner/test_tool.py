@@ -87,7 +87,7 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
     flags = dict(zip(own[1::2], own[::2], strict=True))
     flags |= {line.split()[2]: line.split()[1] for line in shared.splitlines() if line.startswith("add --")}
     words = [word for name, value in given.items() if name in flags for word in (flags[name], value)]
-    recipe = shlex.split(script.split('\nrecipe="')[1].split('"')[0])
+    recipe = shlex.split(script.split('\nrecipe="')[1].split('"')[0].replace("--model $MODEL ", ""))
     ranks = int(given["GPUS_PER_NODE"]) * int(given["NNODES"])
     missing = set(given) - set(flags) - {"GPUS_PER_NODE", "NNODES"}
     assert not missing, "a variable that the run script does not know"
