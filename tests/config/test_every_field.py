@@ -99,7 +99,8 @@ ACTS_ON = {
     """,
     "engine": "pipeline_trace overlap_forward_backward check_data_agreement log_interval deepspeed_config",
     "model": """
-        architecture num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
+        architecture
+        num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
         activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
         dec_layers relative_attention_num_buckets relative_attention_max_distance binary_head

@@ -518,6 +518,13 @@ def _one_by_one(theirs: Any, config: Config) -> None:
     theirs.set_experts_implementation("eager")
 
 
+def _needs(preset: Preset) -> tuple[str, ...]:
+    """Return the sizes that a model of the type cannot be without."""
+    if preset.experts is None:
+        return ()
+    return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))
+
+
 def _format(preset: Preset) -> HFFormat:
     return HFFormat(
         model_types=(preset.model_type,),
@@ -533,7 +540,7 @@ def _format(preset: Preset) -> HFFormat:
         allowed=1e-5,  # their norms and angles are in fp32
         architecture=partial(architecture, preset),
         fixed={**_OF_ALL, **preset.fixed},
-        needs=() if preset.experts is None else ("num_experts",),
+        needs=_needs(preset),
     )
 
 
