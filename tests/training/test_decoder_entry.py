@@ -1,4 +1,4 @@
-"""``pretrain_gpt2.py --model``: the runs of the programs that are named after a family, and either resumes the other's."""
+"""``pretrain_gpt2.py --model`` trains as the programs named after a family, and each resumes the runs of the other."""
 
 from __future__ import annotations
 
