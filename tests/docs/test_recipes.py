@@ -110,9 +110,7 @@ class WeightNorm(Callback):
         "docs/zh/seeing.md": [(SPEED, "| `slowest_s` | train | 秒 | 各进程中最长的工作 |\n" + SPEED)],
     },
     "A family": {
-        "megatron/models/kite/config.py": [
-            RENAMED["config.py"].replace('"pretrain_kite', '"examples/kite/pretrain_kite')
-        ],
+        "megatron/models/kite/config.py": [RENAMED["config.py"]],
         "megatron/models/kite/huggingface.py": [RENAMED["huggingface.py"]],
         "megatron/models/registry.py": [
             (
@@ -122,12 +120,6 @@ class WeightNorm(Callback):
             ),
             ("\n)\nfor _family in _OWN:", "\n    KITE,\n)\nfor _family in _OWN:"),
         ],
-        **{
-            f"examples/kite/{name.replace('mpt', 'kite')}": [
-                (ROOT / "examples/mpt" / name).read_text("utf-8").replace("mpt", "kite").replace("MPT", "Kite")
-            ]
-            for name in ("pretrain_mpt.py", "run_mpt.sh", "ds_config_mpt.json")
-        },
         "tests/config/test_every_field.py": [
             ("READ_IN = {\n", 'READ_IN = {\n    "kite_size": "models/kite/huggingface.py",\n')
         ],
@@ -236,7 +228,7 @@ def test_a_run_trains_by_a_new_schedule_and_logs_what_was_added(copy: Path, tmp_
 
 def test_a_family_is_known_and_planned(copy: Path) -> None:
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --kite-size 5"
-    shown = run(copy, "examples/kite/pretrain_kite.py", *sizes.split(), "--data-path", "none", "--dry-run")
+    shown = run(copy, "pretrain_gpt2.py", "--model", "kite", *sizes.split(), "--data-path", "none", "--dry-run")
     assert "hidden 16, 4 heads" in shown
 
 
