@@ -116,6 +116,8 @@ def parse(
         given = {**of_environment, **({} if from_file.is_of_run else found.values)}
         found.problems += [model_choice.NOT_ACCEPTED] if given.get(model_choice.FIELD) else []
     defaults = from_file.weaker(choice.merge(of_program, of_environment), found)
+    if choice.source == model_choice.COMMAND_LINE:  # also where the configuration of a run leaves no other defaults
+        defaults = {**defaults, **choice.settings}
     translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already

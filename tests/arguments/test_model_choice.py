@@ -221,6 +221,14 @@ def test_the_configuration_of_a_run_brings_its_family(words: str, tmp_path: Path
     assert parts(again) == parts(run) and again.model.num_layers == 6
 
 
+def test_another_model_replaces_the_architecture_of_a_repeated_run(tmp_path: Path) -> None:
+    run = read("--model llama --rotary-base 5e5 --num-layers 6 --lr 0.5")
+    (tmp_path / "config.json").write_text(json.dumps(run.to_dict()))
+    again = read(f"--config {tmp_path / 'config.json'} --model qwen3")
+    assert parts(again) == parts(read("--model qwen3"))
+    assert (again.model.num_layers, again.optimizer.lr) == (6, 0.5)
+
+
 @pytest.mark.parametrize(
     ("family", "command"), [("mpt", "use pretrain_gpt2.py --model mpt"), ("t5", "use pretrain_t5.py")]
 )

@@ -55,7 +55,7 @@ MADE = (
     "mycorpus/",
     "my-model",
 )
-MADE += ("megatron/models/kite/", "examples/kite/", "megatron/training/callbacks/weight_norm.py")  # of the recipes
+MADE += ("megatron/models/kite/", "megatron/training/callbacks/weight_norm.py")  # of the recipes
 MADE_FILES = {
     "config.json",
     "generation_config.json",
