@@ -22,7 +22,7 @@ QWEN3 = {**LLAMA, "qk_norm": "head"}
 
 
 def read(source: Path, words: str = "", program: str = "gpt2", recipe: str = "") -> Config:
-    argv = ["--load", str(source), *words.split(), "--dry-run"]
+    argv = ["--load", str(source), *words.split(), "--seq-length", "8", "--dry-run"]
     env = {"MEGATRON_DEFAULTS": recipe} if recipe else {}
     how: dict[str, Any] = {"family": program, "accepts_model": True, "checkpoint_args": partial(bring, name="x")}
     return parse(argv, world_size=1, env=env, **how)
