@@ -272,8 +272,8 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     """What each rank does."""
     import torch
 
+    from megatron.runtime.exit_guard import guard
     from megatron.training import configure_device, initialize
-    from megatron.training.failure import guard
 
     config = parse_as(model, with_data(flags, model), int(os.environ["WORLD_SIZE"]))
     configure_device(config)
@@ -308,8 +308,8 @@ def with_data(flags: list[str], model: str) -> list[str]:
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
     """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
     from megatron.training import global_vars
-    from megatron.training.global_vars import with_tokenizer
-    from megatron.training.parity import random_data
+    from megatron.training.mock_data import random_data
+    from megatron.training.vocabulary import with_tokenizer
 
     if config.data.data_path == "none":
         config = config.with_vocab(config.model.vocab_size or VOCAB_SIZE)

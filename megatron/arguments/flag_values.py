@@ -19,7 +19,8 @@ from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.data import EACH, PATHS
-from megatron.config.model import ModelConfig, ModelFamily
+from megatron.config.family import ModelFamily
+from megatron.config.model import ModelConfig
 from megatron.config.option import Option, options_of
 from megatron.models.registry import FAMILIES, family_of
 

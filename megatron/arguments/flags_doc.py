@@ -9,7 +9,7 @@ from megatron.arguments import deepspeed_keys
 from megatron.arguments.flag_row import NEUTRAL, REFUSED
 from megatron.arguments.flag_values import all_options, takes
 from megatron.arguments.megatron_flags import CPM_FLAGS, ROWS
-from megatron.config.model import ModelFamily
+from megatron.config.family import ModelFamily
 from megatron.config.option import Option
 from megatron.models.registry import FAMILIES
 

@@ -172,6 +172,9 @@ GROUPS = {
         --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
         --disable-tp-comm-split-ag --disable-tp-comm-split-rs --no-async-tensor-model-parallel-allreduce
         --symmetric-ar-type=""",
+    # --overlap-forward-backward was a flag of this project: config.json files of earlier runs contain it.
+    "each stage runs one forward or backward at a time; the numbers are the same": """
+        --overlap-moe-expert-parallel-comm --overlap-forward-backward""",
     "--pipeline-schedule zb-h1 puts gradients of weights off": """
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=""",
     "zb-h1 makes the numbers of the other schedules": "--enable-zbh1-exact-semantics",

@@ -24,10 +24,10 @@ from megatron.arguments import (
 from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.model_choice import ModelChoice
 from megatron.arguments.shadowed_flags import shadowed_fields
-from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
+from megatron.arguments.validate import device_problems, find_problems, notes_of
 from megatron.config.config import Config
 from megatron.config.option import Option, options_of
-from megatron.errors import marked
+from megatron.errors import marked, raise_all
 from megatron.models.registry import family_of
 
 # Parsers of argparse whose errors are a line, without the usage in front of it.

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.arguments.flag_values import all_options, scan
 from megatron.arguments.validate import find_problems
 from megatron.config.option import Option
-from megatron.models.common import memory
-from megatron.models.common.memory import SavedActivations
+from megatron.costs import memory
+from megatron.costs.memory import SavedActivations
 from megatron.models.registry import FAMILIES
 from megatron.mpu.topology import Coordinate, Topology
 from tds.schedule import Placement

@@ -18,7 +18,7 @@ from megatron.arguments.flag_values import Scan, all_options, scan
 from megatron.arguments.model_choice import PROGRAM, choose
 from megatron.arguments.parser import OneLineParser
 from megatron.config import Config
-from megatron.config.model import DECODER_FAMILY
+from megatron.config.family import DECODER_FAMILY
 from megatron.errors import ConfigError
 from megatron.models.architectures import model_types
 from megatron.models.registry import FAMILIES

@@ -379,7 +379,7 @@ def test_help_shows_in_a_line_each_the_flags_that_people_set_and_where_the_rest_
 
 def test_help_lists_every_flag_and_nothing_heavy_is_imported_even_without_asserts():
     program = (
-        "import sys\nfrom megatron.config import parse\nimport megatron.models.common.cost, megatron.mpu.topology\n"
+        "import sys\nfrom megatron.config import parse\nimport megatron.costs.cost, megatron.mpu.topology\n"
         "heavy = {'torch', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "try:\n    parse(['--lr', '0', '--model-parallel-size', '3'], world_size=2, env={})\n"
         "except ValueError as error:\n    sys.stderr.write(f'{error}|{sorted(heavy)}')\n"

@@ -40,15 +40,14 @@ def check(sizes: Sizes, names: list[str]) -> None:
 
 @pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
-    check(sizes, step_time.EAGER[sizes.family])
+    check(sizes, [name for name in step_time.NAMES[sizes.family] if not name.endswith("-compiled")])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_compiled_contenders_have_the_same_losses_too(sizes: Sizes) -> None:
-    eager = step_time.EAGER[sizes.family]
-    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name not in eager)])
+    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name.endswith("-compiled"))])
 
 
 def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:

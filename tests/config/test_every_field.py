@@ -52,14 +52,23 @@ from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
+from megatron.training import (
+    batch_iterators,
+    fused_kernels,
+    global_vars,
+    optimizer_setup,
+    run_folder,
+    setup,
+    start_table,
+    vocabulary,
+)
 from megatron.training import data as training_data
-from megatron.training import device_setup, global_vars, report, run_folder, setup
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
-from megatron.training.initialize import World
-from megatron.training.parity import random_data
+from megatron.training.mock_data import random_data
 from megatron.training.train_state import RestoreOptions, kept_by
+from megatron.training.world import World
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.helpers.harness import run_ranks
 
@@ -97,7 +106,7 @@ ACTS_ON = {
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
     """,
-    "engine": "pipeline_trace overlap_forward_backward check_data_agreement log_interval deepspeed_config",
+    "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
     "model": """
         architecture
         num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
@@ -210,7 +219,6 @@ BESIDE = {
     "pipeline_schedule_file": "--pipe-parallel-size 2 --num-layers 4 --gas 1",
     "pipeline_layout": "--pipe-parallel-size 2 --num-layers 4",
     "micro_batch_group_size": "--pipe-parallel-size 2 --num-layers 4 --pipeline-chunks 2 --gas 12",
-    "overlap_forward_backward": "--pipe-parallel-size 2",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
@@ -287,7 +295,7 @@ def plan(config: Config) -> Any:
 
 
 def rates(config: Config) -> Any:
-    made = setup.make_learning_rate(config)
+    made = optimizer_setup.make_learning_rate(config)
     return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
 
 
@@ -297,9 +305,9 @@ def optimizer(config: Config) -> Any:
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
-    setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
+    optimizer_setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
     how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
-    return text([how, device_setup.uses_adam(config)])
+    return text([how, fused_kernels.uses_adam(config)])
 
 
 def engine(config: Config) -> Any:
@@ -364,7 +372,7 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    batch_iterators.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
@@ -373,7 +381,7 @@ def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
     global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
     global_vars.choose_eod = lambda *_: None  # type: ignore[assignment]
-    global_vars.with_tokenizer(config)
+    vocabulary.with_tokenizer(config)
     return given
 
 
@@ -386,7 +394,7 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return RestoreOptions.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
+    return RestoreOptions.of(flags), kept_by(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
 
 
 def guard(config: Config) -> Any:
@@ -398,7 +406,7 @@ def guard(config: Config) -> Any:
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
     setup.compile_layers = lambda *_, **__: compiled.append(True)
-    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    optimizer_setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
     global_vars.set_current(config, stand_in(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
@@ -475,10 +483,9 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
     chat: "find_template",
-    data: """
-        build_train_valid_test build_sft_train_valid_test build_t5_train_valid_test build_bert_train_valid_test
-        fim_from bert_tokens
-    """,
+    data: "build_train_valid_test build_sft_train_valid_test fim_from",
+    span_files: "build_t5_train_valid_test",
+    bert_data: "build_bert_train_valid_test bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
     global_vars: "build",

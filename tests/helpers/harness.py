@@ -83,8 +83,8 @@ AHEAD = {
     ),
     "torch": ("torch.profiler._cupti_monitor",),
     "megatron.training.train": (
-        "megatron.data.gpt_dataset", "megatron.models.common.cost", "megatron.models.common.decoder",
-        "megatron.models.common.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
+        "megatron.data.gpt_dataset", "megatron.costs.cost", "megatron.models.common.decoder",
+        "megatron.costs.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
     ),
 }  # fmt: skip
 """What ranks import by themselves, by what the test run has imported: 20 ms in each of thousands of ranks.

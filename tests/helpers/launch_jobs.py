@@ -84,7 +84,7 @@ for word in plan:
         os._exit(0)
     elif action == "segv":
         import ctypes
-        from megatron.training.failure import trace_crashes
+        from megatron.runtime.exit_guard import trace_crashes
         trace_crashes()
         ctypes.string_at(0)
 """

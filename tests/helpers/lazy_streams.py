@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.training.data import UploadedBatches
-from tds.loss import LossReduction
+from megatron.training.batch_iterators import UploadedBatches
+from tds.loss_reduction import LossReduction
 
 CPU = torch.device("cpu")
 NOT_YET = 1
@@ -82,7 +82,7 @@ def uploading(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return plain(agreement, *more)
 
     with lazy(patch) as log, patch.context() as within:
-        within.setattr("megatron.training.data.TimedBatches", lambda batches: UploadedBatches(batches, CPU))
+        within.setattr("megatron.training.batch_iterators.TimedBatches", lambda batches: UploadedBatches(batches, CPU))
         within.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         within.setattr(LossReduction, "read", read)
         yield log

@@ -14,14 +14,13 @@ import pytest
 
 from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
-from megatron.checkpoint.huggingface.config import formats_of, types_of
 from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
 from megatron.mpu.topology import Topology
-from tests.helpers.toy_family import FILES, toy_family
+from tests.helpers.toy_family import toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {
@@ -267,9 +266,3 @@ def test_an_unknown_family_or_part_is_an_error() -> None:
         load("opt", "cost")
     with pytest.raises(ModuleNotFoundError):
         load("gpt2", "wings")
-
-
-def test_a_family_from_outside_may_still_call_its_format_form(tmp_path: Path) -> None:
-    text = f"{FILES['huggingface.py']}\nFORM = FORMAT\ndel FORMAT\n"
-    with toy_family(tmp_path, huggingface=text), pytest.warns(DeprecationWarning, match="FORM is called FORMAT now"):
-        assert types_of("toy") == ["toy"] and len(formats_of("toy")) == 1

@@ -15,7 +15,7 @@ from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
 from megatron.checkpoint.huggingface.convert import export, import_folder, save_first
 from megatron.checkpoint.huggingface.folder import read_json, read_tensors
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config
 from megatron.data.mock_dataset import MockTokens
 from megatron.generate import generate_gpt2

@@ -12,7 +12,7 @@ from megatron import mpu
 from megatron.mpu.groups import build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
-from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm, square_of_norm
+from tds.grad_norm import clip_coefficient, global_norm, is_counted_in_norm, square_of_norm
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import random
 

@@ -17,21 +17,11 @@ from megatron.config import Config, parse
 from megatron.data import BlendPaths, build_train_valid_test
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
-from megatron.training.data import (
-    RankData,
-    RunData,
-    Saved,
-    disagreement,
-    epochs_text,
-    epochs_values,
-    numbers_text,
-    resumed,
-    samples_wanted,
-    start_rows,
-    to_save,
-)
-from megatron.training.initialize import World
+from megatron.training.data import RunData, samples_wanted
+from megatron.training.data_agreement import RankData, disagreement
+from megatron.training.data_resume import Saved, epochs_text, epochs_values, numbers_text, resumed, start_rows, to_save
 from megatron.training.train_state import TrainState
+from megatron.training.world import World
 from tests.helpers.token_data import write
 
 SEQ, STEPS = 8, 9

@@ -9,17 +9,17 @@ import pytest
 
 from megatron import device
 from megatron.config import Config, parse
+from megatron.costs.memory import Zero
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
 from megatron.models import registry
-from megatron.models.common.memory import Zero
 from megatron.mpu.topology import Topology
 from megatron.training import global_vars
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows
 from megatron.training.estimates import simulated_bubble
-from megatron.training.global_vars import with_tokenizer
+from megatron.training.vocabulary import with_tokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.errors import CheckpointError, DataError, PeerError, SampleError, StopRequest, marked
-from megatron.training.data import TimedBatches
-from megatron.training.failure import is_same_everywhere
+from megatron.runtime.exit_guard import is_same_everywhere
+from megatron.training.batch_iterators import TimedBatches
 
 
 class Readers:

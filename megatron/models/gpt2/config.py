@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.model import FamilyConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,10 @@ def test_one_read_a_step_passes() -> None:
         (reads_of({}), "reads 0 times a step"),
         (reads_of({READ: 4}), "reads 2 times a step"),
         (reads_of({READ: 2, "wait in tds/gradients.py:norm": 8}), "for wait in tds/gradients.py:norm (4)"),
-        (reads_of({READ: 2, "synchronize in tds/timers.py:read": 2}), "for synchronize in tds/timers.py:read (1)"),
+        (
+            reads_of({READ: 2, "synchronize in tds/action_times.py:read": 2}),
+            "for synchronize in tds/action_times.py:read (1)",
+        ),
     ],
 )
 def test_other_waits_fail(seen: dict[str, Any], told: str) -> None:

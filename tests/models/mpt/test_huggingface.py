@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError
 from megatron.models.mpt.huggingface import FORMAT

@@ -11,9 +11,10 @@ import torch
 
 import tds.engine.engine
 import tds.gradients
-from tds.gradients import clip, global_norm
-from tds.p2p.communicator import P2PCommunicator, StageLinks
+from tds.grad_norm import clip, global_norm
+from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import Slice
+from tds.p2p.transport import StageLinks
 from tds.schedule import Backward, Forward, Kind
 from tds.watchdog.diagnosis import Report, on_device
 from tests.helpers.harness import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.training import report
+from megatron.training import start_table
 from megatron.training.callbacks import console
 from megatron.training.callbacks.console import Console
 from tests.helpers.runs import flags, train_ranks, write_corpus
@@ -32,7 +32,7 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
         "--gradient-accumulation-fusion: products add the gradients of 81.8 % of the weights here; "
         "autograd adds those of 0.bias, 1.weight"
     ]
-    assert report.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights here")
+    assert start_table.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights here")
 
 
 @pytest.mark.slow
