@@ -136,8 +136,10 @@ def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
 
 def problems_of(choice: ModelChoice, config: Config) -> Iterator[str]:
     """Yield the sizes that the model cannot be without, and that nobody has set."""
+    if choice.named is None:
+        return
     flags = {option.name: option.flag for option in options_of(ModelConfig)}
-    for name in choice.named.needs if choice.named is not None else ():
+    for name in choice.named.needs:
         if not getattr(config.model, name):
             yield f"--model {choice.named.name} needs {flags[name]}: --model sets no sizes. Add {flags[name]}"
 

@@ -100,8 +100,16 @@ def parse(
     family = choice.family
     extra_parser, extra_flags = _extra_parser(extra_args_provider, family, accepts_model=accepts_model)
     if asked := {"-h", "--help", "--help-all"} & set(words):
-        how = {"is_whole": "--help-all" in asked, "env": env, "choice": choice, "accepts_model": accepts_model}
-        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, **how))
+        text = help_text(
+            extra_args_provider,
+            family,
+            defaults or {},
+            is_whole="--help-all" in asked,
+            env=env,
+            choice=choice,
+            accepts_model=accepts_model,
+        )
+        sys.stdout.write(text)
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
     from_file = config_file.take(found, extra_flags)
