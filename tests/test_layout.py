@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.conftest import LONGEST
@@ -44,6 +46,23 @@ def test_test_files_are_in_the_folder_of_the_package_they_import() -> None:
 
 def test_the_files_scheduled_first_exist() -> None:
     assert [file for file in LONGEST if not (ROOT / "tests" / file).is_file()] == []
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the modules of the project that a file imports, anywhere in it, also for types only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & MODULES.keys()
+
+
+def test_no_import_is_part_of_a_circle() -> None:
+    graph = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
 DOTTED_NAME = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")

@@ -68,7 +68,7 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
 
 
 def place() -> str:
-    """Return the innermost function of the project that is being run, as "tds/loss.py:read"."""
+    """Return the innermost function of the project that is being run, as "tds/loss_reduction.py:read"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

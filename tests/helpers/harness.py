@@ -103,7 +103,7 @@ def _import_ahead() -> None:
 
 def _compare_ahead() -> None:
     """Find once what the ranks of every run compare of this machine: a third of the time of a small run."""
-    start = sys.modules.get("megatron.training.initialize")
+    start = sys.modules.get("megatron.training.rank_consistency")
     if start is None or hasattr(start.code_checksum, "cache_info"):
         return
     start.code_checksum, start._version = map(functools.cache, (start.code_checksum, start._version))

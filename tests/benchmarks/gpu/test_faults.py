@@ -16,7 +16,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
 from tests.benchmarks.gpu.made import dry_machine, made_run
 
-READ = "wait in tds/loss.py:read"
+READ = "wait in tds/loss_reduction.py:read"
 OOM = (
     "rank 0 (stage 0, tensor 0, data 0) failed: out of memory: could not allocate 2.50 GiB, at step 1, forward of "
     "micro-batch 0 (CUDA out of memory. Tried to allocate 2.50 GiB). Lower --batch-size, add --checkpoint-activations"
@@ -36,7 +36,7 @@ def test_a_dry_case_passes_through_the_program(tmp_path: Path, capfd: pytest.Cap
     assert main(["--device", "cpu", "--out", str(tmp_path), "faults", "--only", name]) == 0
     (file,) = tmp_path.glob("gpu-cpu-*.json")
     (verdict,) = json.loads(file.read_text())["parts"]["faults"]["cases"].values()
-    assert verdict["figures"] == {"places": {"tolist in tds/loss.py:read": 2}}
+    assert verdict["figures"] == {"places": {"tolist in tds/loss_reduction.py:read": 2}}
     assert f"passed   faults: {name} (" in capfd.readouterr().out
 
 

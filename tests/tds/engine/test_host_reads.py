@@ -21,7 +21,7 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.host_reads import counted
 from tests.helpers.toys import Toy, make_engine
 
-BUDGET = {"tolist in tds/loss.py:read": 1}
+BUDGET = {"tolist in tds/loss_reduction.py:read": 1}
 """Place -> reads of one step; on every rank, whatever the number of micro-batches."""
 ON_HOST = ("micro_batches.py:_gather", "communicator.py:_take_header", "boundary.py:decode_header")
 """Of what lies in the host's memory on a device too."""
