@@ -405,3 +405,12 @@ def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_hugging_face_model_type_is_planned_as_a_model_of_its_family(tmp_path: Path) -> None:
+    sizes = "--num-layers 4 --hidden-size 256 --gpus 2"
+    (tmp_path / "run.yaml").write_text("model: qwen3\n")
+    for words in (f"--model qwen3 {sizes}", f"--config {tmp_path / 'run.yaml'} {sizes}"):
+        _, flags, rest = plan.read_flags(words.split())
+        config = plan.question(flags, rest).config
+        assert (flags.model, config.family, config.model.qk_norm) == ("llama", "llama", "head")
