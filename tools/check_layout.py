@@ -11,7 +11,7 @@
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
 
-All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
+All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py and with --model bert of pretrain_bert.py
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path, --train-data-path or --sft
 is given, with --tokenizer-path; --split works too. Dropout is off, for its masks differ between tensor slices by
 design, unless --layout-independent-dropout is given. With --loss-average micro-batch the one process takes the same

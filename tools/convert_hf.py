@@ -107,7 +107,7 @@ def import_(args: argparse.Namespace) -> None:
 
     path, config = import_folder(args.input, args.output)
     words = ["--load", str(args.output), "--finetune", *flags_of(config)]
-    log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].program} {shlex.join(words)}")
+    log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].command} {shlex.join(words)}")
     if args.verify:
         compare(path, args.input, None)
 

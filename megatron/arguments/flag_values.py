@@ -246,10 +246,11 @@ def default_values(
     defaults: Mapping[str, Any], env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]
 ) -> dict[str, Any]:
     """Return field -> value of both sources; what is wrong with them goes to ``found.problems``."""
-    return _of_script(defaults, found) | _of_environment(env, found, extra_flags)
+    return of_script(defaults, found) | of_environment(env, found, extra_flags)
 
 
-def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+def of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+    """Return the checked defaults of a script; problems are added to ``found``."""
     family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}
     taken = {option.name for option in options_in(found.family)}
     checked = {}
@@ -265,14 +266,19 @@ def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     return checked
 
 
-def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]) -> dict[str, Any]:
+def of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str], family: str = "") -> dict[str, Any]:
+    """Return field -> value of MEGATRON_DEFAULTS; problems, notes and the rest of its flags are added to ``found``.
+
+    Args:
+        family: by whose flags it is read; empty: that of ``found``.
+    """
     text = env.get(VARIABLE, "")
     try:
         words = shlex.split(text)
     except ValueError as error:
         found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
         return {}
-    defaults = scan(words, extra_flags, found.family)
+    defaults = scan(words, extra_flags, family or found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
     found.notes += defaults.notes
     found.neutral = defaults.neutral | found.neutral

@@ -7,6 +7,9 @@
 | the vocabulary | the same, but with --resize-vocab | with --resize-vocab the given one |
 | ``OF_WEIGHTS`` | the same | the given one |
 
+A name given by ``--model`` must agree with the source: a family with that of the source, a model type with that of a
+Hugging Face folder or with the settings of a run. Without ``--model`` any decoder takes the settings of the source.
+
 A run that is continued also keeps the settings of ``config.changed_defaults`` with which it was started.
 """
 
@@ -37,6 +40,7 @@ from megatron.checkpoint.settings_source import OF_WEIGHTS, Source, _require_fam
 from megatron.config import Config
 from megatron.config.changed_defaults import describe_kept, kept_settings
 from megatron.errors import CheckpointError, marked
+from megatron.models.architectures import architecture
 from megatron.models.registry import FAMILIES
 
 RUNS = Path("runs")
@@ -59,7 +63,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     """
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
-    source = None if path is None else read_source(path, found.family)
+    source = None if path is None else read_source(path, found.family, found.values.get("architecture", ""))
     if source is None:
         problem = None if path is None else hub.load_problem(path)
         if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
@@ -67,6 +71,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         if path is not None:
             found.notes.append(f"{path} holds no model yet, so the sizes are those of the flags")
         return {}
+    _require_fixed(found, source)
     sizes = source.sizes()
     if flags.get("resize_vocab"):
         del sizes["vocab_size"]
@@ -107,17 +112,20 @@ def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
     return max(times, key=lambda run: times[run], default=None)
 
 
-def read_source(path: Path | str, family: str) -> Source | None:
+def read_source(path: Path | str, family: str, model: str = "") -> Source | None:
     """Return what ``path``, a Hugging Face folder, a run folder or a checkpoint, says of its model.
 
     Returns None where it holds none, or one that no family of ours describes.
+
+    Args:
+        model: value of ``--model``, which the source must agree with; empty without the flag.
 
     Raises:
         CheckpointError: it is not of ``family``; or of a Hugging Face folder an unknown model, a missing file, or
             sizes that contradict the tensors.
     """
     if isinstance(path, Path) and is_huggingface(path):
-        return _read_huggingface(path, family)
+        return _read_huggingface(path, family, model)
     newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
     if newest is None:
         return None
@@ -126,7 +134,7 @@ def read_source(path: Path | str, family: str) -> Source | None:
         config = saved_config(state)
     except CheckpointError:
         return None
-    _require_family(config.family, family, f"{place}: family {config.family}")
+    _require_family(config.family, family, f"{place}: family {config.family}", model)
     settings = former.settings(state["config"])
     stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
     return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
@@ -148,6 +156,29 @@ def family_in(path: Path) -> str | None:
     config = newest[1].get("config") if newest else None
     family = config.get("family") if isinstance(config, dict) else None
     return family if family in FAMILIES else None
+
+
+def _require_fixed(found: Scan, source: Source) -> None:
+    """Check that the source has the settings that every model of the type of ``--model`` has.
+
+    A setting that the command line gives is compared by ``_require_agreement``.
+
+    Raises:
+        CheckpointError: listing the settings that differ.
+    """
+    named = architecture(found.values.get("architecture", ""))
+    fixed = {} if named is None else named.fixed
+    saved = source.sizes()
+    differing = [
+        f"{name} {saved[name]} instead of {value}"
+        for name, value in fixed.items()
+        if name in saved and name not in found.values and saved[name] != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{source.place} does not hold a model of --model {found.values['architecture']}: {', '.join(differing)}. "
+            "Leave --model out to continue with the settings of the checkpoint, or name another folder"
+        )
 
 
 def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *, is_anew: bool) -> None:

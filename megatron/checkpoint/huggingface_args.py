@@ -31,14 +31,18 @@ from megatron.models.common.huggingface import NOTHING
 from megatron.models.registry import costs_of
 
 
-def _read_huggingface(path: Path, family: str) -> Source:
+def _read_huggingface(path: Path, family: str, model: str) -> Source:
     theirs, known = read_json(path, CONFIG), family_by_type()
     kind = theirs.get("model_type")
     if kind not in known:
         raise CheckpointError(
             f"{path / CONFIG}: model_type must be one of {', '.join(known)}, got {kind!r}. Its architecture is not here"
         )
-    _require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}")
+    _require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}", model)
+    if model and model not in (kind, known[kind]):
+        raise CheckpointError(
+            f"{path / CONFIG}: model_type {kind} is not --model {model}. Use --model {kind}, or name another folder"
+        )
     try:
         config = config_from_huggingface(theirs)
     except CheckpointError as error:

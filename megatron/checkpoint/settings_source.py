@@ -39,9 +39,14 @@ class Source:
         return {name: flat[name] for name in names if name in flat and name in self.stated}
 
 
-def _require_family(family: str, wanted: str, said: str) -> None:
+def _require_family(family: str, wanted: str, said: str, model: str) -> None:
+    if model and family != wanted and FAMILIES[family].kind == "decoder":
+        raise CheckpointError(
+            f"{said} is {FAMILIES[family].title}, and --model {model} selects {FAMILIES[wanted].title}. Use --model "
+            f"{family}, or name another folder"
+        )
     if family != wanted and not (is_common_decoder(family) and is_common_decoder(wanted)):
         raise CheckpointError(
             f"{said} is {FAMILIES[family].title}, and this program trains {FAMILIES[wanted].title}. Use "
-            f"{FAMILIES[family].program}, or name another folder with --load"
+            f"{FAMILIES[family].command}, or name another folder with --load"
         )

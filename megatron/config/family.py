@@ -12,6 +12,9 @@ from megatron.config.decoder import feature_problems, unused_features
 from megatron.config.model import ModelConfig
 from megatron.config.option import Option
 
+DECODER_PROGRAM, DECODER_FAMILY = "pretrain_gpt2.py", "gpt2"
+"""The program that trains every decoder, and the family that it trains without ``--model``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
@@ -115,8 +118,9 @@ class ModelFamily:
     Args:
         name: of its folder, of its section in a configuration, and in checkpoints.
         title: its name in messages.
-        program: that trains it, from the root of the repository.
         config: its section.
+        program: the program that trains it, from the root of the repository; of a decoder the one for all decoders.
+        script: the run script that starts ``program``; without one a decoder is started by ``run_gpt2.sh --model``.
         length: of a sample, where a plan is not told one; of an encoder-decoder, what the encoder reads.
         vocabulary: the same of its tokens.
         recipe: what its run script says of the model where the user does not: plans begin with the same.
@@ -129,8 +133,9 @@ class ModelFamily:
 
     name: str
     title: str
-    program: str
     config: type[FamilyConfig]
+    program: str = DECODER_PROGRAM
+    script: str = ""
     length: int = 2048
     vocabulary: int = 50304
     recipe: tuple[str, ...] = ()
@@ -148,7 +153,21 @@ class ModelFamily:
     @property
     def run_script(self) -> str:
         """The script that starts its program."""
-        return self.program.replace("pretrain_", "run_").replace(".py", ".sh")
+        return self.script or self.program.replace("pretrain_", "run_").replace(".py", ".sh")
+
+    @property
+    def command(self) -> str:
+        """The program with the flag that selects this family."""
+        return f"{self.program}{self._selection}"
+
+    @property
+    def run_command(self) -> str:
+        """The run script with the flag that selects this family, where the script has another."""
+        return self.run_script if self.script else f"{self.run_script}{self._selection}"
+
+    @property
+    def _selection(self) -> str:
+        return f" --model {self.name}" if self.program == DECODER_PROGRAM and self.name != DECODER_FAMILY else ""
 
     @property
     def package(self) -> str:

@@ -1,7 +1,4 @@
-"""ModelConfig: sizes of the model and the arithmetic of its layers.
-
-chunk.
-"""
+"""ModelConfig: sizes of the model and the arithmetic of its layers."""
 
 from __future__ import annotations
 
@@ -15,6 +12,17 @@ from megatron.config.option import option
 class ModelConfig(DecoderFeatures):
     """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
 
+    architecture: str = option(
+        "",
+        "the decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
+        "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe); sets norms, positions, activation, "
+        "biases and other parts, but no sizes",
+        flag="--model",
+        shown_default="the program's, or that of the run in --config",
+        short="decoder: gpt2, llama, mpt, qwen3, ...",
+        family_kind="decoder",
+        elsewhere="it selects the decoder that pretrain_gpt2.py trains; leave it out",
+    )
     num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
     hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
     num_attention_heads: int = option(4, "attention heads a", minimum=1, short="attention heads a")

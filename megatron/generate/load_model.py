@@ -237,7 +237,7 @@ def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     own = {name for name, _ in named_parameters(whole.module)}
     others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
     if others:
-        programs = ", ".join(family.program for family in registry.FAMILIES.values() if family.kind in WRITES)
+        programs = ", ".join(family.command for family in registry.FAMILIES.values() if family.kind in WRITES)
         raise CheckpointError(
             f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
             f"it a model of a script of its own? Only those of {programs} generate text here"

@@ -51,10 +51,15 @@ def refit(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, i
     )
 
 
-def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sizes and data settings that come from the run or folder of --load or --resume."""
+def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
+    """Return sizes and data settings that come from the run or folder of --load or --resume.
+
+    Args:
+        run_name: the name of a run, given the family of its model.
+    """
     from megatron.checkpoint import checkpoint_args, run_data  # 10 ms, which --help does not wait
 
+    name = run_name(found.family)
     return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}
 
 
@@ -67,6 +72,7 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     name: str | None = None,
     family: str = "gpt2",
+    accepts_model: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> None:
     """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
@@ -78,16 +84,22 @@ def pretrain(
         forward_step: given (data iterator or None, model), returns (loss, named losses). Not used with a pipeline.
         extra_args_provider: adds flags of the script's own to an argparse parser.
         args_defaults: flag names with values that hold where the user gives none.
-        name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
+        name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``. With ``--model`` of
+            another family, the name of that family.
         family: "gpt2", "t5", "llama", "mpt" or "bert": which flags there are; a model of your own takes those of the
             one it resembles.
+        accepts_model: ``--model`` may name another decoder than ``family``: for providers that build any of them.
         callbacks: of the script's own: ``megatron.training.Callback``, made alike on every rank.
     """
     unsettled = set_rank_environment(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
     names = {"who": name_of(os.environ)}
 
-    run_name = name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
+    def run_name(trained: str) -> str:
+        if trained != family:
+            return trained
+        return name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
+
     stop = StopRequests()
 
     def main() -> None:
@@ -103,14 +115,15 @@ def pretrain(
                 extra_args_provider=extra_args_provider,
                 defaults=defaults,
                 family=family,
-                checkpoint_args=partial(_checkpoint_args, name=run_name),
+                accepts_model=accepts_model,
+                checkpoint_args=partial(_checkpoint_args, run_name=run_name),
             )
         except JobError:
             if "--dry-run" not in sys.argv:  # which starts no ranks
                 raise_own(unsettled)
             raise
         if config.run.dry_run:
-            dry_run(config, world_size, Path(sys.argv[0]).name, run_name)
+            dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
         raise_own(unsettled)
         if span is not None:
@@ -122,7 +135,7 @@ def pretrain(
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         rank_status.note_state(rank_status.RUNNING)
         training.configure_device(config)  # before DeepSpeed is imported
-        training.start(config, names, *providers, run_name, started, stop, callbacks)
+        training.start(config, names, *providers, run_name(config.family), started, stop, callbacks)
         rank_status.note_state("")
 
     stop.listen()

@@ -28,7 +28,13 @@ from megatron.training.estimates import DRIVER_FILES
 from megatron.training.global_vars import missing_tokenizer
 from megatron.training.vocabulary import tokens_of
 
-OWN_PROGRAMS = frozenset([*PROGRAMS, *(Path(family.program).name for family in FAMILIES.values())])
+OWN_PROGRAMS = frozenset(
+    [
+        *PROGRAMS,
+        *(Path(family.program).name for family in FAMILIES.values()),
+        *(f"pretrain_{name}.py" for name in FAMILIES),
+    ]
+)
 """Programs of this repository, whose data sets need a tokenizer."""
 EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

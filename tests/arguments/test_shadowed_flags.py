@@ -224,7 +224,8 @@ SHADOWED = {
 """Field -> flags next to which it has no effect on one rank; "t5:" names another family."""
 NEVER_SHADOWED = set(
     """
-    hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout hidden_dropout
+    architecture hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout
+    hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping

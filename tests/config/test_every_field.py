@@ -107,6 +107,7 @@ ACTS_ON = {
     """,
     "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
     "model": """
+        architecture
         num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
         activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
@@ -455,7 +456,7 @@ def family_of(option: Option) -> str:
 def read_in(words: list[str], family: str) -> Config:
     axes = ("--pipe-parallel-size", "--model-parallel-size", "--context-parallel-size")
     sizes = [max(int(words[words.index(flag) + 1]), 1) for flag in axes if flag in words]
-    return parse(words, world_size=prod(sizes), env={}, family=family)
+    return parse(words, world_size=prod(sizes), env={}, family=family, accepts_model="--model" in words)
 
 
 def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[str, str]]:

@@ -59,7 +59,6 @@ MADE = (
 )
 MADE += (
     "megatron/models/kite/",
-    "examples/kite/",
     "megatron/training/callbacks/weight_norm.py",
 )  # CONTRIBUTING's recipes
 MADE_FILES = {
@@ -243,12 +242,13 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / script).is_file(), f"{script} is not there"
         if Path(script).name.startswith("run_") and script != "run_tests.sh":
             with mock.patch.dict(os.environ, {"RANK": "1"} if "--eval-tasks" in flags else {}):  # 0 looks for lm_eval
-                parse(without_the_launchers(flags), world_size=4, family=family)
+                parse(without_the_launchers(flags), world_size=4, family=family, accepts_model=True)
         elif script == "examples/own_model.py" or Path(script).name.startswith("pretrain_"):
             said = [
                 word for before, word in zip(["", *flags], flags, strict=False) if word != "..." or "data" in before
             ]
-            parse([*said, "--dry-run"], world_size=4, family=family)  # dry: the files of an example need not be there
+            # dry: the files of an example need not be there
+            parse([*said, "--dry-run"], world_size=4, family=family, accepts_model="gpt2" in script)
 
 
 @every_page

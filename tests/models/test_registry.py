@@ -219,7 +219,7 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert costs_of(config).num_parameters > 0
     assert "--toy-size" in help_text(family="toy", is_whole=True)
     assert "--toy-size" not in help_text(family="gpt2", is_whole=True)
-    assert "bash run_toy.sh" in help_text(None, "toy")
+    assert "bash run_gpt2.sh --model toy" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
     assert refused("--hidden-bias", "toy") == "--hidden-bias is refused: a toy has no biases; leave it out"
     assert refused("--swiglu", "toy") == "--swiglu is refused: a toy is simple; leave it out"

@@ -108,5 +108,5 @@ def test_its_parts_are_its_own() -> None:
 
 def test_help_has_its_flags() -> None:
     toy = help_text(family="toy", is_whole=True)
-    assert "--toy-size" in toy and "bash run_toy.sh" in toy
+    assert "--toy-size" in toy and "bash run_gpt2.sh --model toy" in toy
     assert "--toy-size" not in help_text(family="gpt2", is_whole=True)

@@ -15,7 +15,6 @@ class GPT2Config(FamilyConfig):
 FAMILY = ModelFamily(
     name="gpt2",
     title="GPT-2",
-    program="pretrain_gpt2.py",
     config=GPT2Config,
     recipe=("--hidden-bias", "--attention-dropout", "0", "--hidden-dropout", "0"),
     heads={1280: 20, 1536: 16, 1600: 25, 2560: 32},

@@ -26,7 +26,7 @@ class LlamaConfig(FamilyConfig):
 FAMILY = ModelFamily(
     name="llama",
     title="LLaMA",
-    program="examples/llama/pretrain_llama.py",
+    script="examples/llama/run_llama.sh",
     config=LlamaConfig,
     vocabulary=32000,
     follows={"ff_hidden_size": "--ff-hidden-size", "num_query_groups": "--num-query-groups"},

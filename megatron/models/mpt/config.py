@@ -21,6 +21,4 @@ class MptConfig(FamilyConfig):
     }
 
 
-FAMILY = ModelFamily(
-    name="mpt", title="MPT", program="examples/mpt/pretrain_mpt.py", config=MptConfig, vocabulary=50368
-)
+FAMILY = ModelFamily(name="mpt", title="MPT", script="examples/mpt/run_mpt.sh", config=MptConfig, vocabulary=50368)
