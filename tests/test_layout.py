@@ -68,7 +68,11 @@ def test_no_import_is_part_of_a_circle() -> None:
 DOTTED_NAME = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 EXTERNAL = {"tds.X", "tds.ops.adam", "tds.ops", "megatron.fp16.loss_scaler", "megatron.optimizer.grad_scaler"}
-EXTERNAL |= {"megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend"}
+EXTERNAL |= {
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+}
 """Names of DeepSpeed under our package name, and of Megatron-LM."""
 
 

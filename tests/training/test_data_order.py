@@ -190,7 +190,7 @@ def test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus(
 ) -> None:
     """48 samples of 8 tokens were read, 34 of one corpus and 14 of the other."""
     lines: list[str] = []
-    monkeypatch.setattr("megatron.training.data.log.info", lines.append)
+    monkeypatch.setattr("megatron.training.data_resume.log.info", lines.append)
     first = data_of(config_of(corpora, 1, 4))
     assert first.order.cursors(48) == {"a": 34, "b": 14}
     config = config_of(corpora, 1, 4, extra=f"--seq-length {length}")

@@ -14,7 +14,7 @@ from megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionCo
 from megatron.errors import ConfigError
 from megatron.models.common.norms import LayerNorm, RMSNorm, rms_norm
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.training import device_setup, fused_kernels, kernel_rows
+from megatron.training import fused_kernels, kernel_rows
 from megatron.training.state_records import make_moments, optimizer_steps, set_optimizer_steps
 
 
@@ -166,7 +166,7 @@ def dropping(*flags: str) -> Config:
 
 
 def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: True)
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: True)
     by_kernel, by_torch = dropping("--attention-dropout", "0"), dropping("--fused-kernels", "torch")
     assert [name for name, _ in kernel_rows.dropout_rows(by_kernel, "cuda")] == ["dropout"]
     assert not list(kernel_rows.dropout_rows(by_torch, "cuda")) and not list(kernel_rows.dropout_rows(by_kernel, "cpu"))
@@ -176,5 +176,5 @@ def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest
     assert kernel_rows.dropout_warning(by_kernel, "cpu") is None
     plain = parse(DRY, world_size=1, env={})
     assert kernel_rows.dropout_warning(plain, "cuda") is None
-    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: False)
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: False)
     assert not list(kernel_rows.dropout_rows(by_kernel, "cuda"))

@@ -62,7 +62,7 @@ def test_an_error_of_what_is_read_ahead_is_raised_when_it_is_asked_for() -> None
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_reading_while_the_device_has_work_is_no_wait(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.5, 3.0, 5.0])
-    monkeypatch.setattr("megatron.training.data.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("megatron.training.batch_iterators.time.perf_counter", lambda: next(times))
     monkeypatch.setattr(device, "is_busy", lambda place: is_busy)
     batches = UploadedBatches(numbered(), CPU)
     next(batches)

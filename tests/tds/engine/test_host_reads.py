@@ -23,7 +23,7 @@ from tests.helpers.toys import Toy, make_engine
 
 BUDGET = {"tolist in tds/loss_reduction.py:read": 1}
 """Place -> reads of one step; on every rank, whatever the number of micro-batches."""
-ON_HOST = ("micro_batches.py:_gather", "communicator.py:_take_header", "message_header.py:decode_header")
+ON_HOST = ("data_consistency.py:_gather", "communicator.py:_take_header", "message_header.py:decode_header")
 """Of what lies in the host's memory on a device too."""
 
 
