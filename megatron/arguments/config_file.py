@@ -12,7 +12,6 @@ from megatron.arguments import precedence
 from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
 from megatron.arguments.flag_values import (
     TOTAL,
-    Scan,
     all_options,
     all_sections,
     config_from_values,
@@ -22,6 +21,7 @@ from megatron.arguments.flag_values import (
     unknown,
 )
 from megatron.arguments.megatron_flags import ROWS
+from megatron.arguments.scan import Scan
 from megatron.config.changed_defaults import describe_kept, former_defaults
 from megatron.config.config import UNNAMED
 from megatron.config.data import EACH
@@ -196,7 +196,7 @@ class Taken:
         """Remove settings of a run's config.json from the ignored flags: the file lists every setting, used or not."""
         if self.is_of_run:
             of_run = {found.spelling[name] for name in self.places if name in found.spelling}
-            found.neutral = {name: why for name, why in found.neutral.items() if name not in of_run}
+            found.ignored = {name: why for name, why in found.ignored.items() if name not in of_run}
 
 
 def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
@@ -219,7 +219,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.problems += reader.problems
     found.notes += reader.notes
     found.rest[:0] = reader.rest
-    found.neutral = {**reader.neutral, **found.neutral}
+    found.ignored = {**reader.ignored, **found.ignored}
     if taken.is_of_run and not reader.problems:
         values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
@@ -268,7 +268,7 @@ class _Reader:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.rest: list[str] = []
-        self.neutral: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}
         self.converted: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
@@ -383,7 +383,7 @@ class _Reader:
             value = True  # it asks for nothing, but it must be a flag
             found = scan([flag], (), self.family)
             found.notes.clear()
-            found.neutral.clear()
+            found.ignored.clear()
             found.converted.clear()
             found.problems = [one for one in found.problems if one.startswith("unknown ")]
         else:
@@ -393,7 +393,7 @@ class _Reader:
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
             self.problems.append(f"{place}: {problem}")
         self.notes += [f"{place}: {note}" for note in found.notes]
-        self.neutral |= found.neutral
+        self.ignored |= found.ignored
         self.converted |= found.converted
         for field_name, converted in found.values.items():
             self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import deepspeed_keys, translate
-from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size, resolve_chunks, step_back, unknown
+from megatron.arguments.flag_values import all_options, resolve_batch_size, resolve_chunks, step_back, unknown
+from megatron.arguments.scan import Scan
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
@@ -349,7 +350,7 @@ def resolve(
         elif given != value and name in from_file:
             found.notes.append(f"{found.spelling[name]} holds, and {key} {_text(value)} of the JSON does not")
         elif given != value and (why := _who_counts(key, name)):
-            found.neutral[key if name not in translate.SCALING else found.spelling[name]] = why
+            found.ignored[key if name not in translate.SCALING else found.spelling[name]] = why
             explicit[name] = value if name in translate.SCALING else given
         elif given != value:
             found.problems.append(

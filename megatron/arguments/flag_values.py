@@ -9,13 +9,13 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import precedence, translate
 from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
 from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
+from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.data import EACH, PATHS
@@ -82,23 +82,6 @@ ALIKE = 0.8
 """Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
 
 
-@dataclass
-class Scan:
-    """What was found on the command line of a script that trains ``family``."""
-
-    family: str = "gpt2"
-    values: dict[str, Any] = field(default_factory=dict)  # field -> value
-    spelling: dict[str, str] = field(default_factory=dict)  # field -> "--flag value" as typed
-    repeated: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)  # words for extra_args_provider
-    neutral: dict[str, str] = field(default_factory=dict)  # flag or key -> why what it asks for holds
-    converted: dict[str, Any] = field(default_factory=dict)  # flag in another trainer's units -> its value
-    implied: dict[str, Any] = field(default_factory=dict)  # field -> DeepSpeed's default for a key that the JSON omits
-    follows_megatron: bool = False  # the script is one of Megatron's programs
-
-
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
     """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
     known = {flag: option for option in options_in(family) for flag in option.flags}
@@ -114,7 +97,7 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
         elif flag in known:
             _take(found, known[flag], flag, text if equals else None, words)
         elif flag in holds:
-            found.neutral[flag] = holds[flag]
+            found.ignored[flag] = holds[flag]
         elif flag in ROWS and flag not in refused:
             _take_row(found, ROWS[flag], [text, *_values_after(words)] if equals else _values_after(words))
         elif flag in refused:
@@ -142,7 +125,7 @@ def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
     elif problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
         found.problems.append(problem)
     elif row.kind == NEUTRAL:
-        found.neutral[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
+        found.ignored[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
     elif row.num_values == "*":
         found.converted[row.flag] = values
     elif not row.kind_of_value:
@@ -274,7 +257,7 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     defaults = scan(words, extra_flags, found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
     found.notes += defaults.notes
-    found.neutral = defaults.neutral | found.neutral
+    found.ignored = defaults.ignored | found.ignored
     overridden = precedence.overridden_flags(defaults.converted, found)
     found.converted |= {flag: value for flag, value in defaults.converted.items() if flag not in overridden}
     found.rest[:0] = defaults.rest

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.arguments.scan import Scan
 from megatron.models.registry import FAMILIES
 
 if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
     from megatron.config.config import Config
 
 MEGATRON: Mapping[str, Any] = MappingProxyType(

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from megatron import accelerators
 from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, run_script, translate
-from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.flag_values import all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.scan import Scan
 from megatron.arguments.shadowed_flags import shadowed_fields
 from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
@@ -114,7 +115,7 @@ def parse(
         extra=extra,
         given=tuple(name for name in found.values if not (from_file.is_of_run and name in from_file.places)),
         repeated=tuple(found.repeated),
-        neutral=dict(found.neutral),
+        ignored=dict(found.ignored),
     )
     config = replace(
         config,
@@ -123,7 +124,7 @@ def parse(
     )
     config = replace(config, shadowed=_shadowed(config, found))
     if config.run.strict_flags:
-        without_effect = {**found.neutral, **config.shadowed}
+        without_effect = {**found.ignored, **config.shadowed}
         found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in without_effect.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
@@ -238,14 +239,14 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     json, problems, neutral = deepspeed_json.read(path)
     found.problems += problems
-    found.neutral |= neutral
+    found.ignored |= neutral
     return json
 
 
 def _shadowed(config: Config, found: Scan) -> dict[str, str]:
     """Return flag as typed -> reason for each flag without effect that is not listed as ignored already."""
     named = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
-    return {name: why for name, why in named.items() if name not in found.neutral}
+    return {name: why for name, why in named.items() if name not in found.ignored}
 
 
 def _flag_of(field: str) -> str:

@@ -7,12 +7,9 @@ the same field, or a field that gives the same length in another unit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from megatron.arguments.megatron_flags import ROWS
-
-if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
+from megatron.arguments.scan import Scan
 
 LENGTHS = (
     ("lr_decay_iters", "lr_decay_samples"),

@@ -21,9 +21,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.arguments.precedence import LENGTHS
+from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
 from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
@@ -34,24 +35,9 @@ from megatron.config.run import PROFILE_ALONE
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
-
 TOTAL = "requested_global_batch_size"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy -> ZeRO stage."""
-
-
-def give(found: Scan, field: str, value: Any, spelling: str) -> None:
-    """Set ``field``; a flag that has set another value is a problem."""
-    if found.values.get(field, value) != value:
-        found.problems.append(
-            f"{spelling} must agree with {found.spelling[field]}, got {field.replace('_', ' ')} {value} and "
-            f"{found.values[field]}. Leave one of them out"
-        )
-        return
-    found.values[field] = value
-    found.spelling.setdefault(field, spelling)
 
 
 def fields_of(found: Scan) -> None:
@@ -60,24 +46,24 @@ def fields_of(found: Scan) -> None:
     for flag, value in asked.items():
         spelling = flag if value is True else f"{flag} {value}"
         if flag == "--swiglu":
-            give(found, "activation", "gated-silu", spelling)
+            found.set("activation", "gated-silu", spelling)
         elif flag == "--glu-activation":
             _one_of(found, "activation", flag, value, {"swiglu": "gated-silu"}, "--activation gated-gelu")
         elif flag in ("--pad-vocab-size-to", "--padded-vocab-size"):
             found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
             found.spelling["vocab_size"] = spelling
         elif flag == "--use-rope-scaling":
-            give(found, "rotary_scaling", "llama3", spelling)
+            found.set("rotary_scaling", "llama3", spelling)
         elif flag == "--rotary-seq-len-interpolation-factor":
-            give(found, "rotary_scaling", "linear", spelling)
-            give(found, "rotary_scaling_factor", value, spelling)
+            found.set("rotary_scaling", "linear", spelling)
+            found.set("rotary_scaling_factor", value, spelling)
         elif flag == "--group-query-attention":
             found.values.setdefault("num_query_groups", 1)
         elif flag == "--no-position-embedding":
             found.values.setdefault("position_embedding_type", "none")
         elif flag == "--remote-device":
             if value == "none":
-                found.neutral[spelling] = "weights are on the device"
+                found.ignored[spelling] = "weights are on the device"
             else:
                 _one_of(found, "offload_parameters", flag, value, {"cpu": True}, "cpu, with --zero-stage 3")
         elif flag == "--activations-checkpoint-granularity":
@@ -86,24 +72,24 @@ def fields_of(found: Scan) -> None:
         elif flag == "--activations-checkpoint-method" and "--activations-checkpoint-granularity" not in asked:
             _one_of(found, "checkpoint_activations", flag, value, {"uniform": True, "block": True}, "uniform")
         elif flag == "--mock-data":
-            give(found, "data_path", MOCK_DATA, spelling)
+            found.set("data_path", MOCK_DATA, spelling)
         elif flag == "--exit-duration-in-secs":
-            give(found, "exit_duration_in_mins", value / 60, spelling)
+            found.set("exit_duration_in_mins", value / 60, spelling)
         elif flag == "--distributed-timeout-minutes":
-            give(found, "step_timeout", max(round(60 * value), 1), spelling)
+            found.set("step_timeout", max(round(60 * value), 1), spelling)
         elif flag == "--initial-loss-scale":
             _scale_power(found, value, spelling)
         elif flag == "--fim-data":
             found.values.setdefault("fim_rate", 0.5)
         elif flag == "--calculate-per-token-loss":
-            give(found, "loss_average", "token", spelling)
+            found.set("loss_average", "token", spelling)
         elif flag == "--ds-sequence-parallel-size" and value == 1:
-            found.neutral[spelling] = "sequences stay whole"
+            found.ignored[spelling] = "sequences stay whole"
         elif flag == "--ds-sequence-parallel-size":
-            give(found, "context_parallel_size", value, spelling)
-            give(found, "cp_comm_type", "a2a", spelling)
+            found.set("context_parallel_size", value, spelling)
+            found.set("cp_comm_type", "a2a", spelling)
         elif flag == "--save-retain-interval":
-            give(found, "keep_every", value, spelling)
+            found.set("keep_every", value, spelling)
             found.values.setdefault("keep_last", 1)
     _zero_stage(found)
     _profile(found)
@@ -112,7 +98,7 @@ def fields_of(found: Scan) -> None:
 
 def _one_of(found: Scan, field: str, flag: str, value: str, known: Mapping[str, Any], cure: str) -> None:
     if value in known:
-        give(found, field, known[value], f"{flag} {value}")
+        found.set(field, known[value], f"{flag} {value}")
     else:
         found.problems.append(f"{flag} must be one of {', '.join(known)}, got {value!r}. Use {cure}, or leave it out")
 
@@ -122,7 +108,7 @@ def _scale_power(found: Scan, value: float, spelling: str) -> None:
     if power < 0 or power != int(power):
         found.problems.append(f"--initial-loss-scale must be a power of 2, got {value:g}. Use --initial-scale-power")
     else:
-        give(found, "initial_scale_power", int(power), spelling)
+        found.set("initial_scale_power", int(power), spelling)
 
 
 def _zero_stage(found: Scan) -> None:
@@ -138,13 +124,13 @@ def _zero_stage(found: Scan) -> None:
                 f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
             )
     elif strategy is not None:
-        found.neutral["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
+        found.ignored["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
     if stage == 0 and "--use-distributed-optimizer" in asked:
         stage, by = 1, "--use-distributed-optimizer"
     if stage > 0 and "zero_stage" not in found.values:
-        give(found, "zero_stage", stage, by)
+        found.set("zero_stage", stage, by)
     elif "--use-distributed-optimizer" in asked and by != "--use-distributed-optimizer":
-        found.neutral["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
+        found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
 
 
 def _profile(found: Scan) -> None:
@@ -154,7 +140,7 @@ def _profile(found: Scan) -> None:
     if not named:
         return
     if "profile" not in found.values:
-        found.neutral |= dict.fromkeys(named, "it acts with --profile only")
+        found.ignored |= dict.fromkeys(named, "it acts with --profile only")
         return
     start, end = found.converted.get(first, 10), found.converted.get(last, 12)
     steps = f"{start + 1}-{end}"
@@ -171,15 +157,15 @@ def _paths(found: Scan) -> None:
     asked = found.converted
     try:
         if path := asked.get("--data-args-path"):
-            give(found, "data_path", paths_of_file(path), f"--data-args-path {path}")
+            found.set("data_path", paths_of_file(path), f"--data-args-path {path}")
         if path := asked.get("--per-split-data-args-path"):
             for field, text in paths_of_json(path).items():
-                give(found, field, text, f"--per-split-data-args-path {path}")
+                found.set(field, text, f"--per-split-data-args-path {path}")
         for field, text in weighted_paths(asked).items():
             if field == "split":  # what the script says of --split did not act there, either
                 found.values["split"] = text
             else:
-                give(found, field, text, "--train-weighted-split-paths")
+                found.set(field, text, "--train-weighted-split-paths")
     except ConfigError as error:
         found.problems.append(str(error))
 
@@ -204,11 +190,11 @@ def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
     else:
         unused = (*TRAINING_ONLY, *OF_STEPS)
         for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
-            found.neutral[flag] = "no step is trained with --skip-train"
+            found.ignored[flag] = "no step is trained with --skip-train"
     for name in unused:
         defaults.pop(name, None)
         if found.values.pop(name, None) is not None:
-            found.neutral[found.spelling.pop(name)] = "no step is trained with --skip-train"
+            found.ignored[found.spelling.pop(name)] = "no step is trained with --skip-train"
     if "eval_only" not in found.values:
         found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
 
@@ -236,7 +222,7 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
     has_decay = "--lr-decay-tokens" in asked or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
     if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
-        found.neutral[found.spelling["train_tokens_lr_unit"]] = (
+        found.ignored[found.spelling["train_tokens_lr_unit"]] = (
             "it acts where --train-tokens is the only length of the run and of the decay"
         )
     if not asked and not in_samples:
@@ -356,7 +342,7 @@ def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, t
     if in_tokens is not None:
         other = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
         if other:
-            found.neutral[other] = f"--lr-{name}-tokens takes its place"
+            found.ignored[other] = f"--lr-{name}-tokens takes its place"
         return in_tokens / tokens
     if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
         found.problems.append(
@@ -385,7 +371,7 @@ SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis
 
 
 def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
-    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.neutral``."""
+    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.ignored``."""
     asked, t = found.converted, values.get("model_parallel_size", 1)
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
@@ -393,42 +379,42 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     _mup(found, values, family)
     if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
-        found.neutral["--add-qkv-bias"] = "all linear layers have biases"
+        found.ignored["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (
         ("sequence_parallel", "one tensor rank has the whole sequence"),
         ("partition_activations", "one tensor rank keeps the inputs whole"),
     ):
         if name in found.values and values.get(name) and t == 1:
             values[name] = False
-            found.neutral[found.spelling[name]] = why
+            found.ignored[found.spelling[name]] = why
     recomputes = values.get("checkpoint_activations") or values.get("recompute_granularity") == "full"
     for name in OF_RECOMPUTED if not recomputes else ():
-        if name in found.values and found.spelling[name] not in found.neutral:
+        if name in found.values and found.spelling[name] not in found.ignored:
             del values[name], found.values[name]
-            found.neutral[found.spelling[name]] = "no layers are computed again"
+            found.ignored[found.spelling[name]] = "no layers are computed again"
     if values.get("dtype") not in (None, "fp16"):
         for name in SCALING:
             if name in found.values:
                 values.pop(name, None)
                 del found.values[name]
-                found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+                found.ignored[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
     for optimizer in ("muon", "sgd"):
         if values.get("optimizer") == optimizer:
             continue
         for name in [name for name in found.values if name.startswith(f"{optimizer}_")]:
             values.pop(name, None)
             del found.values[name]
-            found.neutral[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
+            found.ignored[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
-            found.neutral[found.spelling[name]] = "random tokens come from no file"
+            found.ignored[found.spelling[name]] = "random tokens come from no file"
     if "--no-pipeline-parallel" in asked:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:
             found.problems.append(
                 f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Leave one of them out"
             )
-        found.neutral["--no-pipeline-parallel"] = "there is no pipeline"
+        found.ignored["--no-pipeline-parallel"] = "there is no pipeline"
     if "--num-unique-layers" in asked:
         layers = values.get("num_layers")
         if layers is not None and asked["--num-unique-layers"] != layers:
@@ -436,11 +422,11 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 f"--num-unique-layers must be --num-layers, for layers share no weights, got "
                 f"{asked['--num-unique-layers']} and {layers}. Leave it out"
             )
-        found.neutral["--num-unique-layers"] = "layers share no weights"
+        found.ignored["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
-        found.neutral["--max-position-embeddings"] = "relative positions have no end"
+        found.ignored["--max-position-embeddings"] = "relative positions have no end"
 
 
 def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
@@ -450,7 +436,7 @@ def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
         found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Leave it out")
     if recipe != "mup" and "--use-mup" not in found.converted:
         if "--scaling-recipe" in found.converted:
-            found.neutral["--scaling-recipe"] = "there is no muP"
+            found.ignored["--scaling-recipe"] = "there is no muP"
         return
     if FAMILIES[family].kind != "decoder":
         found.problems.append("--use-mup is for decoders; leave it out")
@@ -471,4 +457,4 @@ def _gelu(found: Scan, values: dict[str, Any]) -> None:
         if "activation" not in found.values and values.get("activation", "gelu") == before:
             values["activation"] = after
         else:
-            found.neutral[flag] = "the activation is said otherwise"
+            found.ignored[flag] = "the activation is said otherwise"

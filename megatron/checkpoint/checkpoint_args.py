@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron import hub, object_store
-from megatron.arguments.flag_values import Scan, all_options
+from megatron.arguments.flag_values import all_options
+from megatron.arguments.scan import Scan
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.huggingface.config import (
     CONFIG,

@@ -191,7 +191,7 @@ def expert_problems(config: Any) -> Iterator[str]:
     if not model.num_experts:
         return
     yield from _router_problems(model)
-    if others := [flag for flag in config.neutral if flag in OF_OTHERS]:
+    if others := [flag for flag in config.ignored if flag in OF_OTHERS]:
         yield (
             f"{', '.join(others)} would change the numbers of a model with experts, and cannot be done. Leave it out; "
             "docs/flags.md has the --moe-* flags that act here"

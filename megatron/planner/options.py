@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron import hub
 from megatron.arguments import config_file, parse
-from megatron.arguments.flag_values import Scan, all_options, scan
+from megatron.arguments.flag_values import all_options, scan
 from megatron.arguments.parser import OneLineParser
+from megatron.arguments.scan import Scan
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES

@@ -186,7 +186,7 @@ def plan_rows(
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield from _zero_rows(config, topology.data_context)
-    if config.neutral:
+    if config.ignored:
         yield "holds anyway", neutral_text(config)
     if config.shadowed:
         yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
@@ -231,12 +231,12 @@ def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
 
 def neutral_text(config: Config) -> str:
     """Return which flags and keys ask for what holds anyway: "3 flags and 1 key ask for what holds: ..."."""
-    flags = [name for name in config.neutral if name.startswith("--")]
-    keys = [name for name in config.neutral if not name.startswith("--")]
+    flags = [name for name in config.ignored if name.startswith("--")]
+    keys = [name for name in config.ignored if not name.startswith("--")]
     counts = [
         f"{len(names)} {word}{'s' * (len(names) > 1)}" for names, word in ((flags, "flag"), (keys, "key")) if names
     ]
-    verb = "asks" if len(config.neutral) == 1 else "ask"
+    verb = "asks" if len(config.ignored) == 1 else "ask"
     return f"{' and '.join(counts)} {verb} for what holds: {', '.join([*flags, *keys])}"
 
 

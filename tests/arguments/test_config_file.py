@@ -354,7 +354,7 @@ def test_a_repeated_run_begins_as_the_first_start_did_and_saves_elsewhere(tmp_pa
 @pytest.mark.parametrize("first", ["", "--train-samples 80 --fp32", "--optimizer sgd --data-path mock"])
 def test_settings_of_a_run_that_have_no_effect_are_no_flags_without_effect(tmp_path, first):
     text = written(tmp_path, f"--strict-flags {first}")
-    assert not again(tmp_path, text).neutral
+    assert not again(tmp_path, text).ignored
     with pytest.raises(ConfigError, match="^--muon-momentum 0.5 is refused by --strict-flags"):
         again(tmp_path, text, "--muon-momentum 0.5")
 

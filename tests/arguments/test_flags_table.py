@@ -350,8 +350,8 @@ def test_what_is_neutral_is_accepted_and_named_unless_flags_are_strict():
         [word for row in NEUTRAL_ROWS for word in ["=".join(words_of(row))]],
     ):
         config = parse(words, world_size=1, env={})
-        assert [name.split()[0] for name in config.neutral] == [row.flag for row in NEUTRAL_ROWS]
-        assert list(config.neutral.values()) == [row.about for row in NEUTRAL_ROWS]
+        assert [name.split()[0] for name in config.ignored] == [row.flag for row in NEUTRAL_ROWS]
+        assert list(config.ignored.values()) == [row.about for row in NEUTRAL_ROWS]
         with pytest.raises(ConfigError) as caught:
             parse([*words, "--strict-flags"], world_size=1, env={})
         assert str(caught.value).count("is refused by --strict-flags") == len(NEUTRAL_ROWS)

@@ -117,7 +117,7 @@ def test_the_last_of_a_repeated_flag_holds_and_is_named():
 
 def test_what_always_holds_is_accepted_and_named():
     config = read("--deepspeed --attention-softmax-in-fp32")
-    assert list(config.neutral) == ["--deepspeed", "--attention-softmax-in-fp32"] and config.notes == ()
+    assert list(config.ignored) == ["--deepspeed", "--attention-softmax-in-fp32"] and config.notes == ()
 
 
 def test_a_users_own_flags_and_defaults_pass_through():

@@ -141,7 +141,7 @@ def test_skip_train_ignores_what_only_training_uses_and_lists_it(flags: str, loa
     config = read(line, world_size=2)
     assert config.checkpoint.eval_only == bool(load) and (load or config.batch.train_iters == 0)
     if flags in OF_TRAINING or not load:
-        assert flags.split()[0] in " ".join(config.neutral), config.neutral
+        assert flags.split()[0] in " ".join(config.ignored), config.ignored
         with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* is refused by --strict-flags"):
             read(f"{line} --strict-flags", world_size=2)
     if load and flags in OF_TRAINING:
@@ -222,11 +222,11 @@ def test_flags_give_the_optimizers_numbers_and_the_json_the_loss_scale(tmp_path:
     """As in Megatron-DeepSpeed, which hands its own optimizer to an engine that scales the loss itself."""
     config = with_json({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}}, "--lr 0.2", tmp_path)
     assert config.optimizer.lr == 0.2
-    assert {*config.neutral} == {"optimizer.params.lr", "optimizer.params.torch_adam"}
+    assert {*config.ignored} == {"optimizer.params.lr", "optimizer.params.torch_adam"}
     fp16 = {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 3}}
     config = with_json(fp16, "--fp16 --loss-scale 12 --hysteresis 2", tmp_path)
     assert (config.precision.loss_scale, config.precision.hysteresis) == (0, 3)
-    assert {*config.neutral} == {"--loss-scale 12", "--hysteresis 2"}
+    assert {*config.ignored} == {"--loss-scale 12", "--hysteresis 2"}
 
 
 def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     }
     config = with_json(content, "", tmp_path)
     assert (config.optimizer.zero_stage, config.optimizer.offload_optimizer) == (1, True)
-    assert {*config.neutral} == {
+    assert {*config.ignored} == {
         "zero_optimization.overlap_comm", "scheduler", "curriculum_learning", "data_efficiency", "prescale_gradients",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"5 problems(.|\n)*scheduler is refused by --strict-flags"):

@@ -95,7 +95,7 @@ def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
 
 def test_relative_positions_have_no_end_so_a_number_of_them_is_neutral():
     config = read("--enc-seq-length 64 --max-position-embeddings 512")
-    assert list(config.neutral) == ["--max-position-embeddings"] and config.model.has_relative_positions
+    assert list(config.ignored) == ["--max-position-embeddings"] and config.model.has_relative_positions
     assert config.model.max_position_embeddings == 0
 
 
@@ -105,7 +105,7 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
     assert (config.model.position_embedding_type, config.model.max_position_embeddings) == ("learned_absolute", 80)
     assert (config.model.activation, config.model.hidden_bias) == ("gelu-tanh", True)
     assert (config.optimizer.lr_decay_style, config.optimizer.warmup) == ("linear", 0.0)
-    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.neutral
+    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.ignored
     assert read(f"{lengths} --position-embedding-type relative").model.has_relative_positions
     assert read(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
 
