@@ -16,11 +16,11 @@ from megatron.arguments.flag_values import (
     all_sections,
     config_from_values,
     options_in,
-    refusals,
+    rejected_flags,
     scan,
     unknown,
 )
-from megatron.arguments.megatron_flags import ROWS
+from megatron.arguments.foreign_flags import foreign_flags
 from megatron.arguments.scan import Scan
 from megatron.config.changed_defaults import describe_kept, former_defaults
 from megatron.config.config import UNNAMED
@@ -262,7 +262,6 @@ class _Reader:
             self.known[option.name] = (option, "")
         self.extras = {_normal(flag): flag for flag in extra_flags}
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
-        self.others = {_normal(flag): flag for flag in (*refusals(family), *ROWS, *FAMILIES[family].config.HOLDS)}
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
@@ -378,7 +377,9 @@ class _Reader:
         if isinstance(value, dict):
             self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
             return
-        flag = self.others.get(name, "--" + name.replace("_", "-"))
+        accepted = FAMILIES[self.family].config.HOLDS
+        others = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
+        flag = others.get(name, "--" + name.replace("_", "-"))
         if value is None or value is False:
             value = True  # it asks for nothing, but it must be a flag
             found = scan([flag], (), self.family)

@@ -196,7 +196,7 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     renamed = deepspeed_keys.RENAMED.get(name, name)
     if name in deepspeed_keys.REFUSED:
         if not _is_off(name, value):
-            yield f"{place}: key {name} is refused: {deepspeed_keys.REFUSED[name]}"
+            yield f"{place}: key {name} is not supported: {deepspeed_keys.REFUSED[name]}"
     elif name in deepspeed_keys.NEUTRAL:
         yield from _value_problems(place, name, deepspeed_keys.NEUTRAL[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
@@ -237,7 +237,7 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
     if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
     if key.is_neutral and key.holds and not any(value is one or value == one for one in key.holds):
-        yield f"{place}: {name} {_text(value)} is refused: {key.otherwise}"
+        yield f"{place}: {name} {_text(value)} is not supported: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     if key.choices:

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import precedence, translate
-from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
-from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
+from megatron.arguments.foreign_flags import CONVERTED, REJECTED, ForeignFlag, flags_with, foreign_flags
 from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
@@ -83,9 +82,9 @@ ALIKE = 0.8
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
-    """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
+    """Read ``argv``; the flags in ``extra_flags`` and their values are added to ``rest``."""
     known = {flag: option for option in options_in(family) for flag in option.flags}
-    refused, holds = refusals(family), FAMILIES[family].config.HOLDS
+    accepted = FAMILIES[family].config.HOLDS
     extras = set(extra_flags)
     found = Scan(family)
     words = list(argv)
@@ -96,43 +95,39 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
             found.rest += [word, *_values_after(words)]
         elif flag in known:
             _take(found, known[flag], flag, text if equals else None, words)
-        elif flag in holds:
-            found.ignored[flag] = holds[flag]
-        elif flag in ROWS and flag not in refused:
-            _take_row(found, ROWS[flag], [text, *_values_after(words)] if equals else _values_after(words))
-        elif flag in refused:
-            _values_after(words)
-            found.problems.append(f"{flag} is refused: {refused[flag]}")
-        elif flag.startswith("-"):
-            _values_after(words)
-            found.problems.append(unknown("flag", flag, [*known, *extras, *accepted_rows()], known))
-        else:
+        elif flag in accepted:
+            found.ignored[flag] = accepted[flag]
+        elif not flag.startswith("-"):
             found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
+        else:
+            values = [text, *_values_after(words)] if equals else _values_after(words)
+            if reason := rejected_flags(family).get(flag):
+                found.problems.append(f"{flag} is not supported: {reason}")
+            elif flag in foreign_flags():
+                _take_foreign(found, foreign_flags()[flag], values)
+            else:
+                others = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
+                found.problems.append(unknown("flag", flag, [*known, *extras, *others], known))
     translate.fields_of(found)
     return found
 
 
-def accepted_rows() -> list[str]:
-    """Return the flags of other trainers that are accepted."""
-    return [row.flag for row in ROWS.values() if row.kind in (NEUTRAL, CONVERTED)]
-
-
-def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
-    """Take a flag of another trainer that is neutral or converted."""
-    foreign = _foreign_field(found.family, row)
-    if foreign is not None:
-        found.problems.append(f"{row.flag} is refused: {FAMILIES[found.family].advice(foreign)}")
-    elif problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
+def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
+    """Read a flag of another trainer that is ignored or converted."""
+    inapplicable = _inapplicable_field(found.family, row)
+    if inapplicable is not None:
+        found.problems.append(f"{row.flag} is not supported: {FAMILIES[found.family].advice(inapplicable)}")
+    elif problem := row.count_problem(values) or row.value_problem(values):
         found.problems.append(problem)
-    elif row.kind == NEUTRAL:
-        found.ignored[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
-    elif row.num_values == "*":
+    elif row.rule != CONVERTED:
+        found.ignored[" ".join([row.flag, *values]) if row.target else row.flag] = row.note
+    elif row.value == "str*":
         found.converted[row.flag] = values
-    elif not row.kind_of_value:
+    elif not row.value:
         found.converted[row.flag] = True
     else:
         value, problem = Option(
-            name="", flag=row.flag, kind=row.kind_of_value, default=None, help="", shown_default="", minimum=0,
+            name="", flag=row.flag, kind=row.value, default=None, help="", shown_default="", minimum=0,
             maximum=LARGEST_COUNT,
         ).convert(values[0], row.flag)  # fmt: skip
         if problem:
@@ -141,20 +136,21 @@ def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
             found.converted[row.flag] = value
 
 
-def _foreign_field(family: str, row: FlagRow) -> Option | None:
-    """Return a field that the flag sets and that does not act in ``family``."""
-    foreign = {option.name: option for section, option in all_options() if not takes(family, section, option)}
+def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
+    """Return a field that the flag sets and that ``family`` does not have."""
+    others = {option.name: option for section, option in all_options() if not takes(family, section, option)}
     taken = {option.name for option in options_in(family)}
-    return next((foreign[name] for name in row.fields if name in foreign and name not in taken), None)
+    return next((others[name] for name in row.fields if name in others and name not in taken), None)
 
 
-def refusals(family: str) -> dict[str, str]:
-    """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
+@functools.cache
+def rejected_flags(family: str) -> Mapping[str, str]:
+    """Return flag -> the reason why ``family`` does not support it, and the alternative."""
     this = FAMILIES[family]
-    foreign = [option for section, option in all_options() if not takes(family, section, option)]
-    advice = {flag: this.advice(option) for option in foreign for flag in option.flags}
-    advice = {flag: why for flag, why in advice.items() if flag not in this.config.HOLDS}
-    return REFUSED_FLAGS | advice | dict(this.config.REFUSED)
+    others = [option for section, option in all_options() if not takes(family, section, option)]
+    advice = {flag: this.advice(option) for option in others for flag in option.flags}
+    advice = {flag: reason for flag, reason in advice.items() if flag not in this.config.HOLDS}
+    return {row.flag: row.note for row in flags_with(REJECTED)} | advice | dict(this.config.REFUSED)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
@@ -239,7 +235,9 @@ def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
         elif name not in taken:
-            found.problems.append(f"{name} in the defaults of pretrain() is refused: {family.advice(options[name])}")
+            found.problems.append(
+                f"{name} in the defaults of pretrain() is not supported: {family.advice(options[name])}"
+            )
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:

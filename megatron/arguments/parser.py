@@ -48,9 +48,11 @@ SOURCES = (
     "A value comes from its flag, else from the file of --config, else from the JSON of --deepspeed_config, else from "
     "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; sizes "
     "of the model that neither a flag nor the file gives come from what --load or --resume names; "
-    "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
+    "a flag and the JSON that differ are an error. docs/other_flags.md lists the flags of other trainers."
 )
-REST = "--help-all lists every flag. docs/flags.md says what each means, and which flags of Megatron-LM are accepted."
+REST = (
+    "--help-all lists every flag. docs/flags.md describes each of them, docs/other_flags.md the flags of Megatron-LM."
+)
 
 
 def parse(
@@ -125,7 +127,7 @@ def parse(
     config = replace(config, shadowed=_shadowed(config, found))
     if config.run.strict_flags:
         without_effect = {**found.ignored, **config.shadowed}
-        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in without_effect.items()]
+        found.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)

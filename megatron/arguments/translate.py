@@ -18,11 +18,12 @@ training.py, ``train``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
+from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
 from megatron.arguments.precedence import LENGTHS
 from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
@@ -41,66 +42,89 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 
 
 def fields_of(found: Scan) -> None:
-    """Set the fields that converted flags give by themselves; problems go to ``found.problems``."""
-    asked = found.converted
-    for flag, value in asked.items():
+    """Set the fields that converted flags determine by themselves; problems are added to ``found.problems``."""
+    for flag, value in found.converted.items():
         spelling = flag if value is True else f"{flag} {value}"
-        if flag == "--swiglu":
-            found.set("activation", "gated-silu", spelling)
-        elif flag == "--glu-activation":
-            _one_of(found, "activation", flag, value, {"swiglu": "gated-silu"}, "--activation gated-gelu")
-        elif flag in ("--pad-vocab-size-to", "--padded-vocab-size"):
-            found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
-            found.spelling["vocab_size"] = spelling
-        elif flag == "--use-rope-scaling":
-            found.set("rotary_scaling", "llama3", spelling)
-        elif flag == "--rotary-seq-len-interpolation-factor":
-            found.set("rotary_scaling", "linear", spelling)
-            found.set("rotary_scaling_factor", value, spelling)
-        elif flag == "--group-query-attention":
-            found.values.setdefault("num_query_groups", 1)
-        elif flag == "--no-position-embedding":
-            found.values.setdefault("position_embedding_type", "none")
-        elif flag == "--remote-device":
-            if value == "none":
-                found.ignored[spelling] = "weights are on the device"
+        for target in foreign_flags()[flag].targets:
+            if target.function:
+                if convert := CONVERSIONS.get(target.function):
+                    convert(found, value, spelling)
+            elif target.choices:
+                _set_choice(found, foreign_flags()[flag], target, value)
+            elif target.yields:
+                found.values.setdefault(target.fields[0], _typed(target))
             else:
-                _one_of(found, "offload_parameters", flag, value, {"cpu": True}, "cpu, with --zero-stage 3")
-        elif flag == "--activations-checkpoint-granularity":
-            kinds = {"full": "full", "selective": "selective"}
-            _one_of(found, "recompute_granularity", flag, value, kinds, "full or selective")
-        elif flag == "--activations-checkpoint-method" and "--activations-checkpoint-granularity" not in asked:
-            _one_of(found, "checkpoint_activations", flag, value, {"uniform": True, "block": True}, "uniform")
-        elif flag == "--mock-data":
-            found.set("data_path", MOCK_DATA, spelling)
-        elif flag == "--exit-duration-in-secs":
-            found.set("exit_duration_in_mins", value / 60, spelling)
-        elif flag == "--distributed-timeout-minutes":
-            found.set("step_timeout", max(round(60 * value), 1), spelling)
-        elif flag == "--initial-loss-scale":
-            _scale_power(found, value, spelling)
-        elif flag == "--fim-data":
-            found.values.setdefault("fim_rate", 0.5)
-        elif flag == "--calculate-per-token-loss":
-            found.set("loss_average", "token", spelling)
-        elif flag == "--ds-sequence-parallel-size" and value == 1:
-            found.ignored[spelling] = "sequences stay whole"
-        elif flag == "--ds-sequence-parallel-size":
-            found.set("context_parallel_size", value, spelling)
-            found.set("cp_comm_type", "a2a", spelling)
-        elif flag == "--save-retain-interval":
-            found.set("keep_every", value, spelling)
-            found.values.setdefault("keep_last", 1)
+                found.set(target.fields[0], _typed(target) if target.value else value, spelling)
     _zero_stage(found)
-    _profile(found)
+    _profile_steps(found)
     _paths(found)
 
 
-def _one_of(found: Scan, field: str, flag: str, value: str, known: Mapping[str, Any], cure: str) -> None:
-    if value in known:
-        found.set(field, known[value], f"{flag} {value}")
+def _typed(target: Target) -> Any:
+    """Return the constant of a target as a number if it is one."""
+    for convert in (int, float):
+        try:
+            return convert(target.value)
+        except ValueError:
+            continue
+    return target.value
+
+
+def _set_choice(found: Scan, row: ForeignFlag, target: Target, value: str) -> None:
+    if value in target.choices:
+        found.set(target.fields[0], target.choices[value], f"{row.flag} {value}")
     else:
-        found.problems.append(f"{flag} must be one of {', '.join(known)}, got {value!r}. Use {cure}, or leave it out")
+        advice = f"; {row.otherwise}" if row.otherwise else ""
+        found.problems.append(f"{row.flag} must be one of {', '.join(target.choices)}, got {value!r}{advice}")
+
+
+# Conversions of a single flag, named by the targets of the table: (scan, value of the flag, "--flag value" as typed).
+
+
+def _minutes(found: Scan, value: float, spelling: str) -> None:
+    found.set("exit_duration_in_mins", value / 60, spelling)
+
+
+def _seconds(found: Scan, value: float, spelling: str) -> None:
+    found.set("step_timeout", max(round(60 * value), 1), spelling)
+
+
+def _vocab_rows(found: Scan, value: int, spelling: str) -> None:
+    found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
+    found.spelling["vocab_size"] = spelling
+
+
+def _linear_scaling(found: Scan, value: float, spelling: str) -> None:
+    found.set("rotary_scaling", "linear", spelling)
+    found.set("rotary_scaling_factor", value, spelling)
+
+
+def _remote_device(found: Scan, value: str, spelling: str) -> None:
+    if value == "none":
+        found.ignored[spelling] = "weights are on the device"
+    elif value == "cpu":
+        found.set("offload_parameters", True, spelling)
+    else:
+        found.problems.append(
+            f"--remote-device must be one of cpu, got {value!r}. Use cpu, with --zero-stage 3, or leave it out"
+        )
+
+
+def _recompute_method(found: Scan, value: str, spelling: str) -> None:
+    if "--activations-checkpoint-granularity" in found.converted:
+        return
+    if value in ("uniform", "block"):
+        found.set("checkpoint_activations", True, spelling)
+    else:
+        found.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
+
+
+def _ulysses(found: Scan, value: int, spelling: str) -> None:
+    if value == 1:
+        found.ignored[spelling] = "sequences are not split"
+        return
+    found.set("context_parallel_size", value, spelling)
+    found.set("cp_comm_type", "a2a", spelling)
 
 
 def _scale_power(found: Scan, value: float, spelling: str) -> None:
@@ -109,6 +133,23 @@ def _scale_power(found: Scan, value: float, spelling: str) -> None:
         found.problems.append(f"--initial-loss-scale must be a power of 2, got {value:g}. Use --initial-scale-power")
     else:
         found.set("initial_scale_power", int(power), spelling)
+
+
+CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
+    "minutes": _minutes,
+    "seconds": _seconds,
+    "scale_power": _scale_power,
+    "vocab_rows": _vocab_rows,
+    "linear_scaling": _linear_scaling,
+    "remote_device": _remote_device,
+    "recompute_method": _recompute_method,
+    "ulysses": _ulysses,
+}
+LATER = (
+    "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
+    "require_checkpoint",
+)  # fmt: skip
+"""Conversions that depend on further flags or on sizes: below, and ``require_checkpoint`` in ``other_programs``."""
 
 
 def _zero_stage(found: Scan) -> None:
@@ -133,7 +174,7 @@ def _zero_stage(found: Scan) -> None:
         found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
 
 
-def _profile(found: Scan) -> None:
+def _profile_steps(found: Scan) -> None:
     """Give the steps to profile: Megatron starts ahead of the step behind START and ends behind END."""
     first, last = "--profile-step-start", "--profile-step-end"
     named = [flag for flag in (first, last) if flag in found.converted]
@@ -377,6 +418,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
     _mup(found, values, family)
+    _dense_only(found, values)
     if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
         found.ignored["--add-qkv-bias"] = "all linear layers have biases"
@@ -427,6 +469,19 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
         found.ignored["--max-position-embeddings"] = "relative positions have no end"
+
+
+def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
+    """Reject flags that are ignored without experts if the model has experts."""
+    if (values.get("num_experts") or 0) <= 1:
+        return
+    flags = [name for name in found.ignored if name.startswith("--")]
+    rows = [foreign_flags()[flag] for flag in flags if flag in foreign_flags()]
+    if named := [row.flag for row in rows if row.rule == DENSE_ONLY]:
+        found.problems.append(
+            f"{', '.join(named)} is not supported with --num-experts: it would change the results. Leave it out; "
+            "docs/flags.md lists the supported --moe-* flags"
+        )
 
 
 def _mup(found: Scan, values: dict[str, Any], family: str) -> None:

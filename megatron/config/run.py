@@ -54,7 +54,9 @@ class RunConfig:
         "YAML, TOML or JSON file with flags, whose keys are their names; the config.json of a run folder repeats it",
         short="YAML, TOML or JSON file with flags",
     )
-    strict_flags: bool = option(False, "refuse flags and keys that ask for what holds anyway, or only tune elsewhere")
+    strict_flags: bool = option(
+        False, "reject ignored flags and keys of other trainers instead of listing them in the start table"
+    )
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
     dry_run: bool = option(
         False,

@@ -155,10 +155,10 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
             '{"zero_optimization": {"stage": 0, "overlap": true}}',
             ["unknown key overlap", "ZeRO here takes stage"],
         ),
-        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
+        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is not supported", "--lr-decay-style"]),
         (
             '{"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen"}}',
-            ["curriculum_learning is refused", "lose their tokens", "--seq-length-schedule"],
+            ["curriculum_learning is not supported", "lose their tokens", "--seq-length-schedule"],
         ),
         ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),

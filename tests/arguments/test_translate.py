@@ -121,7 +121,7 @@ def test_what_cannot_be_turned_into_ours_is_refused(line: str, message: str) -> 
     ],
 )
 def test_what_sets_a_field_that_does_not_act_in_a_family_is_refused_there(line: str, family: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{line} is refused: {why}"):
+    with pytest.raises(ConfigError, match=f"^{line} is not supported: {why}"):
         read(line, family)
 
 
@@ -142,7 +142,7 @@ def test_skip_train_ignores_what_only_training_uses_and_lists_it(flags: str, loa
     assert config.checkpoint.eval_only == bool(load) and (load or config.batch.train_iters == 0)
     if flags in OF_TRAINING or not load:
         assert flags.split()[0] in " ".join(config.ignored), config.ignored
-        with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* is refused by --strict-flags"):
+        with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* is rejected by --strict-flags"):
             read(f"{line} --strict-flags", world_size=2)
     if load and flags in OF_TRAINING:
         with pytest.raises(ConfigError, match="got --eval-only"):
@@ -243,5 +243,5 @@ def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     assert {*config.ignored} == {
         "zero_optimization.overlap_comm", "scheduler", "curriculum_learning", "data_efficiency", "prescale_gradients",
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"5 problems(.|\n)*scheduler is refused by --strict-flags"):
+    with pytest.raises(ConfigError, match=r"5 problems(.|\n)*scheduler is rejected by --strict-flags"):
         with_json(content, "--strict-flags", tmp_path)

@@ -170,7 +170,7 @@ def test_a_path_with_a_space_that_reads_as_a_weight_is_told(tmp_path: Path, monk
 
 def test_flags_of_gpt2_alone_are_refused_by_t5() -> None:
     for words in (("--packing", "concat"), ("--fim-rate", "0.1"), ("--fim-spm-rate", "1")):
-        assert f"{words[0]} is refused: T5" in error_of(*words, family="t5")
+        assert f"{words[0]} is not supported: T5" in error_of(*words, family="t5")
 
 
 def test_documents_are_apart_with_the_mask_or_with_best_fit() -> None:

@@ -216,7 +216,7 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
 )
 def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
     message = error_of(flag)
-    assert message.startswith(f"{flag.split()[0]} is refused: ") and expected in message
+    assert message.startswith(f"{flag.split()[0]} is not supported: ") and expected in message
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
 def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
     with pytest.raises(ConfigError) as caught:
         parse(flag.split(), world_size=1, env={})
-    assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{flag.split()[0]} is not supported: ") and message in str(caught.value)
 
 
 def test_positions_of_the_other_kind_of_model_are_refused():
@@ -245,9 +245,11 @@ def test_positions_of_the_other_kind_of_model_are_refused():
 
 
 def test_defaults_of_the_other_model_are_told():
-    with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is refused: T5 has two"):
+    with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is not supported: T5 has two"):
         parse([], world_size=1, env={}, family="t5", defaults={"seq_length": 4})
-    assert "MEGATRON_DEFAULTS: --seq-length is refused" in error_of("", env={"MEGATRON_DEFAULTS": "--seq-length 4"})
+    assert "MEGATRON_DEFAULTS: --seq-length is not supported" in error_of(
+        "", env={"MEGATRON_DEFAULTS": "--seq-length 4"}
+    )
 
 
 def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):

@@ -17,6 +17,7 @@ from tests.helpers.toy_family import FILES
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 8
 FLAGS_DOC = "docs/flags.md"
+GENERATED = {FLAGS_DOC: (), "docs/other_flags.md": ("other",)}
 SPEED = "| `tokens_per_s` |"
 Edit = tuple[str, str] | str
 """What is replaced by what, or the text of a new file; "" for a page that a program makes."""
@@ -177,8 +178,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, edits in recipe.items():
             for edit in edits:
                 follow(folder / name, edit)
-    made = run(folder, "-m", "megatron.arguments.flags_doc")
-    (folder / FLAGS_DOC).write_text(made, encoding="utf-8")
+    for page, words in GENERATED.items():
+        (folder / page).write_text(run(folder, "-m", "megatron.arguments.flags_doc", *words), encoding="utf-8")
     return folder
 
 
