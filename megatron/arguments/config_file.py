@@ -217,10 +217,12 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     reader = _Reader(text, found.family, tuple(extra_flags), taken.is_of_run)
     values = reader.read()
     found.problems += reader.problems
+    found.unknown |= reader.unknown
     found.notes += reader.notes
     found.rest[:0] = reader.rest
     found.ignored = {**reader.ignored, **found.ignored}
-    if taken.is_of_run and not reader.problems:
+    has_problems = bool(set(reader.problems) - reader.unknown.keys())
+    if taken.is_of_run and not has_problems:
         values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
     for flag in precedence.overridden_flags(reader.converted, found):
@@ -231,7 +233,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     for name in precedence.yielding_fields(found) & values.keys():
         del found.values[name]
     found.converted = {**reader.converted, **found.converted}
-    if reader.problems:
+    if has_problems:
         return taken
     if taken.is_of_run:
         values = {**_former_defaults(text.values, found), **values}
@@ -265,6 +267,7 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
+        self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
         self.rest: list[str] = []
         self.ignored: dict[str, str] = {}
@@ -289,7 +292,9 @@ class _Reader:
                     yield (key, name), inner
             elif isinstance(value, dict):
                 said = unknown("section", key, headings).partition("; --help-all")[0]
-                self.problems.append(f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}")
+                problem = f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}"
+                self.problems.append(problem)
+                self.unknown[problem] = key
             else:
                 yield (key,), value
 
@@ -392,6 +397,7 @@ class _Reader:
         for problem in found.problems:
             if problem.startswith("unknown flag "):
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
+                self.unknown[f"{place}: {problem}"] = key
             self.problems.append(f"{place}: {problem}")
         self.notes += [f"{place}: {note}" for note in found.notes]
         self.ignored |= found.ignored

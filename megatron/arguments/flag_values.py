@@ -107,7 +107,8 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
                 _take_foreign(found, foreign_flags()[flag], values)
             else:
                 others = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
-                found.problems.append(unknown("flag", flag, [*known, *extras, *others], known))
+                problem = unknown("flag", flag, [*known, *extras, *others], known)
+                found.add_unknown(problem, " ".join([flag, *values]))
     translate.fields_of(found)
     return found
 
@@ -254,6 +255,7 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
         return {}
     defaults = scan(words, extra_flags, found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
+    found.unknown |= {f"{VARIABLE}: {problem}": typed for problem, typed in defaults.unknown.items()}
     found.notes += defaults.notes
     found.ignored = defaults.ignored | found.ignored
     overridden = precedence.overridden_flags(defaults.converted, found)

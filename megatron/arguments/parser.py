@@ -118,6 +118,7 @@ def parse(
         given=tuple(name for name in found.values if not (from_file.is_of_run and name in from_file.places)),
         repeated=tuple(found.repeated),
         ignored=dict(found.ignored),
+        dropped=found.drop_unknown() if values.get("ignore_unknown_flags") else {},
     )
     config = replace(
         config,

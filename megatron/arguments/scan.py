@@ -14,6 +14,7 @@ class Scan:
         values: field -> value.
         spelling: field -> "--flag value" as typed.
         repeated: flags given more than once.
+        unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
         rest: words for the parser of ``extra_args_provider``.
         ignored: flag or JSON key -> why it has no effect.
         converted: flag in another trainer's units -> its value.
@@ -27,11 +28,30 @@ class Scan:
     repeated: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     converted: dict[str, Any] = field(default_factory=dict)
     implied: dict[str, Any] = field(default_factory=dict)
     follows_megatron: bool = False
+
+    def add_unknown(self, problem: str, typed: str) -> None:
+        """Add the problem about an unknown flag or key.
+
+        Args:
+            typed: the flag with its values.
+        """
+        self.problems.append(problem)
+        self.unknown[problem] = typed
+
+    def drop_unknown(self) -> dict[str, str]:
+        """Remove the problems about unknown flags; return the flags as typed and what to report about each."""
+        self.problems = [problem for problem in self.problems if problem not in self.unknown]
+        hints = {typed: problem.partition("; ")[2] for problem, typed in self.unknown.items()}
+        return {
+            typed: f"--ignore-unknown-flags dropped {typed}" + (f"; {hint}" if hint.startswith("did you mean") else "")
+            for typed, hint in hints.items()
+        }
 
     def set(self, field: str, value: Any, spelling: str) -> None:
         """Set ``field``; a problem is added if another flag has set a different value.

@@ -92,6 +92,7 @@ class Config:
     repeated: tuple[str, ...] = ()  # flags given more than once; the last value holds
     notes: tuple[str, ...] = ()  # to be logged once at the start
     ignored: Mapping[str, str] = field(default_factory=dict)  # ignored flag or key -> why it has no effect
+    dropped: Mapping[str, str] = field(default_factory=dict)  # unknown flag dropped on request -> the warning
     shadowed: Mapping[str, str] = field(default_factory=dict)  # flag without effect because of another -> the reason
 
     def __post_init__(self) -> None:

@@ -57,6 +57,11 @@ class RunConfig:
     strict_flags: bool = option(
         False, "reject ignored flags and keys of other trainers instead of listing them in the start table"
     )
+    ignore_unknown_flags: bool = option(
+        False,
+        "drop unknown flags and keys of --config with a warning that names the nearest known flag, misspelt flags "
+        "included; without it they are errors",
+    )
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
     dry_run: bool = option(
         False,
@@ -79,7 +84,9 @@ class RunConfig:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield that the run would end with its first step."""
+        """Yield the problems of this section."""
+        if self.strict_flags and self.ignore_unknown_flags:
+            yield "--strict-flags and --ignore-unknown-flags exclude each other. Leave one of them out"
         if self.kill_switch_path is not None and not self.dry_run and os.path.exists(self.kill_switch_path):
             yield (
                 f"--kill-switch-path must name a file that is not there yet, got {self.kill_switch_path}, which is. "

@@ -123,6 +123,8 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
         log.info(note)
+    for warning in config.dropped.values():
+        log.warning(warning)
     rows = [*plan_rows(config, topology, bounds, dtype), *epoch_rows(config, topology.data)]
     screen.table("Plan (nothing was started)", rows)
     for problem in missing:
@@ -188,6 +190,8 @@ def plan_rows(
     yield from _zero_rows(config, topology.data_context)
     if config.ignored:
         yield "ignored", ignored_text(config)
+    if config.dropped:
+        yield "dropped", f"unknown flags: {', '.join(config.dropped)}"
     if config.shadowed:
         yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
     if config.optimizer.optimizer == "muon":

@@ -175,6 +175,7 @@ READ_IN = {
     "exit_duration_in_mins": "training/train.py",
     "kill_switch_path": "training/train.py",
     "strict_flags": "arguments/parser.py",
+    "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
