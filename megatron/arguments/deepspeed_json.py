@@ -468,7 +468,7 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     d = config.parallel.data_parallel_size(world_size)
     context = config.parallel.context_parallel_size  # to DeepSpeed these ranks are replicas, too
     engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
-    engine.setdefault("steps_per_print", config.run.log_interval)
+    engine.setdefault("steps_per_print", config.run.log_interval or LARGEST_INT)
     engine.setdefault("wall_clock_breakdown", False)
     off = {"enabled": False}  # it waits for the device at each micro-batch
     engine["timers"] = {"throughput": off, **engine.get("timers", {})}

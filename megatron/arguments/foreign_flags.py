@@ -118,8 +118,8 @@ def flags_with(*rules: str) -> Iterator[ForeignFlag]:
 def _target_of(item: str) -> Target:
     left, _, value = item.partition("=")
     function, _, fields = left.rpartition(":")
-    names = fields.split(",")
-    return Target(tuple(name.rstrip("?") for name in names), function, value, yields=names[0].endswith("?"))
+    names = fields.split(",") if fields else []
+    return Target(tuple(name.rstrip("?") for name in names), function, value, yields=fields.endswith("?"))
 
 
 def _is_among(value: str, accepted: Iterable[str]) -> bool:

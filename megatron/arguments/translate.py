@@ -129,9 +129,7 @@ def _ulysses(found: Scan, value: int, spelling: str) -> None:
 
 def _scale_power(found: Scan, value: float, spelling: str) -> None:
     power = math.log2(value) if value > 0 else -1.0
-    if power < 0 or power != int(power):
-        found.problems.append(f"--initial-loss-scale must be a power of 2, got {value:g}. Use --initial-scale-power")
-    else:
+    if power >= 0 and power == int(power):
         found.set("initial_scale_power", int(power), spelling)
 
 
@@ -147,9 +145,14 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 }
 LATER = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
-    "require_checkpoint",
+    "require_checkpoint", "checkpoint_schedule",
 )  # fmt: skip
-"""Conversions that depend on further flags or on sizes: below, and ``require_checkpoint`` in ``other_programs``."""
+"""Conversions that depend on further flags or on sizes: below, ``require_checkpoint`` in ``other_programs`` and
+``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
+"""
+CHECKPOINT_SCHEDULE = tuple(
+    f"--use-checkpoint-{name}" for name in ("lr-scheduler", "opt-param-scheduler", "opt_param-scheduler")
+)
 
 
 def _zero_stage(found: Scan) -> None:
@@ -435,11 +438,31 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
             del values[name], found.values[name]
             found.ignored[found.spelling[name]] = "no layers are computed again"
     if values.get("dtype") not in (None, "fp16"):
+        if "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
+            found.ignored[f"--initial-loss-scale {asked['--initial-loss-scale']}"] = (
+                f"only fp16 has a loss scale, and this run is {values['dtype']}"
+            )
         for name in SCALING:
             if name in found.values:
                 values.pop(name, None)
                 del found.values[name]
                 found.ignored[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+    elif "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
+        scale = asked["--initial-loss-scale"]
+        found.problems.append(f"--initial-loss-scale must be a power of 2, got {scale:g}. Use --initial-scale-power")
+    for name, is_unused, reason in (
+        ("moe_router_pre_softmax", values.get("moe_router_score_function") == "sigmoid", "the router uses sigmoid"),
+        ("rotary_scaling_factor", values.get("rotary_scaling", "none") == "none", "there is no --rotary-scaling"),
+        ("no_load_optim", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
+        ("no_load_rng", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
+    ):
+        if name in found.values and is_unused:
+            values.pop(name, None)
+            del found.values[name]
+            found.ignored[found.spelling[name]] = reason
+    for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
+        if flag in asked:
+            found.ignored[flag] = "no checkpoint is loaded"
     for optimizer in ("muon", "sgd"):
         if values.get("optimizer") == optimizer:
             continue

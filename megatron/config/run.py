@@ -30,9 +30,14 @@ class RunConfig:
         "CPU it does so anyway",
         aliases=("--deterministic-mode",),
     )
-    log_interval: int = option(10, "steps between progress lines", minimum=1, short="steps between log lines")
+    log_interval: int = option(
+        10,
+        "steps between progress lines; 0: the first and the last step only",
+        minimum=0,
+        short="steps between log lines",
+    )
     exit_interval: int = option(
-        0, "save and stop when the step is a multiple of this", minimum=1, shown_default="never"
+        0, "save and stop when the step is a multiple of this; 0: never", minimum=0, shown_default="never"
     )
     kill_switch_path: str | None = option(
         None,

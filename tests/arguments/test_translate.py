@@ -87,7 +87,7 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
     [
         ("--initial-loss-scale 1000 --fp16", "--initial-loss-scale must be a power of 2, got 1000"),
         ("--swiglu --activation relu", "--swiglu must agree with --activation relu"),
-        ("--glu-activation geglu", "--glu-activation must be one of swiglu, got 'geglu'. Use --activation gated-gelu"),
+        ("--glu-activation geglu", "--glu-activation must be one of swiglu, got 'geglu'; use --activation gated-gelu"),
         ("--no-pipeline-parallel --pipe-parallel-size 2", "--no-pipeline-parallel needs one stage"),
         ("--num-unique-layers 2 --num-layers 4", "must be --num-layers, for layers share no weights, got 2 and 4"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy all", "must be one of no_shard, .*, got 'all'"),
