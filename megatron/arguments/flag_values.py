@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import precedence, translate
-from megatron.arguments.foreign_flags import CONVERTED, REJECTED, ForeignFlag, flags_with, foreign_flags
+from megatron.arguments.foreign_flags import CONVERTED, REJECTED, ForeignFlag, flags_with, foreign_flag, foreign_flags
 from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
@@ -91,6 +91,9 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
     while words:
         word = words.pop(0)
         flag, equals, text = word.partition("=")
+        with_dashes = flag.replace("_", "-")
+        if flag not in extras and flag not in known and with_dashes in known:
+            flag = with_dashes
         if flag in extras:
             found.rest += [word, *_values_after(words)]
         elif flag in known:
@@ -103,8 +106,8 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
             values = [text, *_values_after(words)] if equals else _values_after(words)
             if reason := rejected_flags(family).get(flag):
                 found.problems.append(f"{flag} is not supported: {reason}")
-            elif flag in foreign_flags():
-                _take_foreign(found, foreign_flags()[flag], values)
+            elif row := foreign_flag(flag) or foreign_flag(with_dashes):
+                _take_foreign(found, row, values)
             else:
                 others = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
                 problem = unknown("flag", flag, [*known, *extras, *others], known)
@@ -192,6 +195,9 @@ def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[
         found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
         return
     value, problem = option.convert(text, flag) if text is not None else (option.constants.get(flag, True), None)
+    if problem and option.name == "tokenizer_type":
+        found.unknown_tokenizer_type = str(text)
+        return
     if problem:
         found.problems.append(problem)
         return
@@ -261,6 +267,8 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     overridden = precedence.overridden_flags(defaults.converted, found)
     found.converted |= {flag: value for flag, value in defaults.converted.items() if flag not in overridden}
     found.rest[:0] = defaults.rest
+    if "tokenizer_type" not in found.values:
+        found.unknown_tokenizer_type = found.unknown_tokenizer_type or defaults.unknown_tokenizer_type
     return defaults.values
 
 

@@ -61,6 +61,7 @@ PROGRAMS = {
     "megatron-deepspeed": "Megatron-DeepSpeed",
     "bigscience": "BigScience",
     "cpm": "CPM",
+    "forks": "forks of Megatron-LM",
 }
 """Program in the table of other trainers' flags -> its name in the page."""
 

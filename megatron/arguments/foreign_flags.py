@@ -13,14 +13,15 @@ others have a row in the table.
 
 A target is a list of items: ``field`` takes the flag's value, ``field=VALUE`` sets a constant,
 ``field=WORD:VALUE,WORD:VALUE`` maps the flag's value, ``field?=VALUE`` sets a constant unless the field has a value,
-and ``function:field,field`` names a conversion of ``translate`` and the fields that it sets.
+and ``function:field,field`` names a conversion of ``translate`` and the fields that it sets. ``*`` at the end of
+a flag's name stands for any text.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class ForeignFlag:
 
     Args:
         programs: trainers that have the flag.
-        value: type of its value: "" (none), int, float, str, or "str*" for any number of words.
+        value: type of its value: "" (none), int, float, str, "str*" (one word or more), or "any" (any number of words).
         target: accepted values (by-value), or the fields that it sets (converted).
         note: reason, or meaning of the conversion, as shown to the user.
         otherwise: advice for a value that is not accepted.
@@ -89,6 +90,8 @@ class ForeignFlag:
         """Return the problem with the number of words after the flag, or None."""
         if not self.value and values:
             return f"{self.flag} takes no value, got {values[0]!r}. Write {self.flag} alone, or leave it out"
+        if self.value == "any":
+            return None
         if self.value and not values:
             return f"{self.flag} needs a value, got none. Write {self.flag} VALUE, or leave it out"
         if self.value != "str*" and len(values) > 1:
@@ -108,6 +111,13 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     return {flag: ForeignFlag(flag, tuple(programs.split(",")), *rest) for flag, programs, *rest in rows}
+
+
+def foreign_flag(flag: str) -> ForeignFlag | None:
+    """Return the row for ``flag``: its own, or that of a name with ``*``; None if there is none."""
+    rows = foreign_flags()
+    patterns = (row for name, row in rows.items() if name.endswith("*") and flag.startswith(name[:-1]))
+    return rows.get(flag) or next((replace(row, flag=flag) for row in patterns), None)
 
 
 def flags_with(*rules: str) -> Iterator[ForeignFlag]:

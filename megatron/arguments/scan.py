@@ -14,6 +14,7 @@ class Scan:
         values: field -> value.
         spelling: field -> "--flag value" as typed.
         repeated: flags given more than once.
+        unknown_tokenizer_type: value of --tokenizer-type that is not among the known types.
         unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
         rest: words for the parser of ``extra_args_provider``.
         ignored: flag or JSON key -> why it has no effect.
@@ -28,6 +29,7 @@ class Scan:
     repeated: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unknown_tokenizer_type: str = ""
     unknown: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)

@@ -27,9 +27,9 @@ from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, fo
 from megatron.arguments.precedence import LENGTHS
 from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
-from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
+from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
-from megatron.config.data import MOCK_DATA
+from megatron.config.data import EACH, MOCK_DATA, TOKENIZERS
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import PROFILE_ALONE
@@ -119,6 +119,15 @@ def _recompute_method(found: Scan, value: str, spelling: str) -> None:
         found.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
 
 
+def _head_type(found: Scan, value: str, spelling: str) -> None:
+    if value == "multiquery":
+        found.values.setdefault("num_query_groups", 1)
+    elif value == "multihead":
+        found.ignored[spelling] = "every attention head has its own keys and values by default"
+    else:
+        found.problems.append(f"--attention-head-type must be one of multihead, multiquery, got {value!r}")
+
+
 def _ulysses(found: Scan, value: int, spelling: str) -> None:
     if value == 1:
         found.ignored[spelling] = "sequences are not split"
@@ -142,6 +151,7 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
     "remote_device": _remote_device,
     "recompute_method": _recompute_method,
     "ulysses": _ulysses,
+    "head_type": _head_type,
 }
 LATER = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
@@ -199,6 +209,9 @@ def _profile_steps(found: Scan) -> None:
 def _paths(found: Scan) -> None:
     """Give the corpora that files and weighted split paths name."""
     asked = found.converted
+    for field in ("data_path", *EACH):
+        if isinstance(text := found.values.get(field), str):
+            found.values[field] = with_weights(text, found.notes)
     try:
         if path := asked.get("--data-args-path"):
             found.set("data_path", paths_of_file(path), f"--data-args-path {path}")
@@ -460,6 +473,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
             values.pop(name, None)
             del found.values[name]
             found.ignored[found.spelling[name]] = reason
+    _tokenizer_type(found, values)
     for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
         if flag in asked:
             found.ignored[flag] = "no checkpoint is loaded"
@@ -492,6 +506,18 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
         found.ignored["--max-position-embeddings"] = "relative positions have no end"
+
+
+def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
+    """Ignore an unknown tokenizer type if the tokenizer's files determine the type."""
+    given = found.unknown_tokenizer_type
+    if given and values.get("tokenizer_path"):
+        found.ignored[f"--tokenizer-type {given}"] = "the files of --tokenizer-path determine the type"
+    elif given:
+        found.problems.append(
+            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {given!r}. With --tokenizer-path it can be "
+            "left out"
+        )
 
 
 def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:

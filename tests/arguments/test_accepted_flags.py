@@ -1,6 +1,8 @@
-"""Flags that Megatron's scripts pass by habit and that have no effect next to the other flags."""
+"""Flags of Megatron's scripts and of its forks that have no effect, or a name or a form of their own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -13,29 +15,32 @@ EXPERTS = "--num-experts 4 --moe-router-score-function sigmoid"
 
 
 def read(line: str, **settings) -> Config:
-    return parse(line.split(), world_size=1, env={}, **settings)
+    return parse(line.split(), world_size=1, env=settings.pop("env", {}), **settings)
 
 
 @pytest.mark.parametrize(
-    ("line", "ignored"),
+    ("base", "flag", "listed"),
     [
-        (f"{EXPERTS} --moe-router-pre-softmax", "--moe-router-pre-softmax"),
-        ("--position-embedding-type rope --rotary-scaling-factor 40", "--rotary-scaling-factor 40"),
-        ("--no-load-optim", "--no-load-optim"),
-        ("--no-load-rng", "--no-load-rng"),
-        ("--bf16 --initial-loss-scale 1000", "--initial-loss-scale 1000.0"),
-        ("--error-injection-rate 5", "--error-injection-rate"),
-        ("--disable-bf16-reduced-precision-matmul", "--disable-bf16-reduced-precision-matmul"),
-        ("--main-grads-dtype bf16", "--main-grads-dtype"),
+        (EXPERTS, "--moe-router-pre-softmax", "--moe-router-pre-softmax"),
+        ("--position-embedding-type rope", "--rotary-scaling-factor 40", "--rotary-scaling-factor 40"),
+        ("", "--no-load-optim", "--no-load-optim"),
+        ("", "--no-load-rng", "--no-load-rng"),
+        ("--bf16", "--initial-loss-scale 1000", "--initial-loss-scale 1000.0"),
+        ("", "--error-injection-rate 5", "--error-injection-rate"),
+        ("", "--disable-bf16-reduced-precision-matmul", "--disable-bf16-reduced-precision-matmul"),
+        ("", "--main-grads-dtype bf16", "--main-grads-dtype"),
+        ("", "--attention-head-type multihead", "--attention-head-type multihead"),
+        ("", "--use-fused-rmsnorm", "--use-fused-rmsnorm"),
+        ("", "--use-fused-swiglu true", "--use-fused-swiglu"),
+        (f"--tokenizer-path {__file__}", "--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer"),
     ],
 )
-def test_a_flag_without_effect_is_listed_and_changes_nothing(line: str, ignored: str) -> None:
-    config = read(line)
-    assert list(config.ignored) == [ignored]
-    without = read(line.replace(f" {ignored.split()[0]}", " ").partition("  ")[0] if " --" in line else "")
-    assert config.namespace() == without.namespace()
+def test_a_flag_without_effect_is_listed_and_changes_nothing(base: str, flag: str, listed: str) -> None:
+    config = read(f"{base} {flag}")
+    assert list(config.ignored) == [listed]
+    assert config.namespace() == read(base).namespace()
     with pytest.raises(ConfigError, match="is rejected by --strict-flags"):
-        read(f"{line} --strict-flags")
+        read(f"{base} {flag} --strict-flags")
 
 
 @pytest.mark.parametrize("line", ["--fp16 --initial-loss-scale 1000", "--initial-loss-scale 1000"])
@@ -54,3 +59,43 @@ def test_megatrons_program_reports_the_scope_of_the_load_balancing_loss() -> Non
     note = "the load-balancing loss of the experts is computed over the global batch"
     assert [text for text in read(line, defaults=GPT).notes if note in text]
     assert not [text for text in read(line).notes if note in text]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--num_layers 2 --hidden_size=32", "--num-layers 2 --hidden-size 32"),
+        ("--train_samples 40", "--train-samples 40"),
+        ("--attention-head-type multiquery", "--num-query-groups 1"),
+        ("--attention-head-type multiquery --num-query-groups 2", "--num-query-groups 2"),
+        ("--use-z-loss", "--z-loss 1e-4"),
+        ("--use-z-loss --z-loss 0.5", "--z-loss 0.5"),
+        ("--lr-decay-style wsd --lr-wsd-decay-style 1-sqrt", "--lr-decay-style wsd --lr-wsd-decay-style minus_sqrt"),
+        (f"--tokenizer-file {__file__}", f"--tokenizer-path {__file__}"),
+    ],
+)
+def test_a_name_of_a_fork_sets_our_field(theirs: str, ours: str) -> None:
+    assert read(theirs).namespace() == read(ours).namespace()
+
+
+def test_an_unknown_tokenizer_type_needs_a_path() -> None:
+    for settings in (
+        {"line": "--tokenizer-type Foo"},
+        {"line": "", "env": {"MEGATRON_DEFAULTS": "--tokenizer-type Foo"}},
+    ):
+        with pytest.raises(ConfigError, match="^--tokenizer-type must be one of .* got 'Foo'"):
+            read(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"), [((30, 10), "30 {0} 10 {1}"), ((30, None), "1 {0} 1 {1}"), ((0, 10), "1 {0} 1 {1}")]
+)
+def test_paths_without_weights_are_mixed_by_size(sizes, weights: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path, size in zip(paths, sizes, strict=True):
+        if size is not None:
+            Path(f"{path}.bin").write_bytes(bytes(size))
+    config = read(f"--data-path {' '.join(paths)} --dry-run")
+    assert config.data.data_path == weights.format(*paths)
+    (note,) = [note for note in config.notes if note.startswith("paths without weights are mixed")]
+    assert (f": {paths[0]} 75.0%, {paths[1]} 25.0%" in note) == (sizes == (30, 10))
