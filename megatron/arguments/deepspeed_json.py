@@ -10,8 +10,15 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys, translate
-from megatron.arguments.flag_values import all_options, resolve_batch_size, resolve_chunks, step_back, unknown
+from megatron.arguments import deepspeed_keys, deepspeed_scheduler, translate
+from megatron.arguments.flag_values import (
+    all_options,
+    is_near,
+    resolve_batch_size,
+    resolve_chunks,
+    step_back,
+    unknown,
+)
 from megatron.arguments.scan import Scan
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
@@ -87,7 +94,14 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
     return text
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> float:
+    """Return infinity, as Accelerate writes it for steps_per_print.
+
+    Raises:
+        ValueError: any other constant that JSON does not have.
+    """
+    if name == "Infinity":
+        return inf
     raise ValueError(f"numbers must be finite, got {name}")
 
 
@@ -151,12 +165,56 @@ def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]
     """
     good: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value in text.values.items():
+    ignored: dict[str, str] = {}
+    for name, value in _without_comments(text.values, ignored).items():
+        value = _with_whole_numbers(name, value)
+        if not _is_known(name) and not is_near(name, deepspeed_keys.KNOWN):
+            ignored[name] = UNKNOWN
+            continue
         found = list(_key_problems(text, name, value))
         problems += found
         if not found:
             good[deepspeed_keys.RENAMED.get(name, name)] = value
-    return good, problems, dict(_neutral_keys(good))
+    return good, problems, ignored | dict(_neutral_keys(good))
+
+
+UNKNOWN = "unknown key"
+"""Reason for ignoring a top-level key that is neither DeepSpeed's nor similar to one of DeepSpeed's."""
+
+
+def _is_known(name: str) -> bool:
+    return name in deepspeed_keys.KNOWN or name in deepspeed_keys.RENAMED
+
+
+def _without_comments(section: Mapping[str, Any], ignored: dict[str, str], path: str = "") -> dict[str, Any]:
+    """Return the section without keys that start with "_", "#" or "//", which are added to ``ignored``."""
+    kept: dict[str, Any] = {}
+    for name, value in section.items():
+        if name.startswith(("_", "#", "//")):
+            ignored[f"{path}{name}"] = "a comment"
+        else:
+            is_section = isinstance(value, dict)
+            kept[name] = _without_comments(value, ignored, f"{path}{name}.") if is_section else value
+    return kept
+
+
+def _with_whole_numbers(path: str, value: Any) -> Any:
+    """Return ``value`` with integers for whole numbers such as 1e5 where DeepSpeed needs integers.
+
+    An infinite number of steps, as Accelerate writes for steps_per_print, becomes the largest integer.
+    """
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(f"{path}.{name}", inner) for name, inner in value.items()}
+    if path == "steps_per_print" and value in (inf, "inf"):
+        return LARGEST_INT
+    parent, _, name = path.rpartition(".")
+    section = _section(deepspeed_keys.RENAMED.get(parent, parent)) if parent else _TOP
+    key = (section or {}).get(name)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and key is not None and key.kind in deepspeed_keys.INTEGERS else value
+
+
+_TOP = {**deepspeed_keys.VALUES, **deepspeed_keys.PASSED}
 
 
 def _neutral_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
@@ -166,6 +224,8 @@ def _neutral_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
         key, whole = known.get(name), f"{path}.{name}" if path else name
         if key is not None and key.is_neutral:
             yield whole, key.about
+        elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
+            continue
         elif not path and name in deepspeed_keys.REFUSED:
             yield whole, "it is switched off"
         elif isinstance(value, dict) and _section(whole):
@@ -194,7 +254,9 @@ def _is_off(name: str, value: Any) -> bool:
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     place = text.where(name)
     renamed = deepspeed_keys.RENAMED.get(name, name)
-    if name in deepspeed_keys.REFUSED:
+    if name == "scheduler" and deepspeed_scheduler.is_supported(value):
+        yield from (f"{place}: {problem}" for problem in deepspeed_scheduler.problems(value))
+    elif name in deepspeed_keys.REFUSED:
         if not _is_off(name, value):
             yield f"{place}: key {name} is not supported: {deepspeed_keys.REFUSED[name]}"
     elif name in deepspeed_keys.NEUTRAL:
@@ -255,8 +317,6 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
         deepspeed_keys.TEXT_OR_NULL: value is None or isinstance(value, str),
         deepspeed_keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
         deepspeed_keys.DEPTH: is_integer and value >= -1,
-        deepspeed_keys.FALSE: value is False,
-        deepspeed_keys.NULL: value is None,
         deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
@@ -280,8 +340,8 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
                 yield f"{place}: optimizer.params.{name} is no parameter of {kind} in DeepSpeed. Remove the key"
     if isinstance(kind, str) and kind.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
-            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
-            f"SGD, got {kind!r}. Use one of these, or remove the section"
+            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "
+            f"SGD or Muon, got {kind!r}. Use one of these, or remove the section"
         )
 
 
@@ -335,12 +395,14 @@ def resolve(
     """
     explicit, defaults = dict(found.values), dict(defaults or {})
     if implied := {name: value for name, value in found.implied.items() if name not in defaults}:
-        listed = ", ".join(f"{name} {value:g}" for name, value in implied.items())
+        listed = ", ".join(f"{name} {_text(value)}" for name, value in implied.items())
         found.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
         defaults |= implied
     options = {option.name: option for _, option in all_options()}
     has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
     stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
+    lr = found.values.get("lr", stated["lr"][1] if "lr" in stated else defaults.get("lr", options["lr"].default))
+    stated |= deepspeed_scheduler.values(json, lr)
     for name, (key, value) in stated.items():
         given = found.values.get(name)
         if problem := options[name].problem(value, f"{key} in the JSON"):
@@ -406,7 +468,7 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["optimizer"] = ("optimizer.type", deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()])
     for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items():
         if key.field and _is_stated(params.get(name)):
-            stated[key.field] = (f"optimizer.params.{name}", params[name])
+            stated[_field_of(section, name)] = (f"optimizer.params.{name}", params[name])
     if _is_stated(params.get("betas")):
         stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
         stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
@@ -425,10 +487,17 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
     if not _is_stated(section.get("type")):
         return {}
     params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
-    fields = {name: key.field for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items()}
-    omitted = {fields[name]: value for name, value in implied.items() if name not in params}
+    omitted = {_field_of(section, name): value for name, value in implied.items() if name not in params}
+    if deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()] == "muon":
+        omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), DeepSpeed's only one
     usual = {option.name: option.default for _, option in all_options()}
     return {name: value for name, value in omitted.items() if name not in known and value != usual[name]}
+
+
+def _field_of(section: Mapping[str, Any], param: str) -> str:
+    """Return the field that a parameter of the optimizer section sets."""
+    is_muon = str(section.get("type")).lower() == "muon"
+    return "muon_momentum" if is_muon and param == "momentum" else deepspeed_keys.OPTIMIZER_PARAMS[param].field
 
 
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -37,10 +37,9 @@ OBJECT = "an object {...}"
 TEXT_OR_NULL = "a text or null"
 TEXTS = "a list of texts"
 DEPTH = "an integer of at least -1"
+INTEGERS = (POSITIVE, INTEGER, DEPTH)
 BETAS = "two numbers"
 ANY = "anything"
-FALSE = "false: nothing waits for the device between layers, and wall_clock_breakdown has the times"
-NULL = "null: the buffer has room for the layers of a stage and the micro-batches in flight"
 
 VALUES = {
     "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
@@ -71,7 +70,8 @@ def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Ke
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
 _BUCKETS = "sums travel in contiguous buckets while backward goes on"
 _GATHERED = "weights are gathered by the layer, one layer ahead"
-FP16 |= _neutral("ids have no number format", "auto_cast") | _held(
+FP16 |= _neutral("ids have no number format", "auto_cast")
+FP16 |= _neutral("a window of steps without overflow refills the hysteresis", "consecutive_hysteresis") | _held(
     _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
 )
 BF16 = {
@@ -131,12 +131,12 @@ ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
     "contiguous_memory_optimization": Key(BOOLEAN, "contiguous_checkpointing"),
-    "number_checkpoints": Key(NULL),
-    "synchronize_checkpoint_boundary": Key(FALSE),
-    "profile": Key(FALSE),
-}
+    **_neutral("activation buffers are sized automatically", "number_checkpoints"),
+    **_neutral("layers are not synchronized; wall_clock_breakdown enables timers", "synchronize_checkpoint_boundary",
+               "profile"),
+}  # fmt: skip
 OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
-OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "muon": "muon"}
 OPTIMIZER_PARAMS = {
     "lr": Key(NUMBER, "lr"),
     "weight_decay": Key(NUMBER, "weight_decay"),
@@ -154,14 +154,16 @@ OPTIMIZER_PARAMS = {
     **_held("Adam has one mean of squares", False, "Adam has one mean of squares: use false", "amsgrad"),
     **_held("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
     **_held("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
+    **_neutral("both methods compute the same matrices", "ns_method"),
     **_held("gradients are added in full", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
     **_held("the momentum is the usual one", False, "SGD has no Nesterov momentum: use false", "nesterov"),
 }  # fmt: skip
 OTHER_PARAMS = {
-    "adamw": ("momentum", "dampening", "nesterov"),
+    "adamw": ("momentum", "dampening", "nesterov", "ns_method"),
+    "muon": ("dampening", "nesterov", "amsgrad", "torch_adam", "foreach", "capturable", "differentiable", "maximize"),
     "sgd": (
         "betas", "eps", "torch_adam", "adam_w_mode", "adamw_mode", "decoupled_weight_decay", "bias_correction",
-        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states",
+        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states", "ns_method",
     ),
 }  # fmt: skip
 """Optimizer -> keys of ``OPTIMIZER_PARAMS`` that DeepSpeed does not accept for it."""
@@ -175,6 +177,8 @@ def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
+    if OPTIMIZER_TYPES[kind.lower()] == "muon":
+        return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95}
     if OPTIMIZER_TYPES[kind.lower()] == "sgd":
         return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}
     return {"lr": 1e-3, "weight_decay": 0.01 if params.get("torch_adam") is True else 0.0}
@@ -314,6 +318,7 @@ NEUTRAL = {
     **_neutral("the tokenizer says it, or --vocab-size", "vocabulary_size"),
     **_neutral("experts are laid out by flags", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
     **_neutral("there is one AdamW", "legacy_fusion"),
+    **_neutral("DeepSpeed reads no such key; --seed sets the seed", "seed"),
     **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
     **_held("sequences stay whole", 1, "--sequence-parallel cuts sequences; use 1", "sequence_parallel_size"),
 }  # fmt: skip
@@ -322,8 +327,8 @@ RENAMED = {"bfloat16": "bf16"}
 """Old name of a section -> its name."""
 
 REFUSED = {
-    "scheduler": 'the flags give the learning rate: --lr-decay-style, --warmup and --min-lr; write "auto" for all of '
-    "its params, or remove the section",
+    "scheduler": 'supported are WarmupLR, WarmupDecayLR and WarmupCosineLR with "warmup_type": "linear"; otherwise '
+    'write "auto" for all params and use --lr-decay-style, --warmup and --min-lr',
     "amp": "apex is not used; remove the section and use --fp16 or --bf16",
     "apex": "apex is not used; remove the section",
     "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
@@ -357,7 +362,7 @@ REFUSED_IN = {
     "zero_optimization.offload_param": _OFFLOAD,
     "optimizer": "the optimizer section takes type and params",
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
-    "optimizer.params": "the optimizer's params are lr, weight_decay, and betas and eps of AdamW or momentum of SGD",
+    "optimizer.params": "the optimizer's params are lr, weight_decay, betas and eps of AdamW, momentum of SGD and Muon",
 }
 """What to add to the message about an unknown key; other sections list their keys."""
 

@@ -173,6 +173,11 @@ def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Op
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all flags")
 
 
+def is_near(name: str, known: Iterable[str]) -> bool:
+    """Return True if ``unknown`` would suggest one of ``known`` for ``name``."""
+    return "did you mean" in unknown("name", name, known)
+
+
 def _values_after(words: list[str]) -> list[str]:
     values = []
     while words and not words[0].startswith("--"):

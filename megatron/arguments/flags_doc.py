@@ -52,7 +52,9 @@ a warning instead.
 JSON_HEAD = """
 A key takes effect with and without a pipeline unless its row says otherwise. An ignored key is accepted without effect
 and listed in the start table. A rejected section is accepted if it is disabled, a scheduler if all its params are
-"auto". Unknown keys and values of the wrong type are errors with file, line and column. "auto" is accepted for every
+"auto" or if it is a supported one with a linear warm-up. Values of the wrong type are errors with file, line and
+column; so are unknown keys, except for top-level keys that resemble no key of DeepSpeed, which are ignored with a
+warning, and comments (keys that start with `_`, `#` or `//`). "auto" is accepted for every
 number and switch and means the value of the flags (except for pipeline.schedule, where it is a schedule).
 """
 
@@ -79,7 +81,7 @@ SAID = {
     "zero_optimization.offload_param": "the rows below",
     "zero_optimization.offload_param.device": "cpu: as `--offload-parameters`; nvme is rejected",
     "zero_optimization.offload_param.pin_memory": "false: as `--no-pin-memory`",
-    "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW) or SGD; as `--optimizer`",
+    "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW), SGD or Muon; as `--optimizer`",
     "optimizer.params": "the rows below",
     "optimizer.params.betas": "as `--adam-beta1` and `--adam-beta2`",
 }

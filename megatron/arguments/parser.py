@@ -243,6 +243,8 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
     json, problems, neutral = deepspeed_json.read(path)
     found.problems += problems
     found.ignored |= neutral
+    unknown = [key for key, reason in neutral.items() if reason == deepspeed_json.UNKNOWN]
+    found.notes += [f"{path}: unknown key {key} has no effect" for key in unknown]
     return json
 
 

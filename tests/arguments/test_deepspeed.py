@@ -137,7 +137,6 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"bf16": {"enabled": true},\n "fp16": {"enabled": false,\n  "enabled": true}}', [":3:3:", "'enabled' again"]),
         ('{"gradient_clipping": NaN}', ["finite, got NaN"]),
         ('{\n "gradient_cliping": 1}', [":2:2:", "unknown key gradient_cliping; did you mean gradient_clipping?"]),
-        ('{"qqqq": 1}', [":1:2:", "unknown key qqqq", "remove it"]),
         ('{"fp16": {"enabled": true, "loss_scal": 1}}', ["did you mean loss_scale?", "in fp16"]),
         ('{"fp16": {"auto_scale": true}}', ["unknown key auto_scale in fp16", "fp16 here takes"]),
         ('{"fp16": true}', ["fp16 must be an object"]),
@@ -160,7 +159,7 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
             '{"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen"}}',
             ["curriculum_learning is not supported", "lose their tokens", "--seq-length-schedule"],
         ),
-        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
+        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "Muon, got 'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),
         (
             '{"pipeline": {"activation_checkpoint_intervall": 1}}',
