@@ -147,9 +147,13 @@ def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
     return next((others[name] for name in row.fields if name in others and name not in taken), None)
 
 
-@functools.cache
 def rejected_flags(family: str) -> Mapping[str, str]:
     """Return flag -> the reason why ``family`` does not support it, and the alternative."""
+    return _rejected_flags(family, tuple(FAMILIES.values()))
+
+
+@functools.cache
+def _rejected_flags(family: str, families: tuple[ModelFamily, ...]) -> Mapping[str, str]:
     this = FAMILIES[family]
     others = [option for section, option in all_options() if not takes(family, section, option)]
     advice = {flag: this.advice(option) for option in others for flag in option.flags}

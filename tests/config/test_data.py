@@ -64,7 +64,7 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
     a, _ = corpora
     gone = str(tmp_path / "gone")
     words = ["--data-path", "0.7", a, "0.3", gone, "--train-data-path", "1", a, "--mixture-schedule", "5: 1"]
-    message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", a)
+    message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", "0.5", a)
     for part in (
         f"--data-path must name token files that can be read, got --data-path {gone}, without {gone}.idx and",
         "--data-path, which --split cuts into three, excludes --train-data-path, --test-data-path",

@@ -154,7 +154,7 @@ def test_paths_in_backticks_exist(page: Path) -> None:
 
 def settable_flags() -> set[str]:
     text = FLAGS.read_text(encoding="utf-8")
-    table = text[text.index("## What can be set") : text.index("## Flags of CPM-Pretrain")]
+    table = text[text.index("## What can be set") : text.index("## Keys of DeepSpeed")]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `--")]
     return {flag for cells in rows for flag in re.findall(r"--[\w-]+", " ".join(cells))}
 
