@@ -528,8 +528,8 @@ def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
     rows = [foreign_flags()[flag] for flag in flags if flag in foreign_flags()]
     if named := [row.flag for row in rows if row.rule == DENSE_ONLY]:
         found.problems.append(
-            f"not supported with --num-experts, since the results would change: {', '.join(named)}. Use the --moe-* flags "
-            "of docs/flags.md"
+            f"not supported with --num-experts, since the results would change: {', '.join(named)}. Use the "
+            "--moe-* flags of docs/flags.md"
         )
 
 
