@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import precedence
+from megatron.arguments import deepspeed_keys, precedence
 from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
 from megatron.arguments.flag_values import (
     TOTAL,
@@ -180,11 +180,13 @@ class Taken:
         places: field -> "file:line: key" of what it says.
         is_of_run: it is the whole configuration of a run: no other default holds, and nothing in it counts as given.
         deepspeed: the JSON of that run.
+        json: keys of DeepSpeed's JSON in the file, as GPT-NeoX has them next to its own.
     """
 
     places: dict[str, str] = field(default_factory=dict)
     is_of_run: bool = False
     deepspeed: dict[str, Any] | None = None
+    json: dict[str, Any] | None = None
 
     def weaker(self, defaults: dict[str, Any], found: Scan) -> dict[str, Any]:
         """Return the values of ``defaults`` that can still hold: none beside the whole configuration of a run."""
@@ -221,6 +223,11 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.notes += reader.notes
     found.rest[:0] = reader.rest
     found.ignored = {**reader.ignored, **found.ignored}
+    if reader.json:
+        places = {keys: (line, 1) for keys, line in text.lines.items()}
+        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, places))
+        found.problems += problems
+        found.ignored |= ignored
     has_problems = bool(set(reader.problems) - reader.unknown.keys())
     if taken.is_of_run and not has_problems:
         values = _without_derived(values, found.family)
@@ -268,6 +275,7 @@ class _Reader:
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
         self.unknown: dict[str, str] = {}
+        self.json: dict[str, Any] = {}
         self.notes: list[str] = []
         self.rest: list[str] = []
         self.ignored: dict[str, str] = {}
@@ -287,6 +295,8 @@ class _Reader:
             elif self.is_of_run and key in ("deepspeed", "extra"):
                 for name, inner in value.items() if key == "extra" else ():
                     yield (key, name), inner
+            elif not self.is_of_run and self._is_of_deepspeed(key, value, headings):
+                self.json[key] = value
             elif isinstance(value, dict) and key in headings:
                 for name, inner in value.items():
                     yield (key, name), inner
@@ -297,6 +307,14 @@ class _Reader:
                 self.unknown[problem] = key
             else:
                 yield (key,), value
+
+    def _is_of_deepspeed(self, key: str, value: Any, headings: Container[str]) -> bool:
+        """Return True for a key of DeepSpeed's JSON that is no flag; a section of that name has a type."""
+        if key not in deepspeed_keys.KNOWN and key not in deepspeed_keys.RENAMED:
+            return False
+        if isinstance(value, dict):
+            return key not in headings or "type" in value
+        return _normal(key) not in self.known and _normal(key) not in self.extras
 
     def _check_family(self, family: str) -> None:
         if family == self.family:

@@ -70,7 +70,7 @@ def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Ke
 _FP32 = "masters, their gradients and the optimizer's states are fp32"
 _BUCKETS = "sums travel in contiguous buckets while backward goes on"
 _GATHERED = "weights are gathered by the layer, one layer ahead"
-FP16 |= _neutral("ids have no number format", "auto_cast")
+FP16 |= _neutral("ids have no number format", "auto_cast") | _neutral("enabled selects the format", "fp16")
 FP16 |= _neutral("a window of steps without overflow refills the hysteresis", "consecutive_hysteresis") | _held(
     _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
 )

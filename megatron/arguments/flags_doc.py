@@ -63,6 +63,7 @@ PROGRAMS = {
     "megatron-deepspeed": "Megatron-DeepSpeed",
     "bigscience": "BigScience",
     "cpm": "CPM",
+    "gpt-neox": "GPT-NeoX",
     "forks": "forks of Megatron-LM",
 }
 """Program in the table of other trainers' flags -> its name in the page."""

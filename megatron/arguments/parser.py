@@ -100,6 +100,12 @@ def parse(
     defaults = from_file.weaker(defaults, found)
     translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)
+    if from_file.json:
+        if json:
+            found.problems.append(
+                "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Leave one out"
+            )
+        json = from_file.json
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     found.implied = deepspeed_json.implied_values(stated, {**defaults, **found.values})
     if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):

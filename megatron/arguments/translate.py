@@ -18,6 +18,7 @@ training.py, ``train``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from fractions import Fraction
@@ -61,7 +62,9 @@ def fields_of(found: Scan) -> None:
 
 
 def _typed(target: Target) -> Any:
-    """Return the constant of a target as a number if it is one."""
+    """Return the constant of a target as a number or True if it is one."""
+    if target.value == "True":
+        return True
     for convert in (int, float):
         try:
             return convert(target.value)
@@ -119,6 +122,15 @@ def _recompute_method(found: Scan, value: str, spelling: str) -> None:
         found.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
 
 
+def _attention_config(found: Scan, value: list[str], spelling: str) -> None:
+    """Ignore attention types that select a kernel; any other type is a problem."""
+    text = " ".join(value)
+    if others := set(re.findall(r"[a-z_]+", text)) - {"global", "flash", "all"}:
+        found.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(others))}")
+    else:
+        found.ignored["--attention-config"] = "scaled_dot_product_attention selects the kernel of all layers"
+
+
 def _head_type(found: Scan, value: str, spelling: str) -> None:
     if value == "multiquery":
         found.values.setdefault("num_query_groups", 1)
@@ -152,6 +164,7 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
     "recompute_method": _recompute_method,
     "ulysses": _ulysses,
     "head_type": _head_type,
+    "attention_config": _attention_config,
 }
 LATER = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
