@@ -210,7 +210,7 @@ def _with_whole_numbers(path: str, value: Any) -> Any:
     parent, _, name = path.rpartition(".")
     section = _section(deepspeed_keys.RENAMED.get(parent, parent)) if parent else _TOP
     key = (section or {}).get(name)
-    is_whole = isinstance(value, float) and value.is_integer()
+    is_whole = isinstance(value, float) and abs(value) <= LARGEST_INT and value.is_integer()
     return int(value) if is_whole and key is not None and key.kind in deepspeed_keys.INTEGERS else value
 
 

@@ -55,7 +55,7 @@ def test_an_interval_of_zero_disables_the_exit_and_the_lines_between_first_and_l
 
 
 def test_megatrons_program_reports_the_scope_of_the_load_balancing_loss() -> None:
-    line = "--num-experts 4 --moe-aux-loss-coeff 0.01 --hidden-dropout 0"
+    line = "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear"
     note = "the load-balancing loss of the experts is computed over the global batch"
     assert [text for text in read(line, defaults=GPT).notes if note in text]
     assert not [text for text in read(line).notes if note in text]
