@@ -50,7 +50,7 @@ SOURCES = (
     "of the model that neither a flag nor the file gives come from what --load or --resume names; "
     "a flag and the JSON that differ are an error. docs/other_flags.md lists the flags of other trainers."
 )
-REST = "--help-all lists every flag. docs/flags.md describes each, docs/other_flags.md says which of Megatron-LM are accepted."
+REST = "--help-all lists every flag. docs/other_flags.md lists which flags of Megatron-LM are accepted."
 
 
 def parse(
