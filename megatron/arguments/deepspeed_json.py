@@ -25,7 +25,7 @@ from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
 from tds.schedule.simulate import is_auto
 
-# Strict JSON with places: duplicate keys, comments and trailing commas are refused with file, line and column.
+# Strict JSON with positions: duplicate keys, comments and trailing commas are errors with file, line and column.
 
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
@@ -55,7 +55,7 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
     """
     text = text_of(path, flag)
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=_parse_constant)
     except json.JSONDecodeError as error:
         hint = _hint(text, error.pos)
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: must be JSON, got {error.msg}{hint}") from error
@@ -94,7 +94,7 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
     return text
 
 
-def _refuse_constant(name: str) -> float:
+def _parse_constant(name: str) -> float:
     """Return infinity, as Accelerate writes it for steps_per_print.
 
     Raises:
@@ -159,10 +159,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
 
 
 def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return the JSON object without its bad keys, what is wrong with those, and the keys that ask for what holds.
-
-    The last is key, with dots -> why it holds.
-    """
+    """Return the JSON object without invalid keys, the problems, and ignored keys (with dots) -> the reason."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     ignored: dict[str, str] = {}
@@ -175,7 +172,7 @@ def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]
         problems += found
         if not found:
             good[deepspeed_keys.RENAMED.get(name, name)] = value
-    return good, problems, ignored | dict(_neutral_keys(good))
+    return good, problems, ignored | dict(_ignored_keys(good))
 
 
 UNKNOWN = "unknown key"
@@ -217,19 +214,19 @@ def _with_whole_numbers(path: str, value: Any) -> Any:
 _TOP = {**deepspeed_keys.VALUES, **deepspeed_keys.PASSED}
 
 
-def _neutral_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key that asks for what holds, with dots, and why it does."""
-    known = {**deepspeed_keys.NEUTRAL, **deepspeed_keys.PASSED} if not path else _section(path) or {}
+def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each ignored key, with dots, and the reason."""
+    known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED} if not path else _section(path) or {}
     for name, value in json.items():
         key, whole = known.get(name), f"{path}.{name}" if path else name
-        if key is not None and key.is_neutral:
+        if key is not None and key.is_ignored:
             yield whole, key.about
         elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
             continue
-        elif not path and name in deepspeed_keys.REFUSED:
-            yield whole, "it is switched off"
+        elif not path and name in deepspeed_keys.REJECTED:
+            yield whole, "it is disabled"
         elif isinstance(value, dict) and _section(whole):
-            yield from _neutral_keys(value, whole)
+            yield from _ignored_keys(value, whole)
 
 
 def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
@@ -237,7 +234,7 @@ def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether a section that would be refused changes nothing: it is switched off, or says "auto" alone."""
+    """Return True if a rejected section has no effect: it is disabled, or all its values are "auto"."""
     if not isinstance(value, dict):
         return value is False
     if name == "scheduler":
@@ -256,11 +253,11 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     renamed = deepspeed_keys.RENAMED.get(name, name)
     if name == "scheduler" and deepspeed_scheduler.is_supported(value):
         yield from (f"{place}: {problem}" for problem in deepspeed_scheduler.problems(value))
-    elif name in deepspeed_keys.REFUSED:
+    elif name in deepspeed_keys.REJECTED:
         if not _is_off(name, value):
-            yield f"{place}: key {name} is not supported: {deepspeed_keys.REFUSED[name]}"
-    elif name in deepspeed_keys.NEUTRAL:
-        yield from _value_problems(place, name, deepspeed_keys.NEUTRAL[name], value)
+            yield f"{place}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
+    elif name in deepspeed_keys.IGNORED:
+        yield from _value_problems(place, name, deepspeed_keys.IGNORED[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
         yield from _optimizer_problems(text, value)  # its params are that optimizer's
     elif renamed in deepspeed_keys.SECTIONS:
@@ -291,14 +288,14 @@ def _section_problems(
         elif inner in known:
             yield from _value_problems(place, whole, known[inner], value)
         else:
-            rule = deepspeed_keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
+            rule = deepspeed_keys.REJECTED_IN.get(name) or f"it takes {', '.join(known)}"
             yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
 def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
     if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
-    if key.is_neutral and key.holds and not any(value is one or value == one for one in key.holds):
+    if key.is_ignored and key.holds and not any(value is one or value == one for one in key.holds):
         yield f"{place}: {name} {_text(value)} is not supported: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT

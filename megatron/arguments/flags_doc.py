@@ -154,9 +154,9 @@ def _json_rows() -> Iterator[str]:
     for name, key in deepspeed_keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)
-    for name, key in deepspeed_keys.NEUTRAL.items():
+    for name, key in deepspeed_keys.IGNORED.items():
         yield f"| `{name}` | {_json_value(key)} | {_json_ignored(key)} |"
-    for name, reason in deepspeed_keys.REFUSED.items():
+    for name, reason in deepspeed_keys.REJECTED.items():
         yield f"| `{name}` | | rejected: {reason} |"
 
 
@@ -166,7 +166,7 @@ def _json_value(key: deepspeed_keys.Key) -> str:
 
 def _json_ignored(key: deepspeed_keys.Key) -> str:
     """Return the description of an ignored key, "" for any other key."""
-    if not key.is_neutral:
+    if not key.is_ignored:
         return ""
     return f"ignored: {key.about}" + (f"; other values are rejected: {key.otherwise}" if key.holds else "")
 
