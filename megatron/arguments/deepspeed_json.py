@@ -484,7 +484,7 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
     if not _is_stated(section.get("type")):
         return {}
     params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
-    omitted = {_field_of(section, name): value for name, value in implied.items() if name not in params}
+    omitted: dict[str, Any] = {_field_of(section, name): value for name, value in implied.items() if name not in params}
     if deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()] == "muon":
         omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), DeepSpeed's only one
     usual = {option.name: option.default for _, option in all_options()}

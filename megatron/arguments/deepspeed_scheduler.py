@@ -79,7 +79,7 @@ def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
     Args:
         lr: learning rate that the flags or the optimizer section give.
     """
-    section = json.get("scheduler")
+    section: dict[str, Any] = json.get("scheduler") or {}
     if not is_supported(section):
         return {}
     style, known = SCHEDULERS[section["type"]]
