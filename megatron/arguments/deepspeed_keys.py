@@ -82,6 +82,8 @@ BF16 = {
 }
 PREFETCH = "0: no layer is prefetched; otherwise the next layer, whatever its size"
 _QUANTISED = "messages have the number format of the weights; use false, or remove the key"
+_SHARDED = "weights are sharded over all replicas"
+_ONE = "there is one implementation of ZeRO 1"
 ZERO = {
     "stage": Key(INTEGER, "zero_stage"),
     "offload_optimizer": Key(OBJECT),
@@ -93,80 +95,40 @@ ZERO = {
     "prefetch_bucket_size": Key(NUMBER, "stage3_prefetch_bucket_size", PREFETCH),
     "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
     **_ignored(
-        _BUCKETS,
-        "overlap_comm",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "allgather_partitions",
-        "round_robin_gradients",
-        "use_multi_rank_bucket_allreduce",
-        "grad_hooks",
-        "ignore_unused_parameters",
+        _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
+        "round_robin_gradients", "use_multi_rank_bucket_allreduce", "grad_hooks", "ignore_unused_parameters",
         "use_all_reduce_for_fetch_params",
     ),
     **_ignored(
-        _GATHERED,
-        "sub_group_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_module_granularity_threshold",
-        "stage3_allgather_sequential",
-        "stage3_use_all_reduce_for_fetch_params",
-        "module_granularity_threshold",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "memory_efficient_linear",
-        "save_muon_momentum_buffer_in_memory",
-        "mics_hierarchical_params_gather",
-        "log_trace_cache_warnings",
+        _GATHERED, "sub_group_size", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params",
+        "module_granularity_threshold", "param_persistence_threshold",
+        "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear",
+        "save_muon_momentum_buffer_in_memory", "mics_hierarchical_params_gather", "log_trace_cache_warnings",
         "zero_hpz_partition_size",
     ),
     **_ignored(
-        "checkpoints contain unsharded weights, which load in any layout",
-        "gather_16bit_weights_on_model_save",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "load_from_fp32_weights",
-        "elastic_checkpoint",
+        "checkpoints contain unsharded weights, which load in any layout", "gather_16bit_weights_on_model_save",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "load_from_fp32_weights", "elastic_checkpoint",
     ),
     **_ignored("offloaded tensors are in pinned memory unless --no-pin-memory is given", "cpu_offload_use_pin_memory"),
     **_held("messages are not quantized", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients"),
     **_held(
-        "messages are not quantized", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param"
+        "messages are not quantized", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param",
     ),
-    **_held(
-        "weights are sharded over all replicas",
-        -1,
-        "weights are sharded over all replicas; remove the key",
-        "mics_shard_size",
-    ),
-    **_held(
-        "there is one implementation of ZeRO 1",
-        False,
-        "there is one implementation of ZeRO 1; remove the key",
-        "legacy_stage1",
-    ),
-}
+    **_held(_SHARDED, -1, f"{_SHARDED}; remove the key", "mics_shard_size"),
+    **_held(_ONE, False, f"{_ONE}; remove the key", "legacy_stage1"),
+}  # fmt: skip
 OFFLOAD = {
     "device": Key(TEXT, choices=("cpu", "none")),
     "pin_memory": Key(BOOLEAN),
     **_ignored(
-        "everything is offloaded to the CPU, without buffers on a disk",
-        "buffer_count",
-        "buffer_size",
-        "pipeline",
-        "pipeline_read",
-        "pipeline_write",
-        "fast_init",
-        "ratio",
-        "max_in_cpu",
-        "nvme_path",
+        "everything is offloaded to the CPU, without buffers on a disk", "buffer_count", "buffer_size", "pipeline",
+        "pipeline_read", "pipeline_write", "fast_init", "ratio", "max_in_cpu", "nvme_path",
     ),
-}
+}  # fmt: skip
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """Sections of "zero_optimization" -> the fields of ours that their devices set."""
 ACTIVATIONS = {
@@ -174,12 +136,12 @@ ACTIVATIONS = {
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
     "contiguous_memory_optimization": Key(BOOLEAN, "contiguous_checkpointing"),
     **_ignored("activation buffers are sized automatically", "number_checkpoints"),
-    **_ignored(
-        "layers are not synchronized; wall_clock_breakdown enables timers", "synchronize_checkpoint_boundary", "profile"
-    ),
-}
+    **_ignored("layers are not synchronized; wall_clock_breakdown enables timers", "synchronize_checkpoint_boundary",
+               "profile"),
+}  # fmt: skip
 OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
 OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "muon": "muon"}
+_BIAS = "AdamW corrects the bias of its moments"
 OPTIMIZER_PARAMS = {
     "lr": Key(NUMBER, "lr"),
     "weight_decay": Key(NUMBER, "weight_decay"),
@@ -190,44 +152,25 @@ OPTIMIZER_PARAMS = {
     **_ignored("gradients are freed after each step", "set_grad_none"),
     **_ignored("updates are not differentiated", "differentiable"),
     **_held(
-        "weight decay is decoupled",
-        True,
-        "weight decay is decoupled (AdamW): use true",
-        "adam_w_mode",
-        "adamw_mode",
+        "weight decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode", "adamw_mode",
         "decoupled_weight_decay",
     ),
-    **_held(
-        "AdamW corrects the bias of its moments",
-        True,
-        "AdamW corrects the bias of its moments; use true, or remove the key",
-        "bias_correction",
-    ),
+    **_held(_BIAS, True, f"{_BIAS}; use true, or remove the key", "bias_correction"),
     **_held("AMSGrad is off", False, "AMSGrad is not supported; use false", "amsgrad"),
     **_held("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
     **_held("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
     **_ignored("both methods compute the same matrices", "ns_method"),
     **_held("there is no dampening", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
     **_held("momentum is not Nesterov's", False, "SGD has no Nesterov momentum: use false", "nesterov"),
-}
+}  # fmt: skip
 OTHER_PARAMS = {
     "adamw": ("momentum", "dampening", "nesterov", "ns_method"),
     "muon": ("dampening", "nesterov", "amsgrad", "torch_adam", "foreach", "capturable", "differentiable", "maximize"),
     "sgd": (
-        "betas",
-        "eps",
-        "torch_adam",
-        "adam_w_mode",
-        "adamw_mode",
-        "decoupled_weight_decay",
-        "bias_correction",
-        "amsgrad",
-        "capturable",
-        "set_grad_none",
-        "fp32_optimizer_states",
-        "ns_method",
+        "betas", "eps", "torch_adam", "adam_w_mode", "adamw_mode", "decoupled_weight_decay", "bias_correction",
+        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states", "ns_method",
     ),
-}
+}  # fmt: skip
 """Optimizer -> keys of ``OPTIMIZER_PARAMS`` that DeepSpeed does not accept for it."""
 
 
@@ -263,12 +206,9 @@ ON_BY_DEFAULT = ("overlap_reduction",)
 """Those of which nothing need be said where they are true, and not where they are false."""
 
 SECTIONS = {
-    "fp16": FP16,
-    "bf16": BF16,
-    "zero_optimization": ZERO,
-    "optimizer": OPTIMIZER,
+    "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
     "activation_checkpointing": ACTIVATIONS,
-}
+}  # fmt: skip
 """Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: the others are ours."""
 
 PASSED = {
@@ -377,12 +317,7 @@ IGNORED = {
     **_ignored("offload goes to the CPU, not to disks", "aio"),
     **_ignored("DeepSpeed reads no such section", "comms_config", "monitor_config"),
     **_ignored(
-        _SAVED,
-        "checkpoint",
-        "load_universal_checkpoint",
-        "use_node_local_storage",
-        "datastates",
-        "datastates_ckpt",
+        _SAVED, "checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates", "datastates_ckpt",
         "nebula",
     ),
     **_ignored("the tokenizer or --vocab-size determines it", "vocabulary_size"),
@@ -391,9 +326,9 @@ IGNORED = {
     **_ignored("DeepSpeed reads no such key; --seed sets the seed", "seed"),
     **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
     **_held(
-        "sequences are not split", 1, "use 1, and --context-parallel-size to split sequences", "sequence_parallel_size"
+        "sequences are not split", 1, "use 1, and --context-parallel-size to split them", "sequence_parallel_size"
     ),
-}
+}  # fmt: skip
 """Top-level keys that are ignored."""
 RENAMED = {"bfloat16": "bf16"}
 """Old name of a section -> its name."""
