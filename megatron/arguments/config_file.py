@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import precedence
+from megatron.arguments import deepspeed_keys, precedence
 from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
 from megatron.arguments.flag_values import (
     TOTAL,
-    Scan,
     all_options,
     all_sections,
     config_from_values,
     options_in,
-    refusals,
+    rejected_flags,
     scan,
     unknown,
 )
-from megatron.arguments.megatron_flags import ROWS
+from megatron.arguments.foreign_flags import foreign_flags
+from megatron.arguments.scan import Scan
 from megatron.config.changed_defaults import describe_kept, former_defaults
 from megatron.config.config import UNNAMED
 from megatron.config.data import EACH
@@ -180,11 +180,13 @@ class Taken:
         places: field -> "file:line: key" of what it says.
         is_of_run: it is the whole configuration of a run: no other default holds, and nothing in it counts as given.
         deepspeed: the JSON of that run.
+        json: keys of DeepSpeed's JSON in the file, as GPT-NeoX has them next to its own.
     """
 
     places: dict[str, str] = field(default_factory=dict)
     is_of_run: bool = False
     deepspeed: dict[str, Any] | None = None
+    json: dict[str, Any] | None = None
 
     def weaker(self, defaults: dict[str, Any], found: Scan) -> dict[str, Any]:
         """Return the values of ``defaults`` that can still hold: none beside the whole configuration of a run."""
@@ -196,7 +198,7 @@ class Taken:
         """Remove settings of a run's config.json from the ignored flags: the file lists every setting, used or not."""
         if self.is_of_run:
             of_run = {found.spelling[name] for name in self.places if name in found.spelling}
-            found.neutral = {name: why for name, why in found.neutral.items() if name not in of_run}
+            found.ignored = {name: why for name, why in found.ignored.items() if name not in of_run}
 
 
 def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
@@ -217,10 +219,17 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     reader = _Reader(text, found.family, tuple(extra_flags), taken.is_of_run)
     values = reader.read()
     found.problems += reader.problems
+    found.unknown |= reader.unknown
     found.notes += reader.notes
     found.rest[:0] = reader.rest
-    found.neutral = {**reader.neutral, **found.neutral}
-    if taken.is_of_run and not reader.problems:
+    found.ignored = {**reader.ignored, **found.ignored}
+    if reader.json:
+        places = {keys: (line, 1) for keys, line in text.lines.items()}
+        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, places))
+        found.problems += problems
+        found.ignored |= ignored
+    has_problems = bool(set(reader.problems) - reader.unknown.keys())
+    if taken.is_of_run and not has_problems:
         values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
     for flag in precedence.overridden_flags(reader.converted, found):
@@ -231,7 +240,7 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     for name in precedence.yielding_fields(found) & values.keys():
         del found.values[name]
     found.converted = {**reader.converted, **found.converted}
-    if reader.problems:
+    if has_problems:
         return taken
     if taken.is_of_run:
         values = {**_former_defaults(text.values, found), **values}
@@ -262,13 +271,14 @@ class _Reader:
             self.known[option.name] = (option, "")
         self.extras = {_normal(flag): flag for flag in extra_flags}
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
-        self.others = {_normal(flag): flag for flag in (*refusals(family), *ROWS, *FAMILIES[family].config.HOLDS)}
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
+        self.unknown: dict[str, str] = {}
+        self.json: dict[str, Any] = {}
         self.notes: list[str] = []
         self.rest: list[str] = []
-        self.neutral: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}
         self.converted: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
@@ -285,14 +295,26 @@ class _Reader:
             elif self.is_of_run and key in ("deepspeed", "extra"):
                 for name, inner in value.items() if key == "extra" else ():
                     yield (key, name), inner
+            elif not self.is_of_run and self._is_of_deepspeed(key, value, headings):
+                self.json[key] = value
             elif isinstance(value, dict) and key in headings:
                 for name, inner in value.items():
                     yield (key, name), inner
             elif isinstance(value, dict):
                 said = unknown("section", key, headings).partition("; --help-all")[0]
-                self.problems.append(f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}")
+                problem = f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}"
+                self.problems.append(problem)
+                self.unknown[problem] = key
             else:
                 yield (key,), value
+
+    def _is_of_deepspeed(self, key: str, value: Any, headings: Container[str]) -> bool:
+        """Return True for a key of DeepSpeed's JSON that is no flag; a section of that name has a type."""
+        if key not in deepspeed_keys.KNOWN and key not in deepspeed_keys.RENAMED:
+            return False
+        if isinstance(value, dict):
+            return key not in headings or "type" in value
+        return _normal(key) not in self.known and _normal(key) not in self.extras
 
     def _check_family(self, family: str) -> None:
         if family == self.family:
@@ -378,12 +400,14 @@ class _Reader:
         if isinstance(value, dict):
             self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
             return
-        flag = self.others.get(name, "--" + name.replace("_", "-"))
+        accepted = FAMILIES[self.family].config.HOLDS
+        others = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
+        flag = others.get(name, "--" + name.replace("_", "-"))
         if value is None or value is False:
             value = True  # it asks for nothing, but it must be a flag
             found = scan([flag], (), self.family)
             found.notes.clear()
-            found.neutral.clear()
+            found.ignored.clear()
             found.converted.clear()
             found.problems = [one for one in found.problems if one.startswith("unknown ")]
         else:
@@ -391,9 +415,10 @@ class _Reader:
         for problem in found.problems:
             if problem.startswith("unknown flag "):
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
+                self.unknown[f"{place}: {problem}"] = key
             self.problems.append(f"{place}: {problem}")
         self.notes += [f"{place}: {note}" for note in found.notes]
-        self.neutral |= found.neutral
+        self.ignored |= found.ignored
         self.converted |= found.converted
         for field_name, converted in found.values.items():
             self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"

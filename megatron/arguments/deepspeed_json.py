@@ -10,14 +10,22 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys, translate
-from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size, resolve_chunks, step_back, unknown
+from megatron.arguments import deepspeed_keys, deepspeed_scheduler, translate
+from megatron.arguments.flag_values import (
+    all_options,
+    is_near,
+    resolve_batch_size,
+    resolve_chunks,
+    step_back,
+    unknown,
+)
+from megatron.arguments.scan import Scan
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
 from tds.schedule.simulate import is_auto
 
-# Strict JSON with places: duplicate keys, comments and trailing commas are refused with file, line and column.
+# Strict JSON with positions: duplicate keys, comments and trailing commas are errors with file, line and column.
 
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
@@ -47,7 +55,7 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
     """
     text = text_of(path, flag)
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=_parse_constant)
     except json.JSONDecodeError as error:
         hint = _hint(text, error.pos)
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: must be JSON, got {error.msg}{hint}") from error
@@ -86,7 +94,14 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
     return text
 
 
-def _refuse_constant(name: str) -> None:
+def _parse_constant(name: str) -> float:
+    """Return infinity, as Accelerate writes it for steps_per_print.
+
+    Raises:
+        ValueError: any other constant that JSON does not have.
+    """
+    if name == "Infinity":
+        return inf
     raise ValueError(f"numbers must be finite, got {name}")
 
 
@@ -144,31 +159,74 @@ def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
 
 
 def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return the JSON object without its bad keys, what is wrong with those, and the keys that ask for what holds.
-
-    The last is key, with dots -> why it holds.
-    """
+    """Return the JSON object without invalid keys, the problems, and ignored keys (with dots) -> the reason."""
     good: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value in text.values.items():
+    ignored: dict[str, str] = {}
+    for name, value in _without_comments(text.values, ignored).items():
+        value = _with_whole_numbers(name, value)
+        if not _is_known(name) and not is_near(name, deepspeed_keys.KNOWN):
+            ignored[name] = UNKNOWN
+            continue
         found = list(_key_problems(text, name, value))
         problems += found
         if not found:
             good[deepspeed_keys.RENAMED.get(name, name)] = value
-    return good, problems, dict(_neutral_keys(good))
+    return good, problems, ignored | dict(_ignored_keys(good))
 
 
-def _neutral_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key that asks for what holds, with dots, and why it does."""
-    known = {**deepspeed_keys.NEUTRAL, **deepspeed_keys.PASSED} if not path else _section(path) or {}
+UNKNOWN = "unknown key"
+"""Reason for ignoring a top-level key that is neither DeepSpeed's nor similar to one of DeepSpeed's."""
+
+
+def _is_known(name: str) -> bool:
+    return name in deepspeed_keys.KNOWN or name in deepspeed_keys.RENAMED
+
+
+def _without_comments(section: Mapping[str, Any], ignored: dict[str, str], path: str = "") -> dict[str, Any]:
+    """Return the section without keys that start with "_", "#" or "//", which are added to ``ignored``."""
+    kept: dict[str, Any] = {}
+    for name, value in section.items():
+        if name.startswith(("_", "#", "//")):
+            ignored[f"{path}{name}"] = "a comment"
+        else:
+            is_section = isinstance(value, dict)
+            kept[name] = _without_comments(value, ignored, f"{path}{name}.") if is_section else value
+    return kept
+
+
+def _with_whole_numbers(path: str, value: Any) -> Any:
+    """Return ``value`` with integers for whole numbers such as 1e5 where DeepSpeed needs integers.
+
+    An infinite number of steps, as Accelerate writes for steps_per_print, becomes the largest integer.
+    """
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(f"{path}.{name}", inner) for name, inner in value.items()}
+    if path == "steps_per_print" and value in (inf, "inf"):
+        return LARGEST_INT
+    parent, _, name = path.rpartition(".")
+    section = _section(deepspeed_keys.RENAMED.get(parent, parent)) if parent else _TOP
+    key = (section or {}).get(name)
+    is_whole = isinstance(value, float) and abs(value) <= LARGEST_INT and value.is_integer()
+    return int(value) if is_whole and key is not None and key.kind in deepspeed_keys.INTEGERS else value
+
+
+_TOP = {**deepspeed_keys.VALUES, **deepspeed_keys.PASSED}
+
+
+def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each ignored key, with dots, and the reason."""
+    known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED} if not path else _section(path) or {}
     for name, value in json.items():
         key, whole = known.get(name), f"{path}.{name}" if path else name
-        if key is not None and key.is_neutral:
+        if key is not None and key.is_ignored:
             yield whole, key.about
-        elif not path and name in deepspeed_keys.REFUSED:
-            yield whole, "it is switched off"
+        elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
+            continue
+        elif not path and name in deepspeed_keys.REJECTED:
+            yield whole, "it is disabled"
         elif isinstance(value, dict) and _section(whole):
-            yield from _neutral_keys(value, whole)
+            yield from _ignored_keys(value, whole)
 
 
 def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
@@ -176,7 +234,7 @@ def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether a section that would be refused changes nothing: it is switched off, or says "auto" alone."""
+    """Return True if a rejected section has no effect: it is disabled, or all its values are "auto"."""
     if not isinstance(value, dict):
         return value is False
     if name == "scheduler":
@@ -193,11 +251,13 @@ def _is_off(name: str, value: Any) -> bool:
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     place = text.where(name)
     renamed = deepspeed_keys.RENAMED.get(name, name)
-    if name in deepspeed_keys.REFUSED:
+    if name == "scheduler" and deepspeed_scheduler.is_supported(value):
+        yield from (f"{place}: {problem}" for problem in deepspeed_scheduler.problems(value))
+    elif name in deepspeed_keys.REJECTED:
         if not _is_off(name, value):
-            yield f"{place}: key {name} is refused: {deepspeed_keys.REFUSED[name]}"
-    elif name in deepspeed_keys.NEUTRAL:
-        yield from _value_problems(place, name, deepspeed_keys.NEUTRAL[name], value)
+            yield f"{place}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
+    elif name in deepspeed_keys.IGNORED:
+        yield from _value_problems(place, name, deepspeed_keys.IGNORED[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
         yield from _optimizer_problems(text, value)  # its params are that optimizer's
     elif renamed in deepspeed_keys.SECTIONS:
@@ -228,15 +288,15 @@ def _section_problems(
         elif inner in known:
             yield from _value_problems(place, whole, known[inner], value)
         else:
-            rule = deepspeed_keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
+            rule = deepspeed_keys.REJECTED_IN.get(name) or f"it takes {', '.join(known)}"
             yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
 def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
     if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
-    if key.is_neutral and key.holds and not any(value is one or value == one for one in key.holds):
-        yield f"{place}: {name} {_text(value)} is refused: {key.otherwise}"
+    if key.is_ignored and key.holds and not any(value is one or value == one for one in key.holds):
+        yield f"{place}: {name} {_text(value)} is not supported: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     if key.choices:
@@ -254,8 +314,6 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
         deepspeed_keys.TEXT_OR_NULL: value is None or isinstance(value, str),
         deepspeed_keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
         deepspeed_keys.DEPTH: is_integer and value >= -1,
-        deepspeed_keys.FALSE: value is False,
-        deepspeed_keys.NULL: value is None,
         deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
@@ -279,8 +337,8 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
                 yield f"{place}: optimizer.params.{name} is no parameter of {kind} in DeepSpeed. Remove the key"
     if isinstance(kind, str) and kind.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
-            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
-            f"SGD, got {kind!r}. Use one of these, or remove the section"
+            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "
+            f"SGD or Muon, got {kind!r}. Use one of these, or remove the section"
         )
 
 
@@ -334,12 +392,14 @@ def resolve(
     """
     explicit, defaults = dict(found.values), dict(defaults or {})
     if implied := {name: value for name, value in found.implied.items() if name not in defaults}:
-        listed = ", ".join(f"{name} {value:g}" for name, value in implied.items())
+        listed = ", ".join(f"{name} {_text(value)}" for name, value in implied.items())
         found.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
         defaults |= implied
     options = {option.name: option for _, option in all_options()}
     has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
     stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
+    lr = found.values.get("lr", stated["lr"][1] if "lr" in stated else defaults.get("lr", options["lr"].default))
+    stated |= deepspeed_scheduler.values(json, lr)
     for name, (key, value) in stated.items():
         given = found.values.get(name)
         if problem := options[name].problem(value, f"{key} in the JSON"):
@@ -349,7 +409,7 @@ def resolve(
         elif given != value and name in from_file:
             found.notes.append(f"{found.spelling[name]} holds, and {key} {_text(value)} of the JSON does not")
         elif given != value and (why := _who_counts(key, name)):
-            found.neutral[key if name not in translate.SCALING else found.spelling[name]] = why
+            found.ignored[key if name not in translate.SCALING else found.spelling[name]] = why
             explicit[name] = value if name in translate.SCALING else given
         elif given != value:
             found.problems.append(
@@ -405,7 +465,7 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["optimizer"] = ("optimizer.type", deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()])
     for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items():
         if key.field and _is_stated(params.get(name)):
-            stated[key.field] = (f"optimizer.params.{name}", params[name])
+            stated[_field_of(section, name)] = (f"optimizer.params.{name}", params[name])
     if _is_stated(params.get("betas")):
         stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
         stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
@@ -424,10 +484,17 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
     if not _is_stated(section.get("type")):
         return {}
     params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
-    fields = {name: key.field for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items()}
-    omitted = {fields[name]: value for name, value in implied.items() if name not in params}
+    omitted: dict[str, Any] = {_field_of(section, name): value for name, value in implied.items() if name not in params}
+    if deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()] == "muon":
+        omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), DeepSpeed's only one
     usual = {option.name: option.default for _, option in all_options()}
     return {name: value for name, value in omitted.items() if name not in known and value != usual[name]}
+
+
+def _field_of(section: Mapping[str, Any], param: str) -> str:
+    """Return the field that a parameter of the optimizer section sets."""
+    is_muon = str(section.get("type")).lower() == "muon"
+    return "muon_momentum" if is_muon and param == "momentum" else deepspeed_keys.OPTIMIZER_PARAMS[param].field
 
 
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -467,7 +534,7 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     d = config.parallel.data_parallel_size(world_size)
     context = config.parallel.context_parallel_size  # to DeepSpeed these ranks are replicas, too
     engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
-    engine.setdefault("steps_per_print", config.run.log_interval)
+    engine.setdefault("steps_per_print", config.run.log_interval or LARGEST_INT)
     engine.setdefault("wall_clock_breakdown", False)
     off = {"enabled": False}  # it waits for the device at each micro-batch
     engine["timers"] = {"throughput": off, **engine.get("timers", {})}

@@ -1,4 +1,4 @@
-"""What each key of DeepSpeed's JSON does here: the kind of its value, where it acts, or why it is refused."""
+"""Keys of DeepSpeed's JSON: type of the value, field that it sets, or reason why it is ignored or rejected."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tds.schedule.simulate import SCHEDULES
 
 @dataclass(frozen=True)
 class Key:
-    """Kind of the value, the field of our configuration that carries it ("" for none), and where it acts.
+    """Type of the value, the field of our configuration that it sets ("" for none), and a description.
 
     Args:
-        is_neutral: the key asks for what holds anyway, or only tunes, and ``about`` says why; it is accepted and named.
-        holds: of a neutral key, the values that ask for what holds; none: all of them.
-        otherwise: why other values are refused, and what to use instead.
+        is_ignored: the key is accepted without effect and listed in the start table; ``about`` is the reason.
+        holds: values with which it is ignored; empty: all of them.
+        otherwise: reason for rejecting other values, and the alternative.
     """
 
     kind: str
     field: str = ""
     about: str = ""
     choices: tuple[str, ...] = ()
-    is_neutral: bool = False
+    is_ignored: bool = False
     holds: tuple[object, ...] = ()
     otherwise: str = ""
 
@@ -37,10 +37,9 @@ OBJECT = "an object {...}"
 TEXT_OR_NULL = "a text or null"
 TEXTS = "a list of texts"
 DEPTH = "an integer of at least -1"
+INTEGERS = (POSITIVE, INTEGER, DEPTH)
 BETAS = "two numbers"
 ANY = "anything"
-FALSE = "false: nothing waits for the device between layers, and wall_clock_breakdown has the times"
-NULL = "null: the buffer has room for the layers of a stage and the micro-batches in flight"
 
 VALUES = {
     "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
@@ -60,28 +59,31 @@ FP16 = {
 }
 
 
-def _neutral(about: str, *keys: str, kind: str = ANY) -> dict[str, Key]:
-    return {key: Key(kind, about=about, is_neutral=True) for key in keys}
+def _ignored(about: str, *keys: str, kind: str = ANY) -> dict[str, Key]:
+    return {key: Key(kind, about=about, is_ignored=True) for key in keys}
 
 
 def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Key]:
-    return {key: Key(ANY, about=about, is_neutral=True, holds=(value,), otherwise=otherwise) for key in keys}
+    return {key: Key(ANY, about=about, is_ignored=True, holds=(value,), otherwise=otherwise) for key in keys}
 
 
-_FP32 = "masters, their gradients and the optimizer's states are fp32"
-_BUCKETS = "sums travel in contiguous buckets while backward goes on"
-_GATHERED = "weights are gathered by the layer, one layer ahead"
-FP16 |= _neutral("ids have no number format", "auto_cast") | _held(
+_FP32 = "main params, their gradients and optimizer states are fp32"
+_BUCKETS = "gradients are reduced in contiguous buckets during the backward pass"
+_GATHERED = "weights are gathered layer by layer, one layer in advance"
+FP16 |= _ignored("token ids are not cast", "auto_cast") | _ignored("enabled selects the format", "fp16")
+FP16 |= _ignored("a window of steps without overflow refills the hysteresis", "consecutive_hysteresis") | _held(
     _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
 )
 BF16 = {
     "enabled": Key(BOOLEAN),
     **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_master_weights_and_grads"),
     **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_optimizer_states"),
-    **_neutral("gradients are summed in fp32 as they come", "immediate_grad_update", "check_grad_overflow"),
+    **_ignored("gradients are accumulated in fp32 immediately", "immediate_grad_update", "check_grad_overflow"),
 }
-PREFETCH = "0: no layer is gathered ahead; else the next one, whatever its size"
-_QUANTISED = "messages have the format of the weights; use false, or remove the key"
+PREFETCH = "0: no layer is prefetched; otherwise the next layer, whatever its size"
+_QUANTISED = "messages have the number format of the weights; use false, or remove the key"
+_SHARDED = "weights are sharded over all replicas"
+_ONE = "there is one implementation of ZeRO 1"
 ZERO = {
     "stage": Key(INTEGER, "zero_stage"),
     "offload_optimizer": Key(OBJECT),
@@ -92,12 +94,12 @@ ZERO = {
     "stage3_prefetch_bucket_size": Key(NUMBER, "stage3_prefetch_bucket_size", PREFETCH),
     "prefetch_bucket_size": Key(NUMBER, "stage3_prefetch_bucket_size", PREFETCH),
     "cpu_offload_params": Key(BOOLEAN, "offload_parameters", "its old name"),
-    **_neutral(
+    **_ignored(
         _BUCKETS, "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
         "round_robin_gradients", "use_multi_rank_bucket_allreduce", "grad_hooks", "ignore_unused_parameters",
         "use_all_reduce_for_fetch_params",
     ),
-    **_neutral(
+    **_ignored(
         _GATHERED, "sub_group_size", "stage3_param_persistence_threshold",
         "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
         "stage3_module_granularity_threshold", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params",
@@ -106,23 +108,25 @@ ZERO = {
         "save_muon_momentum_buffer_in_memory", "mics_hierarchical_params_gather", "log_trace_cache_warnings",
         "zero_hpz_partition_size",
     ),
-    **_neutral(
-        "a checkpoint has whole weights, which every layout loads", "gather_16bit_weights_on_model_save",
+    **_ignored(
+        "checkpoints contain unsharded weights, which load in any layout", "gather_16bit_weights_on_model_save",
         "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
         "load_from_fp32_weights", "elastic_checkpoint",
     ),
-    **_neutral("what is offloaded lies in pinned memory unless --no-pin-memory is given", "cpu_offload_use_pin_memory"),
-    **_held("messages are whole", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients"),
-    **_held("messages are whole", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param"),
-    **_held("all replicas share them", -1, "weights are cut over all replicas; remove the key", "mics_shard_size"),
-    **_held("gradients are as they come", False, "gradients are all of one precision; remove the key", "legacy_stage1"),
+    **_ignored("offloaded tensors are in pinned memory unless --no-pin-memory is given", "cpu_offload_use_pin_memory"),
+    **_held("messages are not quantized", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients"),
+    **_held(
+        "messages are not quantized", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param",
+    ),
+    **_held(_SHARDED, -1, f"{_SHARDED}; remove the key", "mics_shard_size"),
+    **_held(_ONE, False, f"{_ONE}; remove the key", "legacy_stage1"),
 }  # fmt: skip
 OFFLOAD = {
     "device": Key(TEXT, choices=("cpu", "none")),
     "pin_memory": Key(BOOLEAN),
-    **_neutral(
-        "all of it is moved, without buffers on a disk", "buffer_count", "buffer_size", "pipeline", "pipeline_read",
-        "pipeline_write", "fast_init", "ratio", "max_in_cpu", "nvme_path",
+    **_ignored(
+        "everything is offloaded to the CPU, without buffers on a disk", "buffer_count", "buffer_size", "pipeline",
+        "pipeline_read", "pipeline_write", "fast_init", "ratio", "max_in_cpu", "nvme_path",
     ),
 }  # fmt: skip
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
@@ -131,37 +135,40 @@ ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
     "contiguous_memory_optimization": Key(BOOLEAN, "contiguous_checkpointing"),
-    "number_checkpoints": Key(NULL),
-    "synchronize_checkpoint_boundary": Key(FALSE),
-    "profile": Key(FALSE),
-}
+    **_ignored("activation buffers are sized automatically", "number_checkpoints"),
+    **_ignored("layers are not synchronized; wall_clock_breakdown enables timers", "synchronize_checkpoint_boundary",
+               "profile"),
+}  # fmt: skip
 OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
-OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "muon": "muon"}
+_BIAS = "AdamW corrects the bias of its moments"
 OPTIMIZER_PARAMS = {
     "lr": Key(NUMBER, "lr"),
     "weight_decay": Key(NUMBER, "weight_decay"),
     "eps": Key(NUMBER, "adam_eps"),
     "betas": Key(BETAS),
     "momentum": Key(NUMBER, "sgd_momentum"),
-    **_neutral("the update is one kernel where the device has one", "torch_adam", "fused", "foreach", "capturable"),
-    **_neutral("gradients are freed after each step", "set_grad_none"),
-    **_neutral("nothing differentiates an update", "differentiable"),
+    **_ignored("the update uses a fused kernel if the device has one", "torch_adam", "fused", "foreach", "capturable"),
+    **_ignored("gradients are freed after each step", "set_grad_none"),
+    **_ignored("updates are not differentiated", "differentiable"),
     **_held(
-        "decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode", "adamw_mode",
+        "weight decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode", "adamw_mode",
         "decoupled_weight_decay",
     ),
-    **_held("Adam corrects its bias", True, "Adam corrects its bias: use true, or remove the key", "bias_correction"),
-    **_held("Adam has one mean of squares", False, "Adam has one mean of squares: use false", "amsgrad"),
+    **_held(_BIAS, True, f"{_BIAS}; use true, or remove the key", "bias_correction"),
+    **_held("AMSGrad is off", False, "AMSGrad is not supported; use false", "amsgrad"),
     **_held("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
     **_held("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
-    **_held("gradients are added in full", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
-    **_held("the momentum is the usual one", False, "SGD has no Nesterov momentum: use false", "nesterov"),
+    **_ignored("both methods compute the same matrices", "ns_method"),
+    **_held("there is no dampening", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
+    **_held("momentum is not Nesterov's", False, "SGD has no Nesterov momentum: use false", "nesterov"),
 }  # fmt: skip
 OTHER_PARAMS = {
-    "adamw": ("momentum", "dampening", "nesterov"),
+    "adamw": ("momentum", "dampening", "nesterov", "ns_method"),
+    "muon": ("dampening", "nesterov", "amsgrad", "torch_adam", "foreach", "capturable", "differentiable", "maximize"),
     "sgd": (
         "betas", "eps", "torch_adam", "adam_w_mode", "adamw_mode", "decoupled_weight_decay", "bias_correction",
-        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states",
+        "amsgrad", "capturable", "set_grad_none", "fp32_optimizer_states", "ns_method",
     ),
 }  # fmt: skip
 """Optimizer -> keys of ``OPTIMIZER_PARAMS`` that DeepSpeed does not accept for it."""
@@ -175,6 +182,8 @@ def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
+    if OPTIMIZER_TYPES[kind.lower()] == "muon":
+        return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95}
     if OPTIMIZER_TYPES[kind.lower()] == "sgd":
         return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}
     return {"lr": 1e-3, "weight_decay": 0.01 if params.get("torch_adam") is True else 0.0}
@@ -295,48 +304,51 @@ INNER = {
 }
 """Section, written with dots -> its keys; those of DeepSpeed's own configuration classes."""
 
-_FORMATS = "gradients of 16-bit weights are summed in fp32, which is more exact"
+_FORMATS = "gradients of 16-bit weights are all-reduced in fp32"
 _SAVED = "checkpoints are written by megatron/checkpoint; see --save"
-NEUTRAL = {
-    **_neutral("only the order of a division depends on it", "prescale_gradients", "gradient_predivide_factor"),
-    **_neutral(_FORMATS, "communication_data_type", "seq_parallel_communication_data_type"),
-    **_neutral("the loss is a mean over the global batch", "managed_gradient_accumulation"),
-    **_neutral("weights are gathered as ZeRO needs them", "disable_allgather", "zero_allow_comm_data_type_fp32"),
-    **_neutral("embedding gradients are dense", "sparse_gradients"),
-    **_neutral("--cpu-adam says which Adam runs on the CPU", "zero_force_ds_cpu_optimizer"),
-    **_neutral("every sample of a step is read", "dataloader_drop_last"),
-    **_neutral("--compile compiles each transformer layer", "compile"),
-    **_neutral("offload goes to the CPU, not to disks", "aio"),
-    **_neutral("DeepSpeed reads no such section", "comms_config", "monitor_config"),
-    **_neutral(
+IGNORED = {
+    **_ignored("it determines the order of a division only", "prescale_gradients", "gradient_predivide_factor"),
+    **_ignored(_FORMATS, "communication_data_type", "seq_parallel_communication_data_type"),
+    **_ignored("the loss is a mean over the global batch", "managed_gradient_accumulation"),
+    **_ignored("weights are gathered as ZeRO needs them", "disable_allgather", "zero_allow_comm_data_type_fp32"),
+    **_ignored("embedding gradients are dense", "sparse_gradients"),
+    **_ignored("--cpu-adam selects the implementation on the CPU", "zero_force_ds_cpu_optimizer"),
+    **_ignored("every sample of a step is read", "dataloader_drop_last"),
+    **_ignored("--compile compiles each transformer layer", "compile"),
+    **_ignored("offload goes to the CPU, not to disks", "aio"),
+    **_ignored("DeepSpeed reads no such section", "comms_config", "monitor_config"),
+    **_ignored(
         _SAVED, "checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates", "datastates_ckpt",
         "nebula",
     ),
-    **_neutral("the tokenizer says it, or --vocab-size", "vocabulary_size"),
-    **_neutral("experts are laid out by flags", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
-    **_neutral("there is one AdamW", "legacy_fusion"),
+    **_ignored("the tokenizer or --vocab-size determines it", "vocabulary_size"),
+    **_ignored("flags determine the layout of experts", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
+    **_ignored("there is one AdamW", "legacy_fusion"),
+    **_ignored("DeepSpeed reads no such key; --seed sets the seed", "seed"),
     **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
-    **_held("sequences stay whole", 1, "--sequence-parallel cuts sequences; use 1", "sequence_parallel_size"),
+    **_held(
+        "sequences are not split", 1, "use 1, and --context-parallel-size to split them", "sequence_parallel_size"
+    ),
 }  # fmt: skip
-"""Top-level keys that ask for what holds anyway, or only tune."""
+"""Top-level keys that are ignored."""
 RENAMED = {"bfloat16": "bf16"}
 """Old name of a section -> its name."""
 
-REFUSED = {
-    "scheduler": 'the flags give the learning rate: --lr-decay-style, --warmup and --min-lr; write "auto" for all of '
-    "its params, or remove the section",
+REJECTED = {
+    "scheduler": 'supported are WarmupLR, WarmupDecayLR and WarmupCosineLR with "warmup_type": "linear"; otherwise '
+    'write "auto" for all params and use --lr-decay-style, --warmup and --min-lr',
     "amp": "apex is not used; remove the section and use --fp16 or --bf16",
     "apex": "apex is not used; remove the section",
     "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
-    "data_types": 'gradients are summed in fp32; use "grad_accum_dtype": "fp32", or remove the section',
+    "data_types": 'gradients are accumulated in fp32; use "grad_accum_dtype": "fp32", or remove the section',
     "gradient_allreduce_op": "the loss is a mean over the global batch; remove the key",
     "sparse_attention": "attention is dense (SDPA); remove the section",
-    "data_efficiency": "samples are not chosen by difficulty, and all steps run all layers; remove the section (the "
+    "data_efficiency": "samples are not selected by difficulty and every step runs all layers; remove the section (the "
     "sequence length can grow: --seq-length-schedule)",
-    "curriculum_learning": "it would truncate samples and lose their tokens; remove the section, and let the length "
-    'grow by --seq-length-schedule "TOKENS: LENGTH; ..."',
-    "progressive_layer_drop": "every layer takes part in every step; remove the section",
-    "eigenvalue": "nothing here reads it; remove the section",
+    "curriculum_learning": "it would truncate samples and lose their tokens; remove the section and use "
+    '--seq-length-schedule "TOKENS: LENGTH; ..."',
+    "progressive_layer_drop": "every step runs all layers; remove the section",
+    "eigenvalue": "it is not used; remove the section",
     "quantize_training": "quantised training is not supported; remove the section",
     "weight_quantization": "quantised training is not supported; remove the section",
     "compression_training": "compression is not supported; remove the section",
@@ -345,10 +357,10 @@ REFUSED = {
     "autotuning": "sizes are chosen by the user; remove the section",
     "tensor_parallel": "use --model-parallel-size",
 }
-"""Keys that DeepSpeed knows and that would change the numbers; one that is switched off is accepted."""
+"""Keys of DeepSpeed that would change the results; a disabled section is accepted."""
 
 _OFFLOAD = "offload here takes device and pin_memory, and goes to the CPU, not to disks"
-REFUSED_IN = {
+REJECTED_IN = {
     "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
     "bf16": "bf16 here takes enabled: master weights and optimizer states are fp32",
     "zero_optimization": (
@@ -358,9 +370,9 @@ REFUSED_IN = {
     "zero_optimization.offload_param": _OFFLOAD,
     "optimizer": "the optimizer section takes type and params",
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
-    "optimizer.params": "the optimizer's params are lr, weight_decay, and betas and eps of AdamW or momentum of SGD",
+    "optimizer.params": "the optimizer's params are lr, weight_decay, betas and eps of AdamW, momentum of SGD and Muon",
 }
 """What to add to the message about an unknown key; other sections list their keys."""
 
-KNOWN = (*VALUES, *SECTIONS, *PASSED, *NEUTRAL, *REFUSED)
+KNOWN = (*VALUES, *SECTIONS, *PASSED, *IGNORED, *REJECTED)
 """Every top-level key that is recognised; others get "did you mean"."""

@@ -9,13 +9,12 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import precedence, translate
-from megatron.arguments.flag_row import CONVERTED, NEUTRAL, FlagRow
-from megatron.arguments.megatron_flags import REFUSED_FLAGS, ROWS
+from megatron.arguments.foreign_flags import CONVERTED, REJECTED, ForeignFlag, flags_with, foreign_flag, foreign_flags
+from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.data import EACH, PATHS
@@ -83,74 +82,57 @@ ALIKE = 0.8
 """Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
 
 
-@dataclass
-class Scan:
-    """What was found on the command line of a script that trains ``family``."""
-
-    family: str = "gpt2"
-    values: dict[str, Any] = field(default_factory=dict)  # field -> value
-    spelling: dict[str, str] = field(default_factory=dict)  # field -> "--flag value" as typed
-    repeated: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)  # words for extra_args_provider
-    neutral: dict[str, str] = field(default_factory=dict)  # flag or key -> why what it asks for holds
-    converted: dict[str, Any] = field(default_factory=dict)  # flag in another trainer's units -> its value
-    implied: dict[str, Any] = field(default_factory=dict)  # field -> DeepSpeed's default for a key that the JSON omits
-    follows_megatron: bool = False  # the script is one of Megatron's programs
-
-
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
-    """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
+    """Read ``argv``; the flags in ``extra_flags`` and their values are added to ``rest``."""
     known = {flag: option for option in options_in(family) for flag in option.flags}
-    refused, holds = refusals(family), FAMILIES[family].config.HOLDS
+    accepted = FAMILIES[family].config.HOLDS
     extras = set(extra_flags)
     found = Scan(family)
     words = list(argv)
     while words:
         word = words.pop(0)
         flag, equals, text = word.partition("=")
+        with_dashes = flag.replace("_", "-")
+        if flag not in extras and flag not in known and with_dashes in known:
+            flag = with_dashes
         if flag in extras:
             found.rest += [word, *_values_after(words)]
         elif flag in known:
             _take(found, known[flag], flag, text if equals else None, words)
-        elif flag in holds:
-            found.neutral[flag] = holds[flag]
-        elif flag in ROWS and flag not in refused:
-            _take_row(found, ROWS[flag], [text, *_values_after(words)] if equals else _values_after(words))
-        elif flag in refused:
-            _values_after(words)
-            found.problems.append(f"{flag} is refused: {refused[flag]}")
-        elif flag.startswith("-"):
-            _values_after(words)
-            found.problems.append(unknown("flag", flag, [*known, *extras, *accepted_rows()], known))
-        else:
+        elif flag in accepted:
+            found.ignored[flag] = accepted[flag]
+        elif not flag.startswith("-"):
             found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
+        else:
+            values = [text, *_values_after(words)] if equals else _values_after(words)
+            if reason := rejected_flags(family).get(flag):
+                found.problems.append(f"{flag} is not supported: {reason}")
+            elif row := foreign_flag(flag) or foreign_flag(with_dashes):
+                _take_foreign(found, row, values)
+            else:
+                others = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
+                problem = unknown("flag", flag, [*known, *extras, *others], known)
+                found.add_unknown(problem, " ".join([flag, *values]))
     translate.fields_of(found)
     return found
 
 
-def accepted_rows() -> list[str]:
-    """Return the flags of other trainers that are accepted."""
-    return [row.flag for row in ROWS.values() if row.kind in (NEUTRAL, CONVERTED)]
-
-
-def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
-    """Take a flag of another trainer that is neutral or converted."""
-    foreign = _foreign_field(found.family, row)
-    if foreign is not None:
-        found.problems.append(f"{row.flag} is refused: {FAMILIES[found.family].advice(foreign)}")
-    elif problem := row.count_problem(values) or (row.kind == NEUTRAL and row.value_problem(values)) or None:
+def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
+    """Read a flag of another trainer that is ignored or converted."""
+    inapplicable = _inapplicable_field(found.family, row)
+    if inapplicable is not None:
+        found.problems.append(f"{row.flag} is not supported: {FAMILIES[found.family].advice(inapplicable)}")
+    elif problem := row.count_problem(values) or row.value_problem(values):
         found.problems.append(problem)
-    elif row.kind == NEUTRAL:
-        found.neutral[" ".join([row.flag, *values]) if row.holds else row.flag] = row.about
-    elif row.num_values == "*":
+    elif row.rule != CONVERTED:
+        found.ignored[" ".join([row.flag, *values]) if row.target else row.flag] = row.note
+    elif row.value == "str*":
         found.converted[row.flag] = values
-    elif not row.kind_of_value:
+    elif not row.value:
         found.converted[row.flag] = True
     else:
         value, problem = Option(
-            name="", flag=row.flag, kind=row.kind_of_value, default=None, help="", shown_default="", minimum=0,
+            name="", flag=row.flag, kind=row.value, default=None, help="", shown_default="", minimum=0,
             maximum=LARGEST_COUNT,
         ).convert(values[0], row.flag)  # fmt: skip
         if problem:
@@ -159,20 +141,25 @@ def _take_row(found: Scan, row: FlagRow, values: list[str]) -> None:
             found.converted[row.flag] = value
 
 
-def _foreign_field(family: str, row: FlagRow) -> Option | None:
-    """Return a field that the flag sets and that does not act in ``family``."""
-    foreign = {option.name: option for section, option in all_options() if not takes(family, section, option)}
+def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
+    """Return a field that the flag sets and that ``family`` does not have."""
+    others = {option.name: option for section, option in all_options() if not takes(family, section, option)}
     taken = {option.name for option in options_in(family)}
-    return next((foreign[name] for name in row.fields if name in foreign and name not in taken), None)
+    return next((others[name] for name in row.fields if name in others and name not in taken), None)
 
 
-def refusals(family: str) -> dict[str, str]:
-    """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
+def rejected_flags(family: str) -> Mapping[str, str]:
+    """Return flag -> the reason why ``family`` does not support it, and the alternative."""
+    return _rejected_flags(family, tuple(FAMILIES.values()))
+
+
+@functools.cache
+def _rejected_flags(family: str, families: tuple[ModelFamily, ...]) -> Mapping[str, str]:
     this = FAMILIES[family]
-    foreign = [option for section, option in all_options() if not takes(family, section, option)]
-    advice = {flag: this.advice(option) for option in foreign for flag in option.flags}
-    advice = {flag: why for flag, why in advice.items() if flag not in this.config.HOLDS}
-    return REFUSED_FLAGS | advice | dict(this.config.REFUSED)
+    others = [option for section, option in all_options() if not takes(family, section, option)]
+    advice = {flag: this.advice(option) for option in others for flag in option.flags}
+    advice = {flag: reason for flag, reason in advice.items() if flag not in this.config.HOLDS}
+    return {row.flag: row.note for row in flags_with(REJECTED)} | advice | dict(this.config.REFUSED)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
@@ -189,6 +176,11 @@ def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Op
     matching = [flag for flag, option in options.items() if " " in words and words in option.help]
     near = longer[:1] or [bare[other] for other in close] or matching[:1]
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all flags")
+
+
+def is_near(name: str, known: Iterable[str]) -> bool:
+    """Return True if ``unknown`` would suggest one of ``known`` for ``name``."""
+    return "did you mean" in unknown("name", name, known)
 
 
 def _values_after(words: list[str]) -> list[str]:
@@ -213,6 +205,9 @@ def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[
         found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
         return
     value, problem = option.convert(text, flag) if text is not None else (option.constants.get(flag, True), None)
+    if problem and option.name == "tokenizer_type":
+        found.unknown_tokenizer_type = str(text)
+        return
     if problem:
         found.problems.append(problem)
         return
@@ -258,7 +253,9 @@ def of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
         elif name not in taken:
-            found.problems.append(f"{name} in the defaults of pretrain() is refused: {family.advice(options[name])}")
+            found.problems.append(
+                f"{name} in the defaults of pretrain() is not supported: {family.advice(options[name])}"
+            )
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:
@@ -280,11 +277,14 @@ def of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[st
         return {}
     defaults = scan(words, extra_flags, family or found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
+    found.unknown |= {f"{VARIABLE}: {problem}": typed for problem, typed in defaults.unknown.items()}
     found.notes += defaults.notes
-    found.neutral = defaults.neutral | found.neutral
+    found.ignored = defaults.ignored | found.ignored
     overridden = precedence.overridden_flags(defaults.converted, found)
     found.converted |= {flag: value for flag, value in defaults.converted.items() if flag not in overridden}
     found.rest[:0] = defaults.rest
+    if "tokenizer_type" not in found.values:
+        found.unknown_tokenizer_type = found.unknown_tokenizer_type or defaults.unknown_tokenizer_type
     return defaults.values
 
 

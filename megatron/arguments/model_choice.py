@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.arguments import config_file
-from megatron.arguments.flag_values import VARIABLE, Scan, all_sections, options_in
+from megatron.arguments.flag_values import VARIABLE, all_sections, options_in
+from megatron.arguments.scan import Scan
 from megatron.config.config import Config
 from megatron.config.decoder import ARCHITECTURE
 from megatron.config.model import ModelConfig

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.arguments.scan import Scan
 from megatron.models.registry import FAMILIES
 
 if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
     from megatron.config.config import Config
 
 MEGATRON: Mapping[str, Any] = MappingProxyType(
@@ -96,6 +96,11 @@ def notes(config: Config, found: Scan) -> Iterator[str]:
         yield (
             "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of "
             "the micro-batches' means"
+        )
+    if config.model.num_experts and config.model.moe_aux_loss_coeff:
+        yield (
+            "the load-balancing loss of the experts is computed over the global batch, as global_aux_loss in "
+            "Megatron-LM; aux_loss there is computed over each micro-batch"
         )
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.model_parallel_size
     if config.model.vocab_size is None or config.model.vocab_size % multiple:

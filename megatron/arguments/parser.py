@@ -21,8 +21,9 @@ from megatron.arguments import (
     run_script,
     translate,
 )
-from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.flag_values import all_sections, config_from_values, options_in, scan, takes
 from megatron.arguments.model_choice import ModelChoice
+from megatron.arguments.scan import Scan
 from megatron.arguments.shadowed_flags import shadowed_fields
 from megatron.arguments.validate import device_problems, find_problems, notes_of
 from megatron.config.config import Config
@@ -56,9 +57,9 @@ SOURCES = (
     "A value comes from its flag, else from the file of --config, else from the JSON of --deepspeed_config, else from "
     "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; sizes "
     "of the model that neither a flag nor the file gives come from what --load or --resume names; "
-    "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
+    "a flag and the JSON that differ are an error. docs/other_flags.md lists the flags of other trainers."
 )
-REST = "--help-all lists every flag. docs/flags.md says what each means, and which flags of Megatron-LM are accepted."
+REST = "--help-all lists every flag. docs/other_flags.md lists which flags of Megatron-LM are accepted."
 
 
 def parse(
@@ -128,6 +129,12 @@ def parse(
         defaults = {**defaults, **choice.settings}
     translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)
+    if from_file.json:
+        if json:
+            found.problems.append(
+                "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Leave one out"
+            )
+        json = from_file.json
     stated = {} if from_file.deepspeed else json  # that of a repeated run has said its part already
     found.implied = deepspeed_json.implied_values(stated, {**defaults, **found.values})
     if checkpoint_args is not None and {"load", "resume"} & (defaults.keys() | found.values.keys()):
@@ -145,7 +152,8 @@ def parse(
         extra=extra,
         given=tuple(name for name in found.values if not (from_file.is_of_run and name in from_file.places)),
         repeated=tuple(found.repeated),
-        neutral=dict(found.neutral),
+        ignored=dict(found.ignored),
+        dropped=found.drop_unknown() if values.get("ignore_unknown_flags") else {},
     )
     config = replace(
         config,
@@ -154,8 +162,8 @@ def parse(
     )
     config = replace(config, shadowed=_shadowed(config, found))
     if config.run.strict_flags:
-        without_effect = {**found.neutral, **config.shadowed}
-        found.problems += [f"{name} is refused by --strict-flags: {why}" for name, why in without_effect.items()]
+        without_effect = {**found.ignored, **config.shadowed}
+        found.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     problems += model_choice.problems_of(choice, config)
     if has_gpu is not None:
@@ -280,14 +288,16 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     json, problems, neutral = deepspeed_json.read(path)
     found.problems += problems
-    found.neutral |= neutral
+    found.ignored |= neutral
+    unknown = [key for key, reason in neutral.items() if reason == deepspeed_json.UNKNOWN]
+    found.notes += [f"{path}: unknown key {key} has no effect" for key in unknown]
     return json
 
 
 def _shadowed(config: Config, found: Scan) -> dict[str, str]:
     """Return flag as typed -> reason for each flag without effect that is not listed as ignored already."""
     named = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
-    return {name: why for name, why in named.items() if name not in found.neutral}
+    return {name: why for name, why in named.items() if name not in found.ignored}
 
 
 def _flag_of(field: str) -> str:

@@ -7,12 +7,9 @@ the same field, or a field that gives the same length in another unit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from megatron.arguments.megatron_flags import ROWS
-
-if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
+from megatron.arguments.foreign_flags import foreign_flags
+from megatron.arguments.scan import Scan
 
 LENGTHS = (
     ("lr_decay_iters", "lr_decay_samples"),
@@ -20,12 +17,6 @@ LENGTHS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "wsd_decay_fraction"),
 )
 """Groups of fields that give the same length; a fraction has no effect next to the others."""
-YIELDING = frozenset(
-    "--bias-gelu-fusion --no-bias-gelu-fusion --group-query-attention --no-position-embedding --fim-data --use-mup "
-    "--scaling-recipe --use-distributed-optimizer --use-torch-fsdp2 --use-megatron-fsdp "
-    "--data-parallel-sharding-strategy".split()
-)
-"""Converted flags that set a field only where its own flag is missing."""
 FRACTIONS = ("warmup", "wsd_decay_fraction")
 _SETTING = {name: names[0] for names in LENGTHS for name in names}
 
@@ -37,20 +28,26 @@ def setting_of(field: str) -> str:
 
 def settings_of_flag(flag: str) -> set[str]:
     """Return the settings that a converted flag determines."""
-    return {setting_of(field) for field in ROWS[flag].fields}
+    return {setting_of(field) for field in foreign_flags()[flag].fields}
+
+
+def _yields(flag: str) -> bool:
+    """Return True for a converted flag that sets a field only if the field's own flag is missing."""
+    row = foreign_flags().get(flag)
+    return row is not None and row.yields
 
 
 def yielding_fields(found: Scan) -> set[str]:
     """Return the fields of ``found.values`` that only a yielding flag has set."""
-    fields = {field for flag in found.converted if flag in YIELDING for field in ROWS[flag].fields}
+    fields = {field for flag in found.converted if _yields(flag) for field in foreign_flags()[flag].fields}
     typed = {field: found.spelling.get(field, "").split(" ")[0] for field in fields & found.values.keys()}
-    return {field for field, flag in typed.items() if not flag or flag in YIELDING}
+    return {field for field, flag in typed.items() if not flag or _yields(flag)}
 
 
 def settings_of(found: Scan) -> set[str]:
     """Return the settings that the command line determines."""
     explicit = found.values.keys() - yielding_fields(found)
-    converted = [flag for flag in found.converted if flag not in YIELDING]
+    converted = [flag for flag in found.converted if not _yields(flag)]
     return {setting_of(field) for field in explicit}.union(*map(settings_of_flag, converted))
 
 

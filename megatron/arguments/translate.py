@@ -18,112 +18,165 @@ training.py, ``train``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
 from megatron.arguments.precedence import LENGTHS
+from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
-from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths
+from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig
 from megatron.config.batch_rampup import BatchSizes, parse_rampup
-from megatron.config.data import MOCK_DATA
+from megatron.config.data import EACH, MOCK_DATA, TOKENIZERS
 from megatron.config.logging import PROFILE_ALONE
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-if TYPE_CHECKING:
-    from megatron.arguments.flag_values import Scan
-
 TOTAL = "requested_global_batch_size"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy -> ZeRO stage."""
 
 
-def give(found: Scan, field: str, value: Any, spelling: str) -> None:
-    """Set ``field``; a flag that has set another value is a problem."""
-    if found.values.get(field, value) != value:
-        found.problems.append(
-            f"{spelling} must agree with {found.spelling[field]}, got {field.replace('_', ' ')} {value} and "
-            f"{found.values[field]}. Leave one of them out"
-        )
-        return
-    found.values[field] = value
-    found.spelling.setdefault(field, spelling)
-
-
 def fields_of(found: Scan) -> None:
-    """Set the fields that converted flags give by themselves; problems go to ``found.problems``."""
-    asked = found.converted
-    for flag, value in asked.items():
+    """Set the fields that converted flags determine by themselves; problems are added to ``found.problems``."""
+    for flag, value in found.converted.items():
         spelling = flag if value is True else f"{flag} {value}"
-        if flag == "--swiglu":
-            give(found, "activation", "gated-silu", spelling)
-        elif flag == "--glu-activation":
-            _one_of(found, "activation", flag, value, {"swiglu": "gated-silu"}, "--activation gated-gelu")
-        elif flag in ("--pad-vocab-size-to", "--padded-vocab-size"):
-            found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
-            found.spelling["vocab_size"] = spelling
-        elif flag == "--use-rope-scaling":
-            give(found, "rotary_scaling", "llama3", spelling)
-        elif flag == "--rotary-seq-len-interpolation-factor":
-            give(found, "rotary_scaling", "linear", spelling)
-            give(found, "rotary_scaling_factor", value, spelling)
-        elif flag == "--group-query-attention":
-            found.values.setdefault("num_query_groups", 1)
-        elif flag == "--no-position-embedding":
-            found.values.setdefault("position_embedding_type", "none")
-        elif flag == "--remote-device":
-            if value == "none":
-                found.neutral[spelling] = "weights are on the device"
+        for target in foreign_flags()[flag].targets:
+            if target.function:
+                if convert := CONVERSIONS.get(target.function):
+                    convert(found, value, spelling)
+            elif target.choices:
+                _set_choice(found, foreign_flags()[flag], target, value)
+            elif target.yields:
+                found.values.setdefault(target.fields[0], _typed(target))
             else:
-                _one_of(found, "offload_parameters", flag, value, {"cpu": True}, "cpu, with --zero-stage 3")
-        elif flag == "--activations-checkpoint-granularity":
-            kinds = {"full": "full", "selective": "selective"}
-            _one_of(found, "recompute_granularity", flag, value, kinds, "full or selective")
-        elif flag == "--activations-checkpoint-method" and "--activations-checkpoint-granularity" not in asked:
-            _one_of(found, "checkpoint_activations", flag, value, {"uniform": True, "block": True}, "uniform")
-        elif flag == "--mock-data":
-            give(found, "data_path", MOCK_DATA, spelling)
-        elif flag == "--exit-duration-in-secs":
-            give(found, "exit_duration_in_mins", value / 60, spelling)
-        elif flag == "--distributed-timeout-minutes":
-            give(found, "step_timeout", max(round(60 * value), 1), spelling)
-        elif flag == "--initial-loss-scale":
-            _scale_power(found, value, spelling)
-        elif flag == "--fim-data":
-            found.values.setdefault("fim_rate", 0.5)
-        elif flag == "--calculate-per-token-loss":
-            give(found, "loss_average", "token", spelling)
-        elif flag == "--ds-sequence-parallel-size" and value == 1:
-            found.neutral[spelling] = "sequences stay whole"
-        elif flag == "--ds-sequence-parallel-size":
-            give(found, "context_parallel_size", value, spelling)
-            give(found, "cp_comm_type", "a2a", spelling)
-        elif flag == "--save-retain-interval":
-            give(found, "keep_every", value, spelling)
-            found.values.setdefault("keep_last", 1)
+                found.set(target.fields[0], _typed(target) if target.value else value, spelling)
     _zero_stage(found)
-    _profile(found)
+    _profile_steps(found)
     _paths(found)
 
 
-def _one_of(found: Scan, field: str, flag: str, value: str, known: Mapping[str, Any], cure: str) -> None:
-    if value in known:
-        give(found, field, known[value], f"{flag} {value}")
+def _typed(target: Target) -> Any:
+    """Return the constant of a target as a number or True if it is one."""
+    if target.value == "True":
+        return True
+    for convert in (int, float):
+        try:
+            return convert(target.value)
+        except ValueError:
+            continue
+    return target.value
+
+
+def _set_choice(found: Scan, row: ForeignFlag, target: Target, value: str) -> None:
+    if value in target.choices:
+        found.set(target.fields[0], target.choices[value], f"{row.flag} {value}")
     else:
-        found.problems.append(f"{flag} must be one of {', '.join(known)}, got {value!r}. Use {cure}, or leave it out")
+        advice = f"; {row.otherwise}" if row.otherwise else ""
+        found.problems.append(f"{row.flag} must be one of {', '.join(target.choices)}, got {value!r}{advice}")
+
+
+# Conversions of a single flag, named by the targets of the table: (scan, value of the flag, "--flag value" as typed).
+
+
+def _minutes(found: Scan, value: float, spelling: str) -> None:
+    found.set("exit_duration_in_mins", value / 60, spelling)
+
+
+def _seconds(found: Scan, value: float, spelling: str) -> None:
+    found.set("step_timeout", max(round(60 * value), 1), spelling)
+
+
+def _vocab_rows(found: Scan, value: int, spelling: str) -> None:
+    found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
+    found.spelling["vocab_size"] = spelling
+
+
+def _linear_scaling(found: Scan, value: float, spelling: str) -> None:
+    found.set("rotary_scaling", "linear", spelling)
+    found.set("rotary_scaling_factor", value, spelling)
+
+
+def _remote_device(found: Scan, value: str, spelling: str) -> None:
+    if value == "none":
+        found.ignored[spelling] = "weights are on the device"
+    elif value == "cpu":
+        found.set("offload_parameters", True, spelling)
+    else:
+        found.problems.append(
+            f"--remote-device must be one of cpu, got {value!r}. Use cpu, with --zero-stage 3, or leave it out"
+        )
+
+
+def _recompute_method(found: Scan, value: str, spelling: str) -> None:
+    if "--activations-checkpoint-granularity" in found.converted:
+        return
+    if value in ("uniform", "block"):
+        found.set("checkpoint_activations", True, spelling)
+    else:
+        found.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
+
+
+def _attention_config(found: Scan, value: list[str], spelling: str) -> None:
+    """Ignore attention types that select a kernel; any other type is a problem."""
+    text = " ".join(value)
+    if others := set(re.findall(r"[a-z_]+", text)) - {"global", "flash", "all"}:
+        found.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(others))}")
+    else:
+        found.ignored["--attention-config"] = "scaled_dot_product_attention selects the kernel of all layers"
+
+
+def _head_type(found: Scan, value: str, spelling: str) -> None:
+    if value == "multiquery":
+        found.values.setdefault("num_query_groups", 1)
+    elif value == "multihead":
+        found.ignored[spelling] = "every attention head has its own keys and values by default"
+    else:
+        found.problems.append(f"--attention-head-type must be one of multihead, multiquery, got {value!r}")
+
+
+def _ulysses(found: Scan, value: int, spelling: str) -> None:
+    if value == 1:
+        found.ignored[spelling] = "sequences are not split"
+        return
+    found.set("context_parallel_size", value, spelling)
+    found.set("cp_comm_type", "a2a", spelling)
 
 
 def _scale_power(found: Scan, value: float, spelling: str) -> None:
     power = math.log2(value) if value > 0 else -1.0
-    if power < 0 or power != int(power):
-        found.problems.append(f"--initial-loss-scale must be a power of 2, got {value:g}. Use --initial-scale-power")
-    else:
-        give(found, "initial_scale_power", int(power), spelling)
+    if power >= 0 and power == int(power):
+        found.set("initial_scale_power", int(power), spelling)
+
+
+CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
+    "minutes": _minutes,
+    "seconds": _seconds,
+    "scale_power": _scale_power,
+    "vocab_rows": _vocab_rows,
+    "linear_scaling": _linear_scaling,
+    "remote_device": _remote_device,
+    "recompute_method": _recompute_method,
+    "ulysses": _ulysses,
+    "head_type": _head_type,
+    "attention_config": _attention_config,
+}
+LATER = (
+    "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
+    "require_checkpoint", "checkpoint_schedule",
+)  # fmt: skip
+"""Conversions that depend on further flags or on sizes: below, ``require_checkpoint`` in ``other_programs`` and
+``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
+"""
+CHECKPOINT_SCHEDULE = tuple(
+    f"--use-checkpoint-{name}" for name in ("lr-scheduler", "opt-param-scheduler", "opt_param-scheduler")
+)
 
 
 def _zero_stage(found: Scan) -> None:
@@ -139,23 +192,23 @@ def _zero_stage(found: Scan) -> None:
                 f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
             )
     elif strategy is not None:
-        found.neutral["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
+        found.ignored["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
     if stage == 0 and "--use-distributed-optimizer" in asked:
         stage, by = 1, "--use-distributed-optimizer"
     if stage > 0 and "zero_stage" not in found.values:
-        give(found, "zero_stage", stage, by)
+        found.set("zero_stage", stage, by)
     elif "--use-distributed-optimizer" in asked and by != "--use-distributed-optimizer":
-        found.neutral["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
+        found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
 
 
-def _profile(found: Scan) -> None:
+def _profile_steps(found: Scan) -> None:
     """Give the steps to profile: Megatron starts ahead of the step behind START and ends behind END."""
     first, last = "--profile-step-start", "--profile-step-end"
     named = [flag for flag in (first, last) if flag in found.converted]
     if not named:
         return
     if "profile" not in found.values:
-        found.neutral |= dict.fromkeys(named, "it acts with --profile only")
+        found.ignored |= dict.fromkeys(named, "it acts with --profile only")
         return
     start, end = found.converted.get(first, 10), found.converted.get(last, 12)
     steps = f"{start + 1}-{end}"
@@ -170,17 +223,20 @@ def _profile(found: Scan) -> None:
 def _paths(found: Scan) -> None:
     """Give the corpora that files and weighted split paths name."""
     asked = found.converted
+    for field in ("data_path", *EACH):
+        if isinstance(text := found.values.get(field), str):
+            found.values[field] = with_weights(text, found.notes)
     try:
         if path := asked.get("--data-args-path"):
-            give(found, "data_path", paths_of_file(path), f"--data-args-path {path}")
+            found.set("data_path", paths_of_file(path), f"--data-args-path {path}")
         if path := asked.get("--per-split-data-args-path"):
             for field, text in paths_of_json(path).items():
-                give(found, field, text, f"--per-split-data-args-path {path}")
+                found.set(field, text, f"--per-split-data-args-path {path}")
         for field, text in weighted_paths(asked).items():
             if field == "split":  # what the script says of --split did not act there, either
                 found.values["split"] = text
             else:
-                give(found, field, text, "--train-weighted-split-paths")
+                found.set(field, text, "--train-weighted-split-paths")
     except ConfigError as error:
         found.problems.append(str(error))
 
@@ -205,11 +261,11 @@ def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
     else:
         unused = (*TRAINING_ONLY, *OF_STEPS)
         for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
-            found.neutral[flag] = "no step is trained with --skip-train"
+            found.ignored[flag] = "no step is trained with --skip-train"
     for name in unused:
         defaults.pop(name, None)
         if found.values.pop(name, None) is not None:
-            found.neutral[found.spelling.pop(name)] = "no step is trained with --skip-train"
+            found.ignored[found.spelling.pop(name)] = "no step is trained with --skip-train"
     if "eval_only" not in found.values:
         found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
 
@@ -237,7 +293,7 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
     has_decay = "--lr-decay-tokens" in asked or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
     if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
-        found.neutral[found.spelling["train_tokens_lr_unit"]] = (
+        found.ignored[found.spelling["train_tokens_lr_unit"]] = (
             "it acts where --train-tokens is the only length of the run and of the decay"
         )
     if not asked and not in_samples:
@@ -357,7 +413,7 @@ def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, t
     if in_tokens is not None:
         other = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
         if other:
-            found.neutral[other] = f"--lr-{name}-tokens takes its place"
+            found.ignored[other] = f"--lr-{name}-tokens takes its place"
         return in_tokens / tokens
     if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
         found.problems.append(
@@ -386,50 +442,72 @@ SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis
 
 
 def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
-    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.neutral``."""
+    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.ignored``."""
     asked, t = found.converted, values.get("model_parallel_size", 1)
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
     _mup(found, values, family)
+    _dense_only(found, values)
     if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
-        found.neutral["--add-qkv-bias"] = "all linear layers have biases"
+        found.ignored["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (
         ("sequence_parallel", "one tensor rank has the whole sequence"),
         ("partition_activations", "one tensor rank keeps the inputs whole"),
     ):
         if name in found.values and values.get(name) and t == 1:
             values[name] = False
-            found.neutral[found.spelling[name]] = why
+            found.ignored[found.spelling[name]] = why
     recomputes = values.get("checkpoint_activations") or values.get("recompute_granularity") == "full"
     for name in OF_RECOMPUTED if not recomputes else ():
-        if name in found.values and found.spelling[name] not in found.neutral:
+        if name in found.values and found.spelling[name] not in found.ignored:
             del values[name], found.values[name]
-            found.neutral[found.spelling[name]] = "no layers are computed again"
+            found.ignored[found.spelling[name]] = "no layers are computed again"
     if values.get("dtype") not in (None, "fp16"):
+        if "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
+            found.ignored[f"--initial-loss-scale {asked['--initial-loss-scale']}"] = (
+                f"only fp16 has a loss scale, and this run is {values['dtype']}"
+            )
         for name in SCALING:
             if name in found.values:
                 values.pop(name, None)
                 del found.values[name]
-                found.neutral[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+                found.ignored[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
+    elif "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
+        scale = asked["--initial-loss-scale"]
+        found.problems.append(f"--initial-loss-scale must be a power of 2, got {scale:g}. Use --initial-scale-power")
+    for name, is_unused, reason in (
+        ("moe_router_pre_softmax", values.get("moe_router_score_function") == "sigmoid", "the router uses sigmoid"),
+        ("rotary_scaling_factor", values.get("rotary_scaling", "none") == "none", "there is no --rotary-scaling"),
+        ("no_load_optim", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
+        ("no_load_rng", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
+    ):
+        if name in found.values and is_unused:
+            values.pop(name, None)
+            del found.values[name]
+            found.ignored[found.spelling[name]] = reason
+    _tokenizer_type(found, values)
+    for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
+        if flag in asked:
+            found.ignored[flag] = "no checkpoint is loaded"
     for optimizer in ("muon", "sgd"):
         if values.get("optimizer") == optimizer:
             continue
         for name in [name for name in found.values if name.startswith(f"{optimizer}_")]:
             values.pop(name, None)
             del found.values[name]
-            found.neutral[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
+            found.ignored[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
-            found.neutral[found.spelling[name]] = "random tokens come from no file"
+            found.ignored[found.spelling[name]] = "random tokens come from no file"
     if "--no-pipeline-parallel" in asked:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:
             found.problems.append(
                 f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Leave one of them out"
             )
-        found.neutral["--no-pipeline-parallel"] = "there is no pipeline"
+        found.ignored["--no-pipeline-parallel"] = "there is no pipeline"
     if "--num-unique-layers" in asked:
         layers = values.get("num_layers")
         if layers is not None and asked["--num-unique-layers"] != layers:
@@ -437,11 +515,36 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 f"--num-unique-layers must be --num-layers, for layers share no weights, got "
                 f"{asked['--num-unique-layers']} and {layers}. Leave it out"
             )
-        found.neutral["--num-unique-layers"] = "layers share no weights"
+        found.ignored["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
-        found.neutral["--max-position-embeddings"] = "relative positions have no end"
+        found.ignored["--max-position-embeddings"] = "relative positions have no end"
+
+
+def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
+    """Ignore an unknown tokenizer type if the tokenizer's files determine the type."""
+    given = found.unknown_tokenizer_type
+    if given and values.get("tokenizer_path"):
+        found.ignored[f"--tokenizer-type {given}"] = "the files of --tokenizer-path determine the type"
+    elif given:
+        found.problems.append(
+            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {given!r}. With --tokenizer-path it can be "
+            "left out"
+        )
+
+
+def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
+    """Reject flags that are ignored without experts if the model has experts."""
+    if (values.get("num_experts") or 0) <= 1:
+        return
+    flags = [name for name in found.ignored if name.startswith("--")]
+    rows = [foreign_flags()[flag] for flag in flags if flag in foreign_flags()]
+    if named := [row.flag for row in rows if row.rule == DENSE_ONLY]:
+        found.problems.append(
+            f"not supported with --num-experts, since the results would change: {', '.join(named)}. Use the "
+            "--moe-* flags of docs/flags.md"
+        )
 
 
 def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
@@ -451,7 +554,7 @@ def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
         found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Leave it out")
     if recipe != "mup" and "--use-mup" not in found.converted:
         if "--scaling-recipe" in found.converted:
-            found.neutral["--scaling-recipe"] = "there is no muP"
+            found.ignored["--scaling-recipe"] = "there is no muP"
         return
     if FAMILIES[family].kind != "decoder":
         found.problems.append("--use-mup is for decoders; leave it out")
@@ -472,4 +575,4 @@ def _gelu(found: Scan, values: dict[str, Any]) -> None:
         if "activation" not in found.values and values.get("activation", "gelu") == before:
             values["activation"] = after
         else:
-            found.neutral[flag] = "the activation is said otherwise"
+            found.ignored[flag] = "the activation is said otherwise"

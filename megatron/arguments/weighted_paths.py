@@ -44,6 +44,31 @@ def paths_of_file(path: str) -> str:
     return join_words(words)
 
 
+def with_weights(text: str, notes: list[str]) -> str:
+    """Return the text of --data-path with a weight before each path if it contains several paths and no weights.
+
+    As in Megatron-LM, the weights are proportional to the sizes of the corpora. Paths are weighted equally if the size
+    of one of them is unknown; ``notes`` states the weights.
+    """
+    try:
+        paths = shlex.split(text)
+    except ValueError:
+        return text
+    if len(paths) < 2 or any(_is_number(path) for path in paths):
+        return text
+    try:
+        sizes = [Path(f"{path}.bin").stat().st_size for path in paths]
+    except OSError:
+        sizes = []
+    is_known = bool(sizes) and all(sizes)
+    weights = sizes if is_known else [1] * len(paths)
+    words = [word for weight, path in zip(weights, paths, strict=True) for word in (str(weight), path)]
+    shares = ", ".join(f"{path} {weight / sum(weights):.1%}" for weight, path in zip(weights, paths, strict=True))
+    rule = "by the sizes of their .bin files" if is_known else "equally, since the size of a .bin file is unknown"
+    notes.append(f"paths without weights are mixed {rule}: {shares}")
+    return shlex.join(words)
+
+
 def paths_of_json(path: str) -> dict[str, str]:
     """Return field -> text from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``.
 
@@ -147,3 +172,11 @@ def _text(flag: str, path: str) -> str:
         raise ConfigError(
             f"{flag} must name a text file that can be read, got {path} ({error}). Correct the path"
         ) from error
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron import hub, object_store
-from megatron.arguments.flag_values import Scan, all_options
+from megatron.arguments.flag_values import all_options
+from megatron.arguments.scan import Scan
+from megatron.arguments.translate import CHECKPOINT_SCHEDULE
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.huggingface.config import (
     CONFIG,
@@ -64,7 +66,9 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
     source = None if path is None else read_source(path, found.family, found.values.get("architecture", ""))
+    asked = [flag for flag in CHECKPOINT_SCHEDULE if flag in found.converted]
     if source is None:
+        found.ignored |= dict.fromkeys(asked, "no checkpoint is loaded")
         problem = None if path is None else hub.load_problem(path)
         if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
             raise CheckpointError(problem)
@@ -79,7 +83,47 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
     brought = {field: value for field, value in sizes.items() if field not in found.values}
     found.notes.append(f"sizes of {source.place}: {shlex.join(words_of(brought, source.config))}")
     starts_new_run = flags.get("finetune") or flags.get("load_weights_only")
-    return brought if starts_new_run else {**brought, **_keep_settings(found, source, flags)}
+    if starts_new_run or not source.optimizer:
+        found.ignored |= dict.fromkeys(asked, "no learning-rate schedule is loaded")
+    if starts_new_run:
+        return brought
+    schedule = _take_schedule(found, source) if asked and source.optimizer else {}
+    return {**brought, **_keep_settings(found, source, flags), **schedule}
+
+
+SCHEDULE = (
+    "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_warmup_iters", "lr_warmup_samples",
+    "lr_decay_iters", "lr_decay_samples", "wsd_decay_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
+    "lr_wsd_decay_style", "weight_decay",
+)  # fmt: skip
+"""Fields of the optimizer that ``--use-checkpoint-opt_param-scheduler`` takes from the checkpoint."""
+
+
+def _take_schedule(found: Scan, source: Source) -> dict[str, Any]:
+    """Return the schedule of the checkpoint and remove the flags of the command line that it replaces.
+
+    Source: Megatron-LM, core/optimizer_param_scheduler.py, ``OptimizerParamScheduler.load_state_dict``.
+    """
+    saved = {name: source.optimizer[name] for name in SCHEDULE if name in source.optimizer}
+    for length in ("decay", "warmup"):
+        if saved.get(f"lr_{length}_samples") is not None:  # the number of steps was derived from it
+            saved[f"lr_{length}_iters"] = None
+    reason = "the schedule of the checkpoint replaces it"
+    for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
+        if found.converted.pop(flag, None) is not None:
+            found.ignored[flag] = reason
+    for name in SCHEDULE:
+        given, typed = found.values.pop(name, None), found.spelling.pop(name, None)
+        if typed is not None and name in saved and given != saved[name]:
+            found.ignored[typed] = reason
+    for name in ("lr_decay_iters", "lr_decay_samples"):
+        if saved.get(name) is not None:
+            found.values[name], found.spelling[name] = saved[name], f"{name} {saved[name]} of {source.place}"
+    options = {option.name: option for _, option in all_options()}
+    changed = {name: value for name, value in saved.items() if value is not None and value != options[name].default}
+    listed = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in changed.items())
+    found.notes.append(f"learning-rate schedule of {source.place}: {listed}")
+    return {name: value for name, value in saved.items() if name not in found.values}
 
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:

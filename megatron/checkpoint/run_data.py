@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import config_file, flag_values
-from megatron.arguments.flag_values import Scan, options_in, scan
+from megatron.arguments.flag_values import options_in, scan
 from megatron.arguments.model_choice import choose
+from megatron.arguments.scan import Scan
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.checkpoint_args import source_of
 from megatron.checkpoint.manifest import newest_state

@@ -96,7 +96,8 @@ class Config:
     given: tuple[str, ...] = ()  # fields set by a flag
     repeated: tuple[str, ...] = ()  # flags given more than once; the last value holds
     notes: tuple[str, ...] = ()  # to be logged once at the start
-    neutral: Mapping[str, str] = field(default_factory=dict)  # flag or key that asks for what holds -> why it does
+    ignored: Mapping[str, str] = field(default_factory=dict)  # ignored flag or key -> why it has no effect
+    dropped: Mapping[str, str] = field(default_factory=dict)  # unknown flag dropped on request -> the warning
     shadowed: Mapping[str, str] = field(default_factory=dict)  # flag without effect because of another -> the reason
 
     def __post_init__(self) -> None:

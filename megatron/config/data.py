@@ -129,7 +129,7 @@ class DataConfig:
     tokenizer_path: str | None = option(
         None,
         "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
-        aliases=("--tokenizer-model", "--tokenizer-name-or-path"),
+        aliases=("--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file"),
         short="file or folder of the tokenizer",
     )
     eod_token: str | None = option(

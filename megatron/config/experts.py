@@ -177,18 +177,6 @@ def _evaluated(node: ast.AST) -> list[int] | int:
 
 # What cannot be.
 
-OF_OTHERS = frozenset(
-    "--enable-expert-tensor-parallelism --mlp-type --topk --disable-moe-token-dropping "
-    "--disable-moe-top2-2nd-expert-sampling --expert-interval --num-experts-switch --num-experts-teacher "
-    "--moe-loss-coeff --moe-expert-parallel-size --moe-train-capacity-factor --moe-eval-capacity-factor "
-    "--moe-min-capacity --moe-router-force-load-balancing --moe-router-force-biased "
-    "--moe-router-quantile-balancing-ema --moe-use-upcycling --moe-extended-tp --moe-input-jitter-eps "
-    "--moe-enable-routing-replay --moe-apply-probs-on-input --moe-latent-size "
-    "--moe-expert-rank-capacity-factor --moe-shared-expert-glu-interleave-size "
-    "--moe-mlp-glu-interleave-size --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype".split()
-)
-"""Flags of other trainers that a dense model may be given, and that would change the numbers of one with experts."""
-
 
 def expert_problems(config: Any) -> Iterator[str]:
     """Yield what cannot be of the experts of ``config``, a ``Config`` of a decoder."""
@@ -196,11 +184,6 @@ def expert_problems(config: Any) -> Iterator[str]:
     if not model.num_experts:
         return
     yield from _router_problems(model)
-    if others := [flag for flag in config.neutral if flag in OF_OTHERS]:
-        yield (
-            f"{', '.join(others)} would change the numbers of a model with experts, and cannot be done. Leave it out; "
-            "docs/flags.md has the --moe-* flags that act here"
-        )
     try:
         has = expert_layers(model.moe_layer_freq, model.num_layers)
         if not any(has):

@@ -36,7 +36,7 @@ class FamilyConfig:
     HOLDS: ClassVar[Mapping[str, str]] = {}
     """Flag of another section that does not act in this family -> why what it asks for holds here: it is accepted."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Flag of Megatron-LM -> what this family says in place of the row in ``megatron_flags.ROWS``."""
+    """Flag of another trainer -> the reason for rejecting it that replaces the note in ``foreign_flags.tsv``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Own fields that two runs must share for one's weights to fit the other."""
     REFITTED: ClassVar[tuple[str, ...]] = ()

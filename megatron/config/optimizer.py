@@ -107,6 +107,7 @@ class OptimizerConfig:
         "with --lr-decay-style wsd: how it decays, u from 0 to 1: linear 1 - u, cosine (1 + cos(pi u)) / 2, "
         "exponential 2 (1/2)^u - 1, minus_sqrt 1 - sqrt(u)",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        synonyms={"1-sqrt": "minus_sqrt"},
     )
     wsd_decay_fraction: float = option(
         0.1,

@@ -24,9 +24,14 @@ class RunConfig:
         "CPU it does so anyway",
         aliases=("--deterministic-mode",),
     )
-    log_interval: int = option(10, "steps between progress lines", minimum=1, short="steps between log lines")
+    log_interval: int = option(
+        10,
+        "steps between progress lines; 0: the first and the last step only",
+        minimum=0,
+        short="steps between log lines",
+    )
     exit_interval: int = option(
-        0, "save and stop when the step is a multiple of this", minimum=1, shown_default="never"
+        0, "save and stop when the step is a multiple of this; 0: never", minimum=0, shown_default="never"
     )
     kill_switch_path: str | None = option(
         None,
@@ -48,7 +53,14 @@ class RunConfig:
         "YAML, TOML or JSON file with flags, whose keys are their names; the config.json of a run folder repeats it",
         short="YAML, TOML or JSON file with flags",
     )
-    strict_flags: bool = option(False, "refuse flags and keys that ask for what holds anyway, or only tune elsewhere")
+    strict_flags: bool = option(
+        False, "reject ignored flags and keys of other trainers instead of listing them in the start table"
+    )
+    ignore_unknown_flags: bool = option(
+        False,
+        "drop unknown flags and keys of --config with a warning that names the nearest known flag, misspelt flags "
+        "included; without it they are errors",
+    )
     verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
     dry_run: bool = option(
         False,
@@ -71,7 +83,9 @@ class RunConfig:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield that the run would end with its first step."""
+        """Yield the problems of this section."""
+        if self.strict_flags and self.ignore_unknown_flags:
+            yield "--strict-flags and --ignore-unknown-flags exclude each other. Leave one of them out"
         if self.kill_switch_path is not None and not self.dry_run and os.path.exists(self.kill_switch_path):
             yield (
                 f"--kill-switch-path must name a file that is not there yet, got {self.kill_switch_path}, which is. "

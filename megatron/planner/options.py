@@ -14,9 +14,10 @@ from typing import Any
 
 from megatron import hub
 from megatron.arguments import config_file, parse
-from megatron.arguments.flag_values import Scan, all_options, scan
+from megatron.arguments.flag_values import all_options, scan
 from megatron.arguments.model_choice import PROGRAM, choose
 from megatron.arguments.parser import OneLineParser
+from megatron.arguments.scan import Scan
 from megatron.config import Config
 from megatron.config.family import DECODER_FAMILY
 from megatron.errors import ConfigError

@@ -122,6 +122,8 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
     screen = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
         log.info(note)
+    for warning in config.dropped.values():
+        log.warning(warning)
     rows = [*plan_rows(config, topology, bounds, dtype), *epoch_rows(config, topology.data)]
     screen.table("Plan (nothing was started)", rows)
     for problem in missing:
@@ -185,8 +187,10 @@ def plan_rows(
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield from _zero_rows(config, topology.data_context)
-    if config.neutral:
-        yield "holds anyway", neutral_text(config)
+    if config.ignored:
+        yield "ignored", ignored_text(config)
+    if config.dropped:
+        yield "dropped", f"unknown flags: {', '.join(config.dropped)}"
     if config.shadowed:
         yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
     if config.optimizer.optimizer == "muon":
@@ -228,15 +232,15 @@ def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     yield "sequence length", f"{first[2]}, {', '.join(each)}; pieces of the same samples"
 
 
-def neutral_text(config: Config) -> str:
-    """Return which flags and keys ask for what holds anyway: "3 flags and 1 key ask for what holds: ..."."""
-    flags = [name for name in config.neutral if name.startswith("--")]
-    keys = [name for name in config.neutral if not name.startswith("--")]
+def ignored_text(config: Config) -> str:
+    """Return the list of ignored flags and keys: "3 flags and 1 key have no effect: ..."."""
+    flags = [name for name in config.ignored if name.startswith("--")]
+    keys = [name for name in config.ignored if not name.startswith("--")]
     counts = [
         f"{len(names)} {word}{'s' * (len(names) > 1)}" for names, word in ((flags, "flag"), (keys, "key")) if names
     ]
-    verb = "asks" if len(config.neutral) == 1 else "ask"
-    return f"{' and '.join(counts)} {verb} for what holds: {', '.join([*flags, *keys])}"
+    verb = "has" if len(config.ignored) == 1 else "have"
+    return f"{' and '.join(counts)} {verb} no effect: {', '.join([*flags, *keys])}"
 
 
 def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:

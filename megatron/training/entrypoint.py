@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron import training
 from megatron.arguments import parse
-from megatron.arguments.flag_values import Scan
+from megatron.arguments.scan import Scan
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, elastic
 from megatron.errors import ConfigError, JobError, raise_all

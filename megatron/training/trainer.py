@@ -255,7 +255,8 @@ class Trainer:
     def is_log_step(self) -> bool:
         """Whether the numbers of this step are logged: once per interval, and those of the first step and the last."""
         run, step = self.config.run, self.samples.step
-        return step % run.log_interval == 0 or step in (1, self.last_step)
+        is_multiple = run.log_interval > 0 and step % run.log_interval == 0
+        return is_multiple or step in (1, self.last_step)
 
     def log(self, result: StepResult) -> None:
         """Bring the numbers of a step together. docs/seeing.md has each with its unit and formula."""

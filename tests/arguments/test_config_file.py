@@ -247,8 +247,8 @@ def test_two_keys_of_one_flag_are_an_error_that_names_both(tmp_path):
         ("data-path: [a, [b]]", "run.yaml:1: data-path must be a text, or a list of texts and numbers, got a list"),
         ("lr-decay-style: sine", "run.yaml:1: lr-decay-style must be one of"),
         ("config: b.yaml", "run.yaml:1: config must stand on the command line alone"),
-        ("enc-seq-length: 2", "run.yaml:1: --enc-seq-length is refused"),
-        ("mtp-num-layers: 2", "run.yaml:1: --mtp-num-layers is refused"),
+        ("enc-seq-length: 2", "run.yaml:1: --enc-seq-length is not supported"),
+        ("mtp-num-layers: 2", "run.yaml:1: --mtp-num-layers is not supported"),
         ("a: [", "run.yaml:1:5: must be YAML"),
         ("a: !!python/object:os.system {}", "run.yaml:1: unknown section a"),
         ("a: !run 1", "run.yaml:1: a value must have no tag, got !run"),
@@ -354,8 +354,8 @@ def test_a_repeated_run_begins_as_the_first_start_did_and_saves_elsewhere(tmp_pa
 @pytest.mark.parametrize("first", ["", "--train-samples 80 --fp32", "--optimizer sgd --data-path mock"])
 def test_settings_of_a_run_that_have_no_effect_are_no_flags_without_effect(tmp_path, first):
     text = written(tmp_path, f"--strict-flags {first}")
-    assert not again(tmp_path, text).neutral
-    with pytest.raises(ConfigError, match="^--muon-momentum 0.5 is refused by --strict-flags"):
+    assert not again(tmp_path, text).ignored
+    with pytest.raises(ConfigError, match="^--muon-momentum 0.5 is rejected by --strict-flags"):
         again(tmp_path, text, "--muon-momentum 0.5")
 
 

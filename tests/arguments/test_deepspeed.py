@@ -137,7 +137,6 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"bf16": {"enabled": true},\n "fp16": {"enabled": false,\n  "enabled": true}}', [":3:3:", "'enabled' again"]),
         ('{"gradient_clipping": NaN}', ["finite, got NaN"]),
         ('{\n "gradient_cliping": 1}', [":2:2:", "unknown key gradient_cliping; did you mean gradient_clipping?"]),
-        ('{"qqqq": 1}', [":1:2:", "unknown key qqqq", "remove it"]),
         ('{"fp16": {"enabled": true, "loss_scal": 1}}', ["did you mean loss_scale?", "in fp16"]),
         ('{"fp16": {"auto_scale": true}}', ["unknown key auto_scale in fp16", "fp16 here takes"]),
         ('{"fp16": true}', ["fp16 must be an object"]),
@@ -155,12 +154,12 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
             '{"zero_optimization": {"stage": 0, "overlap": true}}',
             ["unknown key overlap", "ZeRO here takes stage"],
         ),
-        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
+        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is not supported", "--lr-decay-style"]),
         (
             '{"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen"}}',
-            ["curriculum_learning is refused", "lose their tokens", "--seq-length-schedule"],
+            ["curriculum_learning is not supported", "lose their tokens", "--seq-length-schedule"],
         ),
-        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
+        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "Muon, got 'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),
         (
             '{"pipeline": {"activation_checkpoint_intervall": 1}}',
@@ -179,11 +178,6 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"flops_profiler": {"module_depth": -2}}', ["module_depth must be an integer of at least -1, got -2"]),
         ('{"comms_logger": {"prof_ops": "all"}}', ["comms_logger.prof_ops must be a list of texts, got 'all'"]),
         ('{"timers": {"throughput": {"enable": true}}}', [":1:28:", "did you mean enabled? in timers.throughput"]),
-        (
-            '{"activation_checkpointing": {"number_checkpoints": 4}}',
-            [":1:31:", "number_checkpoints must be null: the buffer has room for the layers of a stage", "got 4"],
-        ),
-        ('{"activation_checkpointing": {"profile": true}}', ["profile must be false: nothing waits", "got True"]),
         ('{"activation_checkpointing": {"cpu": true}}', ["activation_checkpointing takes partition_activations"]),
         ('{"optimizer": {"params": {"betas": [0.9, 2]}}}', ["betas[1] in the JSON must be", "got 2"]),
     ],
@@ -197,7 +191,7 @@ def test_a_file_that_cannot_be_used_is_told_with_its_place(tmp_path, text, parts
 
 
 def test_all_problems_of_a_file_are_told_at_once(tmp_path):
-    message = error_of(tmp_path, {"scheduler": {}, "typo": 1, "train_batch_size": "8"}, "--lr 0")
+    message = error_of(tmp_path, {"scheduler": {}, "zero_optimisation": 1, "train_batch_size": "8"}, "--lr 0")
     assert message.startswith("4 problems")
 
 

@@ -107,7 +107,7 @@ def test_a_given_vocabulary_replaces_the_default_tokenizer(tmp_path):
         ("--lrr 1", "MEGATRON_DEFAULTS: unknown flag --lrr"),
         ("--lr x", "MEGATRON_DEFAULTS: --lr must be a finite number"),
         ("--lr '1", "MEGATRON_DEFAULTS must be flags as a shell reads them"),
-        ("--mask-prob 1", "MEGATRON_DEFAULTS: --mask-prob is refused"),
+        ("--mask-prob 1", "MEGATRON_DEFAULTS: --mask-prob is not supported"),
     ],
 )
 def test_a_bad_default_names_the_variable(recipe, message):

@@ -93,11 +93,11 @@ def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, wor
 )
 def test_what_asks_for_what_the_other_flags_make_hold_is_neutral(line, named):
     config = read(line)
-    assert ", ".join(config.neutral) == named and config.notes == ()
+    assert ", ".join(config.ignored) == named and config.notes == ()
     if "scale" in line:
         assert config.precision == read(line.split()[0]).precision
     assert not config.parallel.sequence_parallel and not config.parallel.partition_activations
-    with pytest.raises(ConfigError, match="is refused by --strict-flags"):
+    with pytest.raises(ConfigError, match="is rejected by --strict-flags"):
         read(f"{line} --strict-flags")
 
 

@@ -1,4 +1,4 @@
-"""Every flag of CPM-Pretrain and Megatron-LM is honoured, an alias, neutral, converted, or refused; none is silent."""
+"""The table of other trainers' flags: every row has the effect that it states, and every flag of CPM has one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,48 @@ from types import ModuleType
 
 import pytest
 
-from megatron.arguments import flags_doc
-from megatron.arguments.flag_values import all_options, options_in, refusals
-from megatron.arguments.megatron_flags import CONVERTED_ROWS, CPM_FLAGS, NEUTRAL_ROWS, REFUSED_FLAGS, REFUSED_ROWS, ROWS
+from megatron.arguments import flags_doc, translate
+from megatron.arguments.flag_values import all_options, options_in, rejected_flags
+from megatron.arguments.foreign_flags import (
+    BY_VALUE,
+    CONVERTED,
+    DENSE_ONLY,
+    IGNORED,
+    REJECTED,
+    TABLE,
+    ForeignFlag,
+    flags_with,
+    foreign_flags,
+)
 from megatron.config import OptimizerConfig, parse
 from megatron.config.option import options_of
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+DOCS = Path(__file__).parents[2] / "docs"
+CPM_FLAGS = """
+--num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size
+--num-attention-heads --max-position-embeddings --make-vocab-size-divisible-by --layernorm-epsilon
+--apply-residual-connection-post-layernorm --openai-gelu --onnx-safe --attention-dropout --hidden-dropout --weight-decay
+--clip-grad --adam-beta1 --adam-beta2 --adam-eps --batch-size --gas --checkpoint-activations
+--distribute-checkpointed-activations --checkpoint-num-layers --train-iters --log-interval --exit-interval
+--tensorboard-dir --scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion
+--bias-dropout-fusion --hidden-bias --cpu-optimizer --cpu_torch_adam --seed --init-method-std --lr --lr-decay-style
+--lr-decay-iters --min-lr --warmup --override-lr-scheduler --use-checkpoint-lr-scheduler --save --save-interval
+--no-save-optim --no-save-rng --load --no-load-optim --no-load-rng --finetune --fp16 --apply-query-key-layer-scaling
+--attention-softmax-in-fp32 --fp32-allreduce --hysteresis --loss-scale --loss-scale-window --min-scale
+--fp16-lm-cross-entropy --model-parallel-size --pipe-parallel-size --distributed-backend --local_rank --lazy-mpu-init
+--use-cpu-initialization --eval-iters --eval-interval --data-path --split --vocab-file --merge-file --seq-length
+--enc-seq-length --dec-seq-length --mask-prob --short-seq-prob --mmap-warmup --num-workers --tokenizer-type --data-impl
+--reset-position-ids --reset-attention-mask --eod-mask-loss --adlr-autoresume --adlr-autoresume-interval --ict-head-size
+--ict-load --bert-load --titles-data-path --query-in-block-prob --use-one-sent-docs --report-topk-accuracies
+--faiss-use-gpu --block-data-path --indexer-batch-size --indexer-log-interval --zero-reduce-scatter
+--zero-contigious-gradients --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
+--checkpoint-in-cpu --synchronize-each-layer --profile-backward --deepspeed --deepspeed_config --deepscale
+--deepscale_config --deepspeed_mpi
+""".split()
+"""The flags of CPM-Pretrain, in the order of its --help."""
+IGNORED_ROWS = list(flags_with(IGNORED, BY_VALUE, DENSE_ONLY))
 OURS = {flag: option for _, option in all_options() for flag in option.flags}
 ACTING = [
     (name, flag)
@@ -297,21 +330,47 @@ def test_no_flag_that_people_use_is_unknown():
         assert flags_doc.classify(flag)[1], flag
 
 
-def test_a_flag_has_one_row():
-    listed = [row.flag for row in (*NEUTRAL_ROWS, *CONVERTED_ROWS, *REFUSED_ROWS)]
-    assert len(listed) == len(set(listed)) == len(ROWS)
+def test_the_table_has_one_sorted_row_per_flag():
+    lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
+    listed = [line.split("\t")[0] for line in lines]
+    assert listed == sorted(listed, key=lambda flag: (flag.lower(), flag)) and len(listed) == len(foreign_flags())
     assert not set(listed) & set(OURS)
 
 
-def test_what_to_use_instead_is_there():
-    """Of every flag that a reason names."""
+@pytest.mark.parametrize("rule", [IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED])
+def test_the_columns_of_a_rule_are_filled(rule: str):
+    rows = list(flags_with(rule))
+    assert rows
+    for row in rows:
+        assert row.programs and set(row.programs) <= set(flags_doc.PROGRAMS), row
+        assert row.value in ("", "int", "float", "str", "str*", "any") and row.note, row
+        assert bool(row.target) == (rule in (BY_VALUE, CONVERTED)), row
+        assert bool(row.otherwise) == (rule == BY_VALUE) or rule == CONVERTED, row
+
+
+def test_every_row_has_a_known_rule():
+    assert len(list(flags_with(IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED))) == len(foreign_flags())
+
+
+def test_every_target_names_fields_and_conversions_that_exist():
+    targets = [target for row in flags_with(CONVERTED) for target in row.targets]
+    assert {field for target in targets for field in target.fields} <= {option.name for option in OURS.values()}
+    functions = {target.function for target in targets} - {""}
+    assert functions == {*translate.CONVERSIONS, *translate.LATER}
+    constants = [target for target in targets if target.value and not target.function]
+    options = {option.name: option for option in OURS.values()}
+    for target in constants:
+        values = target.choices.values() or [translate._typed(target)]
+        assert [options[target.fields[0]].problem(value) for value in values] == [None] * len(values), target
+
+
+def test_every_alternative_that_a_note_names_exists():
     reasons = [
-        *(text for row in ROWS.values() for text in (row.about, row.otherwise)),
+        *(text for row in foreign_flags().values() for text in (row.note, row.otherwise)),
         *(why for family in FAMILIES.values() for why in family.config.REFUSED.values()),
     ]
     named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
-    assert named - set(OURS) - set(ROWS) == {"--max-restarts"}  # the launcher's
-    assert {flag for row in CONVERTED_ROWS for flag in row.fields} <= {option.name for option in OURS.values()}
+    assert named - set(OURS) - set(foreign_flags()) == {"--max-restarts"}  # the launcher's
 
 
 @functools.cache
@@ -340,58 +399,61 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch)
     assert option.name in config.given
 
 
-def words_of(row) -> list[str]:
-    """Return the row's flag with a value that asks for what holds, where it takes one."""
-    return [row.flag, *([row.holds[0] if row.holds else "3"] if row.num_values else [])]
+def words_of(row: ForeignFlag) -> list[str]:
+    """Return the row's flag with an accepted value, if it takes one."""
+    accepted = row.target.split() if row.rule == BY_VALUE else ["3"]
+    return [row.flag, *(accepted[:1] if row.value else [])]
 
 
-def test_what_is_neutral_is_accepted_and_named_unless_flags_are_strict():
+def test_an_ignored_flag_is_accepted_and_listed_unless_flags_are_strict():
     for words in (
-        [word for row in NEUTRAL_ROWS for word in words_of(row)],
-        [word for row in NEUTRAL_ROWS for word in ["=".join(words_of(row))]],
+        [word for row in IGNORED_ROWS for word in words_of(row)],
+        [word for row in IGNORED_ROWS for word in ["=".join(words_of(row))]],
     ):
         config = parse(words, world_size=1, env={})
-        assert [name.split()[0] for name in config.neutral] == [row.flag for row in NEUTRAL_ROWS]
-        assert list(config.neutral.values()) == [row.about for row in NEUTRAL_ROWS]
+        assert [name.split()[0] for name in config.ignored] == [row.flag for row in IGNORED_ROWS]
+        assert list(config.ignored.values()) == [row.note for row in IGNORED_ROWS]
         with pytest.raises(ConfigError) as caught:
             parse([*words, "--strict-flags"], world_size=1, env={})
-        assert str(caught.value).count("is refused by --strict-flags") == len(NEUTRAL_ROWS)
+        assert str(caught.value).count("is rejected by --strict-flags") == len(IGNORED_ROWS)
 
 
-def test_a_neutral_flag_takes_as_many_values_as_its_row_says():
-    for row in NEUTRAL_ROWS:
-        words, message = ([row.flag, "3"], "takes no value") if row.num_values == 0 else ([row.flag], "needs a value")
+def test_an_ignored_flag_takes_as_many_values_as_its_row_states():
+    for row in [row for row in IGNORED_ROWS if row.value != "any"]:
+        words, message = ([row.flag, "3"], "takes no value") if not row.value else ([row.flag], "needs a value")
         with pytest.raises(ConfigError, match=f"^{row.flag} {message}"):
             parse(words, world_size=1, env={})
 
 
-def test_other_values_of_a_neutral_flag_are_refused_with_the_way_out():
-    held = [row for row in NEUTRAL_ROWS if row.holds]
-    assert len(held) > 10
-    for row in held:
+def test_other_values_of_a_flag_are_rejected_with_advice():
+    rows = list(flags_with(BY_VALUE))
+    assert len(rows) > 10
+    for row in rows:
         with pytest.raises(ConfigError) as caught:
             parse([row.flag, "7"], world_size=1, env={})
-        assert str(caught.value) == f"{row.flag} 7 is refused: {row.otherwise}"
+        assert str(caught.value) == f"{row.flag} 7 is not supported: {row.otherwise}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_refused_flag_ends_the_start_with_its_reason(family, pytestconfig):
+def test_every_rejected_flag_ends_the_start_with_its_reason(family, pytestconfig):
     """However it is written; in the short run each in one way by turns, but for GPT-2's."""
     is_whole = family == "gpt2" or pytestconfig.getoption("--all")
-    for number, (flag, reason) in enumerate(refusals(family).items()):
+    for number, (flag, reason) in enumerate(rejected_flags(family).items()):
         ways = ([flag], [flag, "3"], [f"{flag}=3"])
         for words in ways if is_whole else ways[number % 3 :][:1]:
             with pytest.raises(ConfigError) as caught:
                 parse(words, world_size=1, env={}, family=family)
-            assert str(caught.value) == f"{flag} is refused: {reason}"
+            assert str(caught.value) == f"{flag} is not supported: {reason}"
 
 
-def test_a_family_refuses_its_own_list_and_what_acts_in_the_other_only():
+def test_a_family_rejects_its_own_list_and_flags_of_other_families():
     for name, family in FAMILIES.items():
         foreign = set(OURS) - {flag for option in options_in(name) for flag in option.flags}
         foreign -= set(family.config.HOLDS)
-        assert set(refusals(name)) == set(REFUSED_FLAGS) | foreign | set(family.config.REFUSED)
-        assert set(family.config.REFUSED) <= set(ROWS) | set(OURS)
+        assert set(rejected_flags(name)) == {row.flag for row in flags_with(REJECTED)} | foreign | set(
+            family.config.REFUSED
+        )
+        assert set(family.config.REFUSED) <= set(foreign_flags()) | set(OURS)
         assert all(family.advice(OURS[flag]) for flag in foreign)
 
 
@@ -402,7 +464,30 @@ def test_advice_is_of_flags_that_do_not_act():
         assert set(family.config.ADVICE) <= fields - acting
 
 
-def test_the_document_is_what_the_table_says():
-    assert DOCUMENT.read_text(encoding="utf-8") == flags_doc.text(), (
-        "docs/flags.md is old: run python -m megatron.arguments.flags_doc > docs/flags.md"
+def test_the_generated_pages_are_up_to_date():
+    assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_doc.text(), (
+        "docs/flags.md is outdated: run python -m megatron.arguments.flags_doc > docs/flags.md"
     )
+    assert (DOCS / "other_flags.md").read_text(encoding="utf-8") == flags_doc.other_text(), (
+        "docs/other_flags.md is outdated: run python -m megatron.arguments.flags_doc other > docs/other_flags.md"
+    )
+
+
+@pytest.mark.parametrize("flags", ["--moe-expert-parallel-size 2", "--topk 2", "--moe-input-jitter-eps 0.1"])
+def test_a_dense_only_flag_is_rejected_with_experts(flags: str):
+    assert list(parse(flags.split(), world_size=1, env={}).ignored) == flags.split()[:1]
+    with pytest.raises(
+        ConfigError, match=f"^not supported with --num-experts, since the results would change: {flags.split()[0]}"
+    ):
+        parse([*flags.split(), "--num-experts", "4"], world_size=1, env={})
+
+
+def test_a_run_without_foreign_flags_does_not_read_the_table(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise AssertionError("the table was read")
+
+    for module in ("flag_values", "translate", "precedence", "config_file"):
+        monkeypatch.setattr(f"megatron.arguments.{module}.foreign_flags", fail)
+    parse(["--num-layers", "2", "--lr", "0.1"], world_size=1, env={})
+    with pytest.raises(SystemExit):
+        parse(["--help-all"], world_size=1, env={})

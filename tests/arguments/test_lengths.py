@@ -48,7 +48,7 @@ def test_a_limit_of_tokens_leaves_the_decay_as_long_as_the_steps_that_were_given
 def test_tokens_take_the_place_of_samples_as_in_megatron_deepspeed() -> None:
     config = read("--train-samples 1600 --lr-decay-samples 1000 --lr-decay-tokens 20480")
     assert config.optimizer.lr_decay_samples == 1280
-    assert config.neutral == {"--lr-decay-samples 1000": "--lr-decay-tokens takes its place"}
+    assert config.ignored == {"--lr-decay-samples 1000": "--lr-decay-tokens takes its place"}
 
 
 def test_lengths_of_a_recipe_step_back() -> None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron.arguments import config_from_values
-from megatron.arguments.flag_values import all_options, refusals, scan, unknown
+from megatron.arguments.flag_values import all_options, rejected_flags, scan, unknown
 from megatron.arguments.parser import help_text
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
@@ -117,7 +117,7 @@ def test_the_last_of_a_repeated_flag_holds_and_is_named():
 
 def test_what_always_holds_is_accepted_and_named():
     config = read("--deepspeed --attention-softmax-in-fp32")
-    assert list(config.neutral) == ["--deepspeed", "--attention-softmax-in-fp32"] and config.notes == ()
+    assert list(config.ignored) == ["--deepspeed", "--attention-softmax-in-fp32"] and config.notes == ()
 
 
 def test_a_users_own_flags_and_defaults_pass_through():
@@ -152,12 +152,12 @@ def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
     assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help-all lists all flags"
 
 
-@pytest.mark.parametrize("flag", [*(f"{flag[:-1]}{flag[-2]}" for flag in refusals("gpt2")), "--learning-rate"])
+@pytest.mark.parametrize("flag", [*(f"{flag[:-1]}{flag[-2]}" for flag in rejected_flags("gpt2")), "--learning-rate"])
 def test_only_what_is_accepted_is_suggested(flag: str):
-    """--learning-rate was taken for --actor-learning-rate, which is refused."""
+    """--learning-rate was taken for --actor-learning-rate, which is not supported."""
     (problem,) = scan([flag]).problems
     suggested = problem.partition("did you mean ")[2].rstrip("?")
-    assert "unknown flag" not in problem or suggested not in refusals("gpt2")
+    assert "unknown flag" not in problem or suggested not in rejected_flags("gpt2")
     assert flag != "--learning-rate" or suggested == "--lr"
 
 
@@ -219,7 +219,7 @@ def test_a_trace_of_the_pipeline_without_a_folder_is_for_the_run_folder():
         ("--eval-only", ["--eval-only needs a checkpoint"]),
         ("--partition-method type:(", ["needs a regular expression"]),
         ("--partition-method even", ["one of balanced, uniform, parameters, profile, or type:REGEX, got 'even'"]),
-        ("--mask-prob 0.1", ["--mask-prob is refused", "BERT"]),
+        ("--mask-prob 0.1", ["--mask-prob is not supported", "BERT"]),
         ("--data-impl lazy", ["one of mmap, pread, got 'lazy'"]),
         ("--hidden-size 64 --num-attention-heads 5", ["64 and 5", "one of [1, 2, 4, 8, 16] heads"]),
     ],

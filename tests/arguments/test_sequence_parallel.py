@@ -47,7 +47,7 @@ def test_what_it_cannot_go_with_is_refused(line, family, parts):
 
 def test_one_tensor_rank_switches_it_off():
     config = read("--sequence-parallel --num-attention-heads 4")
-    assert not config.parallel.sequence_parallel and list(config.neutral) == ["--sequence-parallel"]
+    assert not config.parallel.sequence_parallel and list(config.ignored) == ["--sequence-parallel"]
 
 
 def test_all_that_is_wrong_is_told_at_once():

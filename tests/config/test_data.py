@@ -65,7 +65,7 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
     a, _ = corpora
     gone = str(tmp_path / "gone")
     words = ["--data-path", "0.7", a, "0.3", gone, "--train-data-path", "1", a, "--mixture-schedule", "5: 1"]
-    message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", a)
+    message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", "0.5", a)
     for part in (
         f"--data-path must name token files that can be read, got --data-path {gone}, without {gone}.idx and",
         "--data-path, which --split cuts into three, excludes --train-data-path, --test-data-path",
@@ -171,7 +171,7 @@ def test_a_path_with_a_space_that_reads_as_a_weight_is_told(tmp_path: Path, monk
 
 def test_flags_of_gpt2_alone_are_refused_by_t5() -> None:
     for words in (("--packing", "concat"), ("--fim-rate", "0.1"), ("--fim-spm-rate", "1")):
-        assert f"{words[0]} is refused: T5" in error_of(*words, family="t5")
+        assert f"{words[0]} is not supported: T5" in error_of(*words, family="t5")
 
 
 def test_documents_are_apart_with_the_mask_or_with_best_fit() -> None:

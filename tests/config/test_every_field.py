@@ -52,8 +52,8 @@ from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
-from megatron.training import data as training_data
 from megatron.training import (
+    batch_iterators,
     fused_kernels,
     global_vars,
     optimizer_setup,
@@ -62,6 +62,7 @@ from megatron.training import (
     start_table,
     vocabulary,
 )
+from megatron.training import data as training_data
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
@@ -184,6 +185,7 @@ READ_IN = {
     "exit_duration_in_mins": "training/train.py",
     "kill_switch_path": "training/train.py",
     "strict_flags": "arguments/parser.py",
+    "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",
     "verbose_deepspeed": "training/setup.py",
     "dry_run": "training/entrypoint.py",
@@ -371,7 +373,7 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    batch_iterators.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
@@ -405,7 +407,7 @@ def guard(config: Config) -> Any:
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
     setup.compile_layers = lambda *_, **__: compiled.append(True)
-    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    optimizer_setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
     global_vars.set_current(config, stand_in(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)

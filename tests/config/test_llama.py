@@ -59,8 +59,8 @@ def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identi
         ("--num-query-groups 0", "--num-query-groups must be a positive integer, got 0"),
         ("--kv-hidden-size 5", "must be even for rotary positions, which turn pairs of numbers, got 5"),
         (
-            "--rotary-scaling-factor 2",
-            "--rotary-scaling-factor acts with --rotary-scaling linear or llama3 or yarn only",
+            "--rotary-low-frequency-factor 2",
+            "--rotary-low-frequency-factor acts with --rotary-scaling llama3 only",
         ),
         (
             "--rotary-scaling linear --rotary-original-positions 64",

@@ -95,7 +95,7 @@ def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
 
 def test_relative_positions_have_no_end_so_a_number_of_them_is_neutral():
     config = read("--enc-seq-length 64 --max-position-embeddings 512")
-    assert list(config.neutral) == ["--max-position-embeddings"] and config.model.has_relative_positions
+    assert list(config.ignored) == ["--max-position-embeddings"] and config.model.has_relative_positions
     assert config.model.max_position_embeddings == 0
 
 
@@ -105,7 +105,7 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
     assert (config.model.position_embedding_type, config.model.max_position_embeddings) == ("learned_absolute", 80)
     assert (config.model.activation, config.model.hidden_bias) == ("gelu-tanh", True)
     assert (config.optimizer.lr_decay_style, config.optimizer.warmup) == ("linear", 0.0)
-    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.neutral
+    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.ignored
     assert read(f"{lengths} --position-embedding-type relative").model.has_relative_positions
     assert read(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
 
@@ -216,7 +216,7 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
 )
 def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
     message = error_of(flag)
-    assert message.startswith(f"{flag.split()[0]} is refused: ") and expected in message
+    assert message.startswith(f"{flag.split()[0]} is not supported: ") and expected in message
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
 def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
     with pytest.raises(ConfigError) as caught:
         parse(flag.split(), world_size=1, env={})
-    assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{flag.split()[0]} is not supported: ") and message in str(caught.value)
 
 
 def test_positions_of_the_other_kind_of_model_are_refused():
@@ -245,9 +245,11 @@ def test_positions_of_the_other_kind_of_model_are_refused():
 
 
 def test_defaults_of_the_other_model_are_told():
-    with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is refused: T5 has two"):
+    with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is not supported: T5 has two"):
         parse([], world_size=1, env={}, family="t5", defaults={"seq_length": 4})
-    assert "MEGATRON_DEFAULTS: --seq-length is refused" in error_of("", env={"MEGATRON_DEFAULTS": "--seq-length 4"})
+    assert "MEGATRON_DEFAULTS: --seq-length is not supported" in error_of(
+        "", env={"MEGATRON_DEFAULTS": "--seq-length 4"}
+    )
 
 
 def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):

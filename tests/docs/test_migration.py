@@ -18,12 +18,12 @@ PAGES = {
 WORDS = {
     "the same": "same",
     "相同": "same",
-    "neutral": "neutral",
-    "中性": "neutral",
+    "ignored": "ignored",
+    "忽略": "ignored",
     "converted": "converted",
     "换算": "converted",
-    "refused": "refused",
-    "拒绝": "refused",
+    "rejected": "rejected",
+    "拒绝": "rejected",
 }
 FLAG = r"--[a-z][\w-]*"
 
@@ -38,11 +38,11 @@ def rows(page: Path, heading: str) -> list[list[str]]:
 
 
 def class_of(flag: str) -> tuple[str, str]:
-    """Return "same", "neutral", "converted", "refused" or the flag that it is another name of; and the reason."""
+    """Return "same", "ignored", "converted", "rejected" or the flag of which it is an alias; and the reason."""
     kind, about = classify(flag)
     if kind == "alias":
         return about.removeprefix("of ").strip("`"), ""
-    return ("same" if kind == "honoured" else kind), about
+    return {"ours": "same", "by-value": "ignored", "dense-only": "ignored"}.get(kind, kind), about
 
 
 @every_page
@@ -57,9 +57,9 @@ def test_each_flag_is_what_the_command_line_makes_of_it(page: Path) -> None:
 
 
 @every_page
-def test_what_a_refused_flag_is_replaced_by_is_what_its_error_says(page: Path) -> None:
+def test_the_page_names_the_alternatives_that_the_error_names(page: Path) -> None:
     for theirs, here, about in rows(page, PAGES[page][0]):
-        if WORDS.get(here) == "refused":
+        if WORDS.get(here) == "rejected":
             reasons = " ".join(class_of(flag)[1] for flag in re.findall(FLAG, theirs))
             documented = set(re.findall(FLAG, re.sub(r"`--[\w-]+ \d`", "", about)))
             assert documented <= set(re.findall(FLAG, reasons)), theirs

@@ -221,9 +221,9 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert "--toy-size" not in help_text(family="gpt2", is_whole=True)
     assert "bash run_gpt2.sh --model toy" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
-    assert refused("--hidden-bias", "toy") == "--hidden-bias is refused: a toy has no biases; leave it out"
-    assert refused("--swiglu", "toy") == "--swiglu is refused: a toy is simple; leave it out"
-    assert refused("--toy-size 5", "llama") == "--toy-size is refused: it is for toys; leave it out"
+    assert refused("--hidden-bias", "toy") == "--hidden-bias is not supported: a toy has no biases; leave it out"
+    assert refused("--swiglu", "toy") == "--swiglu is not supported: a toy is simple; leave it out"
+    assert refused("--toy-size 5", "llama") == "--toy-size is not supported: it is for toys; leave it out"
     assert parse(["--num-query-groups", "1"], world_size=1, env={}, family="toy").model.num_query_groups == 1
 
 

@@ -66,7 +66,7 @@ def test_momentum_survives_a_state_dict() -> None:
 def test_states_are_named_by_what_they_hold(line: str, state: str) -> None:
     config = parse(f"--optimizer sgd {line}".split(), world_size=1, env={})
     assert config.optimizer.state_type == state
-    assert ("--sgd-momentum 0.9" in config.neutral) == (state == "adamw")
+    assert ("--sgd-momentum 0.9" in config.ignored) == (state == "adamw")
 
 
 @pytest.mark.parametrize(

@@ -163,4 +163,4 @@ def test_a_plan_for_many_ranks_names_the_wrong_flags(tmp_path: Path) -> None:
 
     codes, *_ = fork_ranks(1, start, init=False)
     text = (tmp_path / "log").read_text()
-    assert codes == [2] and "--multi-latent-attention is refused" in text and "RANK" not in text, (codes, text)
+    assert codes == [2] and "--multi-latent-attention is not supported" in text and "RANK" not in text, (codes, text)

@@ -41,6 +41,8 @@ class Console(Callback):
         trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
+        for warning in config.dropped.values():
+            log.warning(warning)
         read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
         monitor = trainer.find(SpeedMonitor)
         rows = start_table.start_rows(

@@ -128,8 +128,8 @@ def test_megatrons_names_mean_what_they_mean_there(words: str, hidden: int, head
         ("--mup-base-hidden-size 8 --optimizer sgd", "gpt2", "divides learning rates as AdamW needs it"),
         ("--mup-base-hidden-size 8 --dim-model-base 4", "gpt2", "both say what logits are multiplied with"),
         ("--mup-base-head-dim 4 --softmax-scale 0.5", "gpt2", "Leave one of them out"),
-        ("--mup-output-mult 0.5", "gpt2", "use that, or leave it out"),
-        ("--mup-attn-scale-power 0.5", "gpt2", "--mup-attn-scale-power 0.5 is refused"),
+        ("--mup-output-mult 0.5", "gpt2", "use --dim-model-base"),
+        ("--mup-attn-scale-power 0.5", "gpt2", "--mup-attn-scale-power 0.5 is not supported"),
         ("--scaling-recipe depth_mup", "gpt2", "must be mup or none"),
     ],
 )

@@ -57,7 +57,7 @@ def test_each_prompt_gets_the_same_text_in_every_layout(
 
 
 def test_a_model_that_writes_no_text_takes_no_prompts() -> None:
-    with pytest.raises(ConfigError, match="--sample-prompts is refused: BERT .* writes no text"):
+    with pytest.raises(ConfigError, match="--sample-prompts is not supported: BERT .* writes no text"):
         parse(["--sample-prompts", "The"], world_size=1, env={}, family="bert")
 
 

@@ -1,0 +1,103 @@
+"""The "scheduler" section of DeepSpeed's JSON: WarmupLR, WarmupDecayLR and WarmupCosineLR with a linear warm-up.
+
+A section whose params are all "auto" has no effect: the flags determine the schedule. Every other schedule, the
+logarithmic warm-up that DeepSpeed defaults to included, is not supported.
+
+A step has the learning rate that DeepSpeed has two steps later, where the first two updates have the rate 0. In the
+decay of WarmupCosineLR the difference is one step.
+
+Source: DeepSpeed, runtime/lr_schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+AUTO = "auto"
+START = ("warmup_min_lr", "warmup_min_ratio")
+"""Parameters for the learning rate at step 0, which must be 0."""
+
+
+class Scheduler(NamedTuple):
+    """A type of scheduler.
+
+    Args:
+        style: value of --lr-decay-style.
+        params: parameter -> its default; None if there is none.
+    """
+
+    style: str
+    params: Mapping[str, Any]
+
+
+_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
+SCHEDULERS = {
+    "WarmupLR": Scheduler("constant", {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": None}),
+    "WarmupDecayLR": Scheduler(
+        "linear", {**_WARMUP, "total_num_steps": None, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3}
+    ),
+    "WarmupCosineLR": Scheduler(
+        "cosine", {**_WARMUP, "total_num_steps": None, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4}
+    ),
+}
+
+
+def is_supported(section: Any) -> bool:
+    """Return True if the section is of a supported type and has a linear warm-up."""
+    if not isinstance(section, dict) or section.get("type") not in SCHEDULERS:
+        return False
+    params = section.get("params")
+    return isinstance(params, dict) and params.get("warmup_type") == "linear"
+
+
+def problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of the parameters of a supported section."""
+    name = section["type"]
+    known, params = SCHEDULERS[name].params, section["params"]
+    for key, value in params.items():
+        where = f"scheduler.params.{key}"
+        if key not in known:
+            yield f"{where} is no parameter of {name}: it takes {', '.join(known)}"
+        elif key == "warmup_type" or value == AUTO:
+            continue
+        elif not isinstance(value, (int, float)) or isinstance(value, bool):
+            yield f"{where} must be a number, got {value!r}"
+        elif key in START and value != 0:
+            yield f"{where} {value} is not supported: the warm-up starts at 0. Use 0"
+        elif key == "last_batch_iteration" and value != -1:
+            yield f"{where} {value} is not supported: a checkpoint determines the step. Use -1"
+        elif key.endswith("num_steps") and (value < 1 or value != int(value)):
+            yield f"{where} must be a positive integer, got {value}"
+    if "total_num_steps" in known and "total_num_steps" not in params:
+        yield f"scheduler.params.total_num_steps is required by {name}"
+
+
+def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
+    """Return field -> (key, value) of the section; {} without a supported one.
+
+    Args:
+        lr: learning rate that the flags or the optimizer section give.
+    """
+    section: dict[str, Any] = json.get("scheduler") or {}
+    if not is_supported(section):
+        return {}
+    style, known = SCHEDULERS[section["type"]]
+    params = {**known, **section["params"]}
+    found: dict[str, tuple[str, Any]] = {"lr_decay_style": ("scheduler.type", style)}
+
+    if style == "linear":
+        found["min_lr"] = ("scheduler.type", 0.0)
+    for key, value in params.items():
+        if value in (AUTO, None):
+            continue
+        where = f"scheduler.params.{key}"
+        if key == "warmup_max_lr":
+            found["lr"] = (where, value)
+        elif key == "warmup_num_steps":
+            found["lr_warmup_iters"] = (where, max(2, int(value)))
+        elif key == "total_num_steps":
+            found["lr_decay_iters"] = (where, int(value))
+        elif key == "cos_min_ratio":
+            found["min_lr"] = (where, lr * value)
+    return found

@@ -1,0 +1,141 @@
+"""Flags of Megatron-LM, Megatron-DeepSpeed, BigScience and CPM that are not flags of ours: ``foreign_flags.tsv``.
+
+Flags that set a single field of ours under another name are aliases of that field (``megatron/config/*.py``). All
+others have a row in the table.
+
+| rule | effect |
+|---|---|
+| ignored | accepted without effect and listed in the start table; ``--strict-flags`` rejects it |
+| by-value | ignored with the values in ``target``; an error with any other value |
+| dense-only | ignored in a model without experts; an error with ``--num-experts`` |
+| converted | sets the fields in ``target`` |
+| rejected | an error: it would change the results and is not supported |
+
+A target is a list of items: ``field`` takes the flag's value, ``field=VALUE`` sets a constant,
+``field=WORD:VALUE,WORD:VALUE`` maps the flag's value, ``field?=VALUE`` sets a constant unless the field has a value,
+and ``function:field,field`` names a conversion of ``translate`` and the fields that it sets. ``*`` at the end of
+a flag's name stands for any text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED = "ignored", "by-value", "dense-only", "converted", "rejected"
+TABLE = Path(__file__).with_name("foreign_flags.tsv")
+
+
+class Target(NamedTuple):
+    """One item of a target.
+
+    Args:
+        fields: fields that are set.
+        function: name of the function that sets them; "" for none.
+        value: constant, or WORD:VALUE pairs; "" for the flag's value.
+        yields: a value from another flag takes precedence.
+    """
+
+    fields: tuple[str, ...]
+    function: str = ""
+    value: str = ""
+    yields: bool = False
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Value of the flag -> value of the field; empty for a constant."""
+        pairs = [pair.partition(":") for pair in self.value.split(",")]
+        return {word: value for word, colon, value in pairs if colon}
+
+
+@dataclass(frozen=True)
+class ForeignFlag:
+    """A row of the table.
+
+    Args:
+        programs: trainers that have the flag.
+        value: type of its value: "" (none), int, float, str, "str*" (one word or more), or "any" (any number of words).
+        target: accepted values (by-value), or the fields that it sets (converted).
+        note: reason, or meaning of the conversion, as shown to the user.
+        otherwise: advice for a value that is not accepted.
+    """
+
+    flag: str
+    programs: tuple[str, ...]
+    rule: str
+    value: str = ""
+    target: str = ""
+    note: str = ""
+    otherwise: str = ""
+
+    @functools.cached_property
+    def targets(self) -> tuple[Target, ...]:
+        return tuple(_target_of(item) for item in self.target.split()) if self.rule == CONVERTED else ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that the flag determines; a field that yields counts only if it is the first."""
+        targets = [target for target in self.targets if not target.yields] or self.targets[:1]
+        return tuple(field for target in targets for field in target.fields)
+
+    @property
+    def yields(self) -> bool:
+        """Whether the flag sets its first field only if no other flag does."""
+        return bool(self.targets) and self.targets[0].yields
+
+    def count_problem(self, values: list[str]) -> str | None:
+        """Return the problem with the number of words after the flag, or None."""
+        if not self.value and values:
+            return f"{self.flag} takes no value, got {values[0]!r}. Write {self.flag} alone, or leave it out"
+        if self.value == "any":
+            return None
+        if self.value and not values:
+            return f"{self.flag} needs a value, got none. Write {self.flag} VALUE, or leave it out"
+        if self.value != "str*" and len(values) > 1:
+            return f"every value must follow a flag that takes one, got {values[1]!r} on its own. Remove it"
+        return None
+
+    def value_problem(self, values: list[str]) -> str | None:
+        """Return the problem with the values of a flag that is ignored with some values only, or None."""
+        if self.rule != BY_VALUE or all(_is_among(value, self.target.split()) for value in values):
+            return None
+        return f"{self.flag} {' '.join(values)} is not supported: {self.otherwise}"
+
+
+@functools.cache
+def foreign_flags() -> Mapping[str, ForeignFlag]:
+    """Return flag -> row. The table is read on the first call, which a run without foreign flags never makes."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
+    rows = [line.split("\t") for line in lines]
+    return {flag: ForeignFlag(flag, tuple(programs.split(",")), *rest) for flag, programs, *rest in rows}
+
+
+def foreign_flag(flag: str) -> ForeignFlag | None:
+    """Return the row for ``flag``: its own, or that of a name with ``*``; None if there is none."""
+    rows = foreign_flags()
+    patterns = (row for name, row in rows.items() if name.endswith("*") and flag.startswith(name[:-1]))
+    return rows.get(flag) or next((replace(row, flag=flag) for row in patterns), None)
+
+
+def flags_with(*rules: str) -> Iterator[ForeignFlag]:
+    """Yield the rows with one of ``rules``."""
+    yield from (row for row in foreign_flags().values() if row.rule in rules)
+
+
+def _target_of(item: str) -> Target:
+    left, _, value = item.partition("=")
+    function, _, fields = left.rpartition(":")
+    names = fields.split(",") if fields else []
+    return Target(tuple(name.rstrip("?") for name in names), function, value, yields=fields.endswith("?"))
+
+
+def _is_among(value: str, accepted: Iterable[str]) -> bool:
+    if value in accepted:
+        return True
+    try:
+        return any(float(value) == float(one) for one in accepted)
+    except ValueError:
+        return False

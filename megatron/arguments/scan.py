@@ -1,0 +1,71 @@
+"""Scan: the values, notes and problems collected while the sources of a configuration are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Scan:
+    """Values, notes and problems of the command line of a script that trains ``family``.
+
+    Args:
+        values: field -> value.
+        spelling: field -> "--flag value" as typed.
+        repeated: flags given more than once.
+        unknown_tokenizer_type: value of --tokenizer-type that is not among the known types.
+        unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
+        rest: words for the parser of ``extra_args_provider``.
+        ignored: flag or JSON key -> why it has no effect.
+        converted: flag in another trainer's units -> its value.
+        implied: field -> DeepSpeed's default for a key that the JSON omits.
+        follows_megatron: the script is written for one of Megatron's programs.
+    """
+
+    family: str = "gpt2"
+    values: dict[str, Any] = field(default_factory=dict)
+    spelling: dict[str, str] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unknown_tokenizer_type: str = ""
+    unknown: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, Any] = field(default_factory=dict)
+    implied: dict[str, Any] = field(default_factory=dict)
+    follows_megatron: bool = False
+
+    def add_unknown(self, problem: str, typed: str) -> None:
+        """Add the problem about an unknown flag or key.
+
+        Args:
+            typed: the flag with its values.
+        """
+        self.problems.append(problem)
+        self.unknown[problem] = typed
+
+    def drop_unknown(self) -> dict[str, str]:
+        """Remove the problems about unknown flags; return the flags as typed and what to report about each."""
+        self.problems = [problem for problem in self.problems if problem not in self.unknown]
+        hints = {typed: problem.partition("; ")[2] for problem, typed in self.unknown.items()}
+        return {
+            typed: f"--ignore-unknown-flags dropped {typed}" + (f"; {hint}" if hint.startswith("did you mean") else "")
+            for typed, hint in hints.items()
+        }
+
+    def set(self, field: str, value: Any, spelling: str) -> None:
+        """Set ``field``; a problem is added if another flag has set a different value.
+
+        Args:
+            spelling: "--flag value" as typed.
+        """
+        if self.values.get(field, value) != value:
+            self.problems.append(
+                f"{spelling} must agree with {self.spelling[field]}, got {field.replace('_', ' ')} {value} and "
+                f"{self.values[field]}. Leave one of them out"
+            )
+            return
+        self.values[field] = value
+        self.spelling.setdefault(field, spelling)

@@ -1,0 +1,83 @@
+"""--config with a YAML file of GPT-NeoX: its names, and DeepSpeed's keys next to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import parse
+from megatron.arguments.other_programs import GPT
+from megatron.config import Config
+from megatron.errors import ConfigError
+
+NEOX = """{
+   "pipe_parallel_size": 1, "model_parallel_size": 1,
+   "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
+   "norm": "rmsnorm", "rms_norm_epsilon": 1.0e-6, "pos_emb": "rotary", "rotary_pct": 0.5, "no_weight_tying": true,
+   "gpt_j_residual": false, "output_layer_parallelism": "column", "attention_config": [[["flash"], 2]],
+   "rope_fusion": false, "layernorm_fusion": true,
+   "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.9, 0.95], "eps": 1.0e-8,}},
+   "zero_optimization": {"stage": 1, "overlap_comm": True},
+   "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5, "min_lr": 0.00002,
+   "fp16": {"fp16": true, "enabled": true, "loss_scale": 0, "hysteresis": 2},
+   "train_iters": 40, "checkpoint_factor": 7, "keep_last_n_checkpoints": 4,
+   "wall_clock_breakdown": true,  # DeepSpeed's
+}
+"""
+
+
+def read(text: str, folder: Path, line: str = "") -> Config:
+    path = folder / "neox.yml"
+    path.write_text(text)
+    return parse(["--config", str(path), *line.split()], world_size=2, env={}, defaults=GPT)
+
+
+def test_names_and_sections_set_our_fields(tmp_path: Path) -> None:
+    config = read(NEOX, tmp_path)
+    model, optimizer = config.model, config.optimizer
+    assert (model.normalization, model.layernorm_epsilon, model.untie_embeddings) == ("RMSNorm", 1e-6, True)
+    assert (model.position_embedding_type, model.rotary_percent) == ("rope", 0.5)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.adam_beta2, optimizer.zero_stage) == (2e-4, 2e-5, 0.95, 1)
+    assert (optimizer.clip_grad, config.precision.dtype, config.batch.batch_size) == (0.5, "fp16", 3)
+    assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.batch.train_iters) == (7, 4, 40)
+    assert config.deepspeed["wall_clock_breakdown"] is True
+    assert {"--output-layer-parallelism", "--attention-config", "--layernorm-fusion", "fp16.fp16"} <= set(
+        config.ignored
+    )
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    config = read(NEOX, tmp_path, "--lr 0.5 --normalization LayerNorm --keep-last 9")
+    assert (config.optimizer.lr, config.model.normalization, config.checkpoint.keep_last) == (0.5, "LayerNorm", 9)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("gpt_j_residual: true", "neox.yml:1: --gpt-j-residual is not supported"),
+        ("init_method: small_init", "neox.yml:1: --init-method small_init is not supported"),
+        ("pos_emb: sinusoidal", "--pos-emb must be one of rotary, learned, alibi, none, got 'sinusoidal'"),
+        ("attention_config: [[[local], 2]]", "--attention-config must be global or flash, got local"),
+        ("intermediate_size: 64", "use --ff-hidden-size"),
+        ("use_bias_in_mlp: false", "neox.yml:1: unknown key use_bias_in_mlp"),
+        ("zero_optimization: {stage: 9}", "zero_optimization.stage in the JSON"),
+        ("fp16: {loss_scal: 1}", "neox.yml:1:1: unknown key loss_scal; did you mean loss_scale"),
+    ],
+)
+def test_what_is_not_supported_is_named_with_its_place(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(line + "\n", tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_second_json_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 1}')
+    with pytest.raises(
+        ConfigError, match="the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too"
+    ):
+        read("gradient_clipping: 1\n", tmp_path, f"--deepspeed_config {tmp_path / 'ds.json'}")
+
+
+def test_a_section_of_ours_is_read_as_before(tmp_path: Path) -> None:
+    assert read("optimizer:\n  lr: 0.5\n", tmp_path).optimizer.lr == 0.5
