@@ -1,8 +1,6 @@
 """Find the newest complete checkpoint and verify every byte.
 
-layout, other vocabularies).
-
-Nothing is ever written.
+Loading never writes to the checkpoint folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""BlendedDataset: the samples of one split from one or several corpora.
-
-blend.
-"""
+"""BlendedDataset: the samples of one split from one or several corpora."""
 
 from __future__ import annotations
 

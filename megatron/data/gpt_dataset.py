@@ -1,7 +1,4 @@
-"""GPTDataset: windows or packed documents of a token file.
-
-positions).
-"""
+"""GPTDataset: windows or packed documents of a token file."""
 
 from __future__ import annotations
 

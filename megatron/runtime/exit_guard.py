@@ -1,7 +1,7 @@
 """End of a process: one line that names the failed rank and the cause, and the exit code of the job (no torch).
 
-Once a rank has died the launcher says so in a file (above), then sends SIGTERM: that means leave, not
-save.
+When a rank has died, the launcher writes so to the failure file (``launcher_files``) and sends SIGTERM: the other ranks
+then exit without saving.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SingleStageEngine: one training step and one evaluation without a pipeline.
 
-Both leave the same thing behind: gradients that are the mean over the valid tokens of the global batch (or over
-micro-batches, for a loss that is a plain scalar and with --loss-average micro-batch), summed over the replicas, then
-one ``optimizer.step()``.
+As in ``pipeline_engine``, the gradient is that of the mean loss over the valid tokens of the global batch (over
+micro-batches for a scalar loss or with --loss-average micro-batch), all-reduced over the replicas, followed by one
+``optimizer.step()``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""TrainState: everything that a run saves and restores: counters, weights, optimizer, random states.
-
-saves.
-"""
+"""TrainState: everything that a run saves and restores: counters, weights, optimizer, random states."""
 
 from __future__ import annotations
 

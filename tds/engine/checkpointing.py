@@ -1,7 +1,7 @@
 """save_checkpoint and load_checkpoint in DeepSpeed's directory layout.
 
-Weights lie in one file for each layer (below), so any number of stages and chunks loads them. Optimizer
-states lie in one file for each stage and are loaded only where every rank holds the layers that it held then.
+Weights are stored in one file per layer (``layer_files``), so any number of stages and chunks loads them. Optimizer
+states are stored in one file for each stage and are loaded only where every rank holds the layers that it held then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Boundary: the user's declaration of the tensors that cross a stage boundary.
 
-a header.
-
 On the module, one entry for each tensor that crosses:
 
     module._input_grad = [True, False]               # keeps a gradient?
