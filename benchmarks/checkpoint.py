@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.turns import Bar, ratio_quartiles, rotated, surroundings
-from megatron.checkpoint import AsyncSaver, TensorRecord, open_checkpoint, save
+from megatron.checkpoint import AsyncSaver, CapturedState, TensorRecord, open_checkpoint, save
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
@@ -158,7 +158,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
     def ours_async() -> Seconds:
         root = empty_folder("async")
-        stall_s, _ = timed(lambda: background.start(root, 1, records(), {}))
+        stall_s, _ = timed(lambda: background.save(root, CapturedState(1, records(), {})))
         rest_s, _ = timed(background.finish)
         return {"stall of an async save": stall_s, "async save until durable": stall_s + rest_s}
 

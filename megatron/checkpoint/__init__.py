@@ -15,7 +15,8 @@ _NAMES = {
     "megatron.checkpoint.loading": ("open_checkpoint", "open_latest"),
     "megatron.checkpoint.model_match": ("check_model", "compare_model_config"),
     "megatron.checkpoint.opened_checkpoint": ("Checkpoint",),
-    "megatron.checkpoint.saving": ("save",),
+    "megatron.checkpoint.saving": ("CapturedState", "SyncSaver", "save"),
+    "megatron.checkpoint.retention": ("RetentionPolicy",),
     "megatron.checkpoint.tensor_record": ("TensorRecord",),
     "megatron.models.common.parameters": ("named_parameters",),
 }

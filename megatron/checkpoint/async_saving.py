@@ -1,7 +1,7 @@
 """AsyncSaver: stage the tensors on the host, then write and commit in a background thread.
 
-The save itself is ``saving.save``, with the same bytes and the same commit; it only runs later. So a kill at any
-moment leaves the older checkpoints as they are. One save is under way at a time: the next ``start`` waits for it.
+The background thread runs ``saving.write_checkpoint``, with the same bytes and the same commit as a synchronous save,
+so a kill at any moment leaves the older checkpoints unchanged. One save runs at a time: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.retention import RetentionPolicy
-from megatron.checkpoint.saving import check_keep, save_from
+from megatron.checkpoint.retention import ALL, RetentionPolicy
+from megatron.checkpoint.saving import CapturedState, write_checkpoint
 from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
@@ -31,10 +30,12 @@ PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Staged:
-    """A copy has been made: training may go on and change the tensors.
+    """The tensors have been copied: training may continue and change them.
 
     Args:
-        seconds: the copying. num_bytes: of this rank. waited_s: for the save before, which was still under way.
+        seconds: time of the copy.
+        num_bytes: bytes copied on this rank.
+        waited_s: time waited for the previous save.
     """
 
     step: int
@@ -45,7 +46,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint is on the disk, whole and committed; ``seconds`` after its copy was made."""
+    """A checkpoint is committed to disk, ``seconds`` after its copy was made."""
 
     step: int
     path: Path
@@ -56,8 +57,8 @@ class Committed:
 class AsyncSaver:
     """Saves in the background, one checkpoint at a time. Collective to construct.
 
-    It has a gloo group of its own, since its talk between ranks runs beside that of training. Host memory: a copy of
-    what this rank owns, kept until ``close``.
+    It uses its own gloo group, because its collectives run concurrently with those of training. Host memory: a copy of
+    the tensors that this rank writes, allocated until ``close``.
     """
 
     def __init__(self, world: Group) -> None:
@@ -69,37 +70,24 @@ class AsyncSaver:
         self._thread: Thread | None = None
         self._outcomes: deque[Committed | BaseException] = deque()
 
-    def start(
-        self,
-        root: Path,
-        step: int,
-        records: list[TensorRecord],
-        state: dict[str, Any],
-        *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        loaded: Path | None = None,
-        keep_automatic: int | None = None,
-        earlier: int = 0,
-    ) -> Staged:
-        """Copy the tensors and begin to write them as ``saving.save`` would; return when they are copied. Collective.
+    def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Staged:
+        """Copy the tensors, start to write them in the background, and return after the copy. Collective.
 
-        A failure, also of the copying, is told by ``poll`` or ``finish``, on all ranks alike.
-
-        Raises:
-            ConfigError: as ``saving.save``.
+        ``poll`` and ``finish`` report a failure, also one of the copy, on all ranks alike.
         """
-        check_keep(keep_last, keep_every)
         began = time.perf_counter()
         self._join()
         waited_s = time.perf_counter() - began
-        own_state = copy.deepcopy(state) if self._world.rank == 0 else {}
-        source, num_bytes = self._copy(records)
-        staged = Staged(step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
-        keep = RetentionPolicy(keep_last, keep_every, loaded, keep_automatic, earlier)
-        write = partial(save_from, source, root, step, own_state, self._world, keep)
-        # a daemon: a job that fails does not wait for a disk
-        self._thread = Thread(target=self._write, args=(write, step, num_bytes), name=f"save-{step}", daemon=True)
+        metadata = copy.deepcopy(captured.metadata) if self._world.rank == 0 else {}
+        get_records, num_bytes = self._copy(captured.records)
+        staged = Staged(captured.step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
+        write = partial(write_checkpoint, root, captured.step, get_records, metadata, self._world, retention)
+        self._thread = Thread(
+            target=self._write,
+            args=(write, captured.step, num_bytes),
+            name=f"save-{captured.step}",
+            daemon=True,  # a failing job does not wait for a disk
+        )
         self._thread.start()
         return staged
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.folders import newest_first, step_of
 from megatron.checkpoint.manifest import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.metadata import Manifest
 from megatron.checkpoint.remote import RemoteCheckpoint
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 AUTOMATIC = "unasked"
 """In the state of a checkpoint that no flag asked for."""
@@ -21,12 +21,17 @@ AUTOMATIC = "unasked"
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
+    """Which checkpoints are kept after a save.
 
-    Attributes:
-        last: None: all but those that ``automatic`` is about.
-        automatic: without ``last``: of those that nobody asked for so many stay; None: all.
-        earlier: up to this sequence number they are of an earlier run, and are neither counted nor deleted.
+    Args:
+        last: number of complete checkpoints to keep (at least 1); None keeps all but those limited by ``automatic``.
+        every: keep each checkpoint whose step is a multiple of this.
+        loaded: the checkpoint that the run started from, which is always kept.
+        automatic: without ``last``: number of checkpoints to keep among those that no flag asked for; None keeps all.
+        earlier: checkpoints up to this sequence number belong to an earlier run: neither counted nor deleted.
+
+    Raises:
+        ConfigError: ``last`` or ``every`` is below 1.
     """
 
     last: int | None = None
@@ -35,14 +40,19 @@ class RetentionPolicy:
     automatic: int | None = None
     earlier: int = 0
 
+    def __post_init__(self) -> None:
+        for flag, value in (("--keep-last", self.last), ("--keep-every", self.every)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {value}")
+
     def protects(self, path: Path) -> bool:
-        """Tell whether ``path`` stays however many came after it."""
+        """Return True if ``path`` is kept regardless of the number of later checkpoints."""
         if self.every is not None and step_of(path) % self.every == 0:
             return True
         return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
 
     def counts(self, content: Manifest | RemoteCheckpoint) -> bool:
-        """Tell whether it is one of those of which only so many stay."""
+        """Return True if the checkpoint counts toward the limit on the number of checkpoints."""
         is_one = self.last is not None or bool(content.state.get(AUTOMATIC))
         return is_one and content.sequence > self.earlier
 

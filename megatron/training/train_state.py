@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megatron import log
 from megatron.checkpoint import (
+    CapturedState,
     Checkpoint,
+    RetentionPolicy,
     TensorRecord,
     check_model,
     former,
     open_latest,
-    save,
 )
 from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.folders import checkpoints_in
@@ -40,8 +41,6 @@ from megatron.training.state_records import (
     weight_records,
 )
 from megatron.training.world import World
-
-Written = TypeVar("Written")
 
 
 @dataclass
@@ -126,8 +125,7 @@ class RestoreOptions:
 EVERYTHING = RestoreOptions()
 
 
-def save_state(
-    folder: Path,
+def capture(
     progress: TrainState,
     *,
     config: Config,
@@ -136,40 +134,29 @@ def save_state(
     world: World,
     fingerprint: str | None,
     order: Mapping[str, Any] | None = None,
-    loaded: Path | None = None,
-    earlier: int = 0,
-    more: Mapping[str, Any] | None = None,
-    write: Callable[..., Written] = save,  # type: ignore[assignment]
-) -> Written:
-    """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective.
+    extra: Mapping[str, Any] | None = None,
+) -> CapturedState:
+    """Return the tensors and the metadata that a checkpoint of this step stores. Tensors are not copied.
 
     Args:
-        order: where each corpus is, of data that say so.
-        loaded, earlier: are not deleted, see ``megatron.checkpoint.save``.
-        more: what else the state says, as JSON can hold it.
-        write: takes what ``megatron.checkpoint.save`` takes; what it returns is returned.
+        fingerprint: identity of the training data.
+        order: position within each corpus, for data sets that report it.
+        extra: further metadata, as JSON can hold it.
 
     Raises:
-        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
+        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
     """
     records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
         records += optimizer_records(module, optimizer)
     records += [*router_records(module, world), *rng_records(world)]
-    state = described(
-        progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, more=more
+    metadata = capture_metadata(
+        progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, extra=extra
     )
-    kept = {**kept_by(config.checkpoint), "loaded": loaded, "earlier": earlier}
-    return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
+    return CapturedState(progress.step, records, metadata)
 
 
-def kept_by(flags: CheckpointConfig) -> dict[str, int | None]:
-    """Return how many checkpoints the flags keep, in the words of ``megatron.checkpoint.save``."""
-    automatic = DEFAULT_KEPT if flags.is_default_interval else None
-    return {"keep_last": flags.keep_last, "keep_every": flags.keep_every, "keep_automatic": automatic}
-
-
-def described(
+def capture_metadata(
     progress: TrainState,
     *,
     config: Config,
@@ -177,12 +164,12 @@ def described(
     world: World,
     fingerprint: str | None,
     order: Mapping[str, Any] | None = None,
-    more: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint of now says beside its tensors, as JSON can hold it; the rest as in ``save_state``.
+    """Return the metadata of ``capture``, without tensors.
 
     Raises:
-        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
+        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
     """
     _check_between_steps(optimizer)
     return {
@@ -197,8 +184,14 @@ def described(
         "data_order": order,
         "torch": torch.__version__,
         "machine": machine(world.kind),
-        **(more or {}),
+        **(extra or {}),
     }
+
+
+def retention_of(flags: CheckpointConfig, *, loaded: Path | None = None, earlier: int = 0) -> RetentionPolicy:
+    """Return the retention policy of the flags; ``loaded`` and ``earlier`` as in ``RetentionPolicy``."""
+    automatic = DEFAULT_KEPT if flags.is_default_interval else None
+    return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier)
 
 
 def open_for(source: Path, world: World, *, strict: bool = False) -> Checkpoint:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import AsyncSaver, open_latest, save
+from megatron.checkpoint import AsyncSaver, CapturedState, RetentionPolicy, open_latest, save
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import FailAt, assert_holds, records_for, save_alone, world_of
@@ -28,7 +28,7 @@ def _save_while_training(rank, root, size):
     files.before_operation = lambda operation, path: is_changed.wait()
     saver = AsyncSaver(world)
     records = records_for(rank, size, 20)
-    staged = saver.start(root / "behind", 20, records, state)
+    staged = saver.save(root / "behind", CapturedState(20, records, state))
     assert saver.poll() is None
     for record in records:
         record.tensor.zero_()
@@ -68,16 +68,16 @@ def _fail_and_go_on(rank, root):
     saver = AsyncSaver(world_of(rank, 2))
     results = []
     with FailAt(1 if rank else 10**6, _disk_full, only="write"):
-        saver.start(root, 20, records_for(rank, 2, 20), {})
+        saver.save(root, CapturedState(20, records_for(rank, 2, 20), {}))
         results.append(_caught(saver.finish))
     results.append(saver.poll())
     staging = saver._staging.copy
     if rank:
         saver._staging.copy = _out_of_memory
-    saver.start(root, 30, records_for(rank, 2, 30), {})
+    saver.save(root, CapturedState(30, records_for(rank, 2, 30), {}))
     results.append(_caught(saver.finish))
     saver._staging.copy = staging
-    saver.start(root, 40, records_for(rank, 2, 40), {}, keep_last=2)
+    saver.save(root, CapturedState(40, records_for(rank, 2, 40), {}), RetentionPolicy(2))
     saver.close()
     results.append(saver.finish().path.name)
     return results
@@ -109,10 +109,10 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
 
     saver._staging.copy = copy_alone
     with FailAt(0, is_released.wait):
-        assert saver.start(tmp_path, 10, records_for(0, 1, 10), {}).waited_s < 1
+        assert saver.save(tmp_path, CapturedState(10, records_for(0, 1, 10), {})).waited_s < 1
         timer = threading.Timer(0.05, is_released.set)
-        timer.start()
-        assert saver.start(tmp_path, 20, records_for(0, 1, 20), {}).waited_s > 0
+        timer.save()
+        assert saver.start(tmp_path, CapturedState(20, records_for(0, 1, 20), {})).waited_s > 0
         timer.join()
     assert is_writing == [False, False]
     assert saver.poll().step == 10
@@ -120,6 +120,6 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
     assert_holds(open_latest(tmp_path, SINGLE), 20)
 
 
-def test_an_option_that_cannot_be_is_refused_at_once(tmp_path):
+def test_a_retention_below_one_checkpoint_is_rejected():
     with pytest.raises(ConfigError, match="--keep-every must be at least 1, got 0"):
-        AsyncSaver(SINGLE).start(tmp_path, 1, records_for(0, 1), {}, keep_every=0)
+        RetentionPolicy(every=0)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.checkpoint import AsyncSaver, open_latest, save
+from megatron.checkpoint import AsyncSaver, CapturedState, RetentionPolicy, open_latest, save
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import FailAt, assert_holds, records_for, save_alone, world_of
 from tests.helpers.harness import fork_ranks
@@ -17,7 +17,7 @@ def _die():
 
 def _save_and_die(rank, root, size, culprit, k):
     with FailAt(k if rank == culprit else 10**6, _die) as operations:
-        save(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, world_of(rank, size), keep_last=1)
+        save(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, world_of(rank, size), RetentionPolicy(1))
     return operations.names
 
 
@@ -58,7 +58,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint
     monkeypatch.setattr("megatron.log.warning", lambda message: None)
     done, roots = _kill_at_each(tmp_path, pytestconfig, 2, _save_and_die, culprit)
     for root in roots:
-        save_alone(root, 30, keep_last=1)
+        save_alone(root, 30, last=1)
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000030"]
     of_all, of_0 = {"create", "write", "fsync"}, {"make_folder", "sync_folder", "rename", "remove", "remove_folder"}
     assert of_all | of_0 <= {*done} if culprit == 0 else {*done} == of_all
@@ -67,7 +67,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint
 def _save_behind_and_die(rank, root, size, culprit, k):
     with FailAt(k if rank == culprit else 10**6, _die) as operations:
         saver = AsyncSaver(world_of(rank, size))
-        saver.start(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, keep_last=1)
+        saver.save(root, CapturedState(20, records_for(rank, size, 20), {"step": 20, "seed": 20}), RetentionPolicy(1))
         saver.finish()
     return operations.names
 

@@ -124,7 +124,7 @@ def test_a_newer_format_is_refused_rather_than_passed_over(two):
     with pytest.raises(CheckpointError, match="format version 2; this program reads up to 1"):
         open_latest(two.parent.parent, SINGLE)
     for step in (30, 40):
-        save_alone(two.parent.parent, step, keep_last=1)
+        save_alone(two.parent.parent, step, last=1)
     assert path.exists(), "it is not deleted either"
 
 
@@ -190,7 +190,7 @@ def test_a_digit_of_the_newest_sequence_number_costs_it_its_place_and_is_told(st
         open_latest(tmp_path, SINGLE, strict=True)
     assert open_latest(tmp_path, SINGLE).step == steps[0]
     assert "going back to" in warnings[0] and f"{path} is damaged" in warnings[0]
-    assert save_alone(tmp_path, 30, keep_last=1).exists() and path.exists(), "what cannot be read is left alone"
+    assert save_alone(tmp_path, 30, last=1).exists() and path.exists(), "what cannot be read is left alone"
     assert open_latest(tmp_path, SINGLE, strict=True).step == 30
 
 

@@ -27,7 +27,7 @@ def test_a_disk_that_fills_at_any_operation_before_the_commit_leaves_the_old_che
         save_alone(root, 10)
         with FailAt(k, _disk_full) as operations:
             try:
-                save_alone(root, 20, keep_last=1)
+                save_alone(root, 20, last=1)
                 outcomes.append(20)
             except CheckpointError as error:
                 assert "step 20 was not saved" in str(error) and "No space left" in str(error)

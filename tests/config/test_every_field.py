@@ -67,7 +67,7 @@ from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
 from megatron.training.mock_data import random_data
-from megatron.training.train_state import RestoreOptions, kept_by
+from megatron.training.train_state import RestoreOptions, retention_of
 from megatron.training.world import World
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.helpers.harness import run_ranks
@@ -395,7 +395,7 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return RestoreOptions.of(flags), kept_by(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
+    return RestoreOptions.of(flags), retention_of(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
 
 
 def guard(config: Config) -> Any:

@@ -218,9 +218,9 @@ class Run:
         self.phase("save")
         progress = train_state.TrainState(2, 2, 0)
         parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
-        train_state.save_state(Path(), progress, fingerprint=None, write=self._save, **parts)
+        self._save(train_state.capture(progress, fingerprint=None, **parts).records)
 
-    def _save(self, root: Path, step: int, records: list[Any], *more: Any, **kept: Any) -> None:
+    def _save(self, records: list[Any]) -> None:
         """Copy as for ``--async-save``, and look at the copies; then write as a save that is waited for."""
         copies, _ = StagingBuffer().copy(records)
         for copy in copies:

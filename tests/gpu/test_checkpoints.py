@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron import files
-from megatron.checkpoint import AsyncSaver, open_latest, save
+from megatron.checkpoint import AsyncSaver, CapturedState, open_latest, save
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training.state_records import make_moments, optimizer_records, weight_records
@@ -81,7 +81,7 @@ def test_a_save_in_the_background_has_the_values_of_its_time(
     has_trained_on = threading.Event()
     monkeypatch.setattr(files, "before_operation", lambda operation, path: has_trained_on.wait(60))
     saver = AsyncSaver(SINGLE)
-    saver.start(tmp_path, 1, records_of(trained), {"step": 1})
+    saver.save(tmp_path, CapturedState(1, records_of(trained), {"step": 1}))
     train(trained, 2, place)
     assert saver.poll() is None, "no byte is written before the training has gone on"
     has_trained_on.set()

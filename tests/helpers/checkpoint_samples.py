@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron import files
-from megatron.checkpoint import Checkpoint, TensorRecord
+from megatron.checkpoint import Checkpoint, RetentionPolicy, TensorRecord
 from megatron.checkpoint.saving import save
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
@@ -63,10 +64,11 @@ def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
     return records
 
 
-def save_alone(root: Path, step: int, seed: int | None = None, **settings: object) -> Path:
+def save_alone(root: Path, step: int, seed: int | None = None, **retention: Any) -> Path:
     """Save the sample from this one process; by default the seed is the step."""
     seed = step if seed is None else seed
-    return save(root, step, records_for(0, 1, seed), {"step": step, "seed": seed}, SINGLE, **settings)
+    state = {"step": step, "seed": seed}
+    return save(root, step, records_for(0, 1, seed), state, SINGLE, RetentionPolicy(**retention))
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron.checkpoint import save
 from megatron.data.blend_resume import SAME_LENGTH
 from megatron.training.trainer import STEP_HOOKS
 from tests.mutants.mutant import mutant
@@ -210,20 +209,16 @@ def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
     return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
 
 
-@mutant("megatron.training.train_state:save_state", f"{RESUME}[1-1-1]")
+@mutant("megatron.training.train_state:capture", f"{RESUME}[1-1-1]")
 def weights_are_rounded_when_saved(original: Any) -> Any:
-    def save_state(*args: Any, write: Any = save, **options: Any) -> Any:
-        def write_rounded(root: Any, step: int, records: list[Any], *rest: Any, **kept: Any) -> Any:
-            is_weight = [record.name.startswith("weights/") for record in records]
-            rounded = [
-                replace(record, tensor=record.tensor.bfloat16().to(record.tensor.dtype)) if rounds else record
-                for record, rounds in zip(records, is_weight, strict=True)
-            ]
-            return write(root, step, rounded, *rest, **kept)
+    def capture(*args: Any, **parts: Any) -> Any:
+        captured = original(*args, **parts)
+        for i, record in enumerate(captured.records):
+            if record.name.startswith("weights/"):
+                captured.records[i] = replace(record, tensor=record.tensor.bfloat16().to(record.tensor.dtype))
+        return captured
 
-        return original(*args, write=write_rounded, **options)
-
-    return save_state
+    return capture
 
 
 @mutant("megatron.training.train_state:restore", OTHER_LAYOUTS)

@@ -21,9 +21,10 @@ from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
 from megatron.training.state_records import make_moments
-from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore, save_state
+from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
+from tests.helpers.saved_states import save_state
 
 ADAFACTOR = "--optimizer adafactor --weight-decay 0.01"
 FP64, FP32 = f"--fp64 {ADAFACTOR}", f"--fp32 {ADAFACTOR} --hidden-dropout 0.1"

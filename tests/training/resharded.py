@@ -27,8 +27,9 @@ from megatron.training.callbacks import checkpointer
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from megatron.training.state_records import make_moments, optimizer_records, set_optimizer_steps, weight_records
-from megatron.training.train_state import TrainState, open_for, restore, save_state
+from megatron.training.train_state import TrainState, open_for, restore
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_states import save_state
 
 VOCAB = 101  # a prime: padded for every tensor size
 COMMON = (

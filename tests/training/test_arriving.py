@@ -18,9 +18,10 @@ from megatron.mpu.shard import init_empty_weights, is_uninitialized, materialize
 from megatron.training import global_vars, initialize, zero3_init
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_engine, build_weights, make_streams
-from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore, save_state
+from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore
 from tests.helpers.alive import Alive
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_states import save_state
 
 VOCAB, H = 2048, 64
 LINE = (

@@ -20,9 +20,10 @@ from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
-from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore, save_state
+from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, flags
+from tests.helpers.saved_states import save_state
 
 SIZES = (
     "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid "

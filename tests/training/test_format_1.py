@@ -19,8 +19,9 @@ from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.setup import build_engine, make_streams
-from megatron.training.train_state import TrainState, open_for, restore, save_state
+from megatron.training.train_state import TrainState, open_for, restore
 from tests.helpers.harness import run_ranks
+from tests.helpers.saved_states import save_state
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 VOCAB, SEQ, ROWS, STEPS = 101, 16, 8, 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import Committed, Staged
+from megatron.checkpoint import Committed, RetentionPolicy, Staged
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
@@ -20,8 +20,9 @@ from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.run_folder import Place
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING, Sections
-from megatron.training.train_state import TrainState, kept_by, save_state
+from megatron.training.train_state import TrainState, retention_of
 from megatron.training.world import World
+from tests.helpers.saved_states import save_state
 
 
 class Stand(Checkpointer):
@@ -146,13 +147,12 @@ def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) 
 @pytest.mark.parametrize(
     ("flags", "kept"),
     [
-        ({}, {"keep_last": None, "keep_every": None, "keep_automatic": 2}),
-        ({"save_interval": 5, "keep_last": 3, "keep_every": 10},
-         {"keep_last": 3, "keep_every": 10, "keep_automatic": None}),
+        ({}, RetentionPolicy(automatic=2)),
+        ({"save_interval": 5, "keep_last": 3, "keep_every": 10}, RetentionPolicy(3, 10)),
     ],
 )  # fmt: skip
-def test_only_the_default_interval_has_a_number_of_its_own(flags: dict[str, Any], kept: dict[str, Any]) -> None:
-    assert kept_by(CheckpointConfig(**flags)) == kept
+def test_only_the_default_interval_has_a_number_of_its_own(flags: dict[str, Any], kept: RetentionPolicy) -> None:
+    assert retention_of(CheckpointConfig(**flags)) == kept
 
 
 def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import remote
 from megatron.checkpoint.manifest import CHECKPOINTS
-from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.uploading import HF, Uploads
 from megatron.errors import DataError
 from megatron.training.timeouts import SAVING
-from megatron.training.train_state import kept_by
+from megatron.training.train_state import retention_of
 from megatron.training.trainer import Callback
 
 
@@ -60,8 +59,7 @@ class CheckpointUploader(Callback):
     def _on_whole(self, kind: str, name: str) -> None:
         """In the thread of rank 0: something has become whole in the store."""
         log.info(f"uploaded {self.target}/{kind}/{name}")
-        kept = kept_by(self.trainer.config.checkpoint)
-        keep = RetentionPolicy(kept["keep_last"], kept["keep_every"], automatic=kept["keep_automatic"])
+        keep = retention_of(self.trainer.config.checkpoint)
         number = keep.automatic if keep.last is None else keep.last
         if kind != CHECKPOINTS or number is None:
             return

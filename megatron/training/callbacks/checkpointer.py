@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, open_checkpoint, open_latest
+from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, SyncSaver, open_checkpoint, open_latest
 from megatron.checkpoint.downloading import fetch_newest
 from megatron.checkpoint.folders import CHECKPOINTS, last_sequence, list_checkpoints, newest_first, step_of
 from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE
 from megatron.checkpoint.huggingface.origin import CARRIED, STATE
 from megatron.checkpoint.huggingface.tokenizer import origin_in
 from megatron.checkpoint.metadata import read_sequence
-from megatron.checkpoint.retention import AUTOMATIC, RetentionPolicy
+from megatron.checkpoint.retention import AUTOMATIC
 from megatron.errors import CheckpointError, NumericsError, marked
 from megatron.runtime import rank_status
 from megatron.runtime.exit_signals import REGROUP, how_to_go_on
@@ -32,7 +32,7 @@ from megatron.training.run_folder import Place
 from megatron.training.save_history import Saves
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import LOADING, SAVING
-from megatron.training.train_state import EVERYTHING, RestoreOptions, described, kept_by, restore, save_state
+from megatron.training.train_state import EVERYTHING, RestoreOptions, capture, capture_metadata, restore, retention_of
 from megatron.training.trainer import Callback, Trainer
 
 GUARD = "guard"
@@ -361,43 +361,40 @@ class Checkpointer(Callback):
         self.trainer.call("on_save_end", step, None, {"failed": 1})
 
     def _write(self, is_automatic: bool) -> Path | Staged:
-        """Write the checkpoint of now, or stage it. Collective."""
-        trainer, lineage, background = self.trainer, self.saves.lineage, self.saves.background
-        left_alone = sys.maxsize if self.is_held else lineage.earlier  # of a run amidst bad steps one is the way back
-        known = to_save(trainer.data, trainer.progress.samples_consumed, self._data_loaded)
-        states = trainer.state_dict()
-        beside = {GUARD: states.pop(GUARD)} if GUARD in states else {}
-        more = {
-            "tokenizer": self.tokenizer,
-            "job": job(),
-            **self._for_export,
-            **beside,
-            **({"callbacks": states} if states else {}),
-            **lineage.state(),
-            **({AUTOMATIC: True} if is_automatic else {}),
-        }
-        said: dict[str, Any] = {
+        """Capture the state of this step and save it, or stage it with --async-save. Collective."""
+        trainer, flags = self.trainer, self.trainer.config.checkpoint
+        earlier = sys.maxsize if self.is_held else self.saves.lineage.earlier  # while held, a rollback may need any
+        retention = retention_of(flags, loaded=self.loaded, earlier=earlier)
+        data = to_save(trainer.data, trainer.progress.samples_consumed, self._data_loaded)
+        parts: dict[str, Any] = {
             "config": trainer.config,
             "optimizer": trainer.engine.optimizer,
             "world": trainer.world,
-            "fingerprint": known.fingerprint,
-            "order": known.order,
-            "more": more,
+            "fingerprint": data.fingerprint,
+            "order": data.order,
+            "extra": self._extra_metadata(is_automatic),
         }
-        flags, step = trainer.config.checkpoint, trainer.progress.step
         if flags.is_deepspeed:
-            state = described(trainer.progress, **said)
-            keep = RetentionPolicy(flags.keep_last, None, self.loaded, kept_by(flags)["keep_automatic"], left_alone)
-            engine = trainer.engine.engine
-            return deepspeed_checkpoint.save(trainer.folder, step, state, engine, trainer.world, keep=keep)
-        given = {**said, "module": trainer.engine.module, "loaded": self.loaded, "earlier": left_alone}
-        if background is None:
-            return save_state(trainer.folder, trainer.progress, **given)
+            metadata = capture_metadata(trainer.progress, **parts)
+            engine, retention = trainer.engine.engine, replace(retention, every=None)
+            step = trainer.progress.step
+            return deepspeed_checkpoint.save(trainer.folder, step, metadata, engine, trainer.world, keep=retention)
+        captured = capture(trainer.progress, module=trainer.engine.module, **parts)
+        saver = self.saves.background or SyncSaver(trainer.world.grid.host)
+        return saver.save(trainer.folder / CHECKPOINTS, captured, retention)
 
-        def stage(root: Path, step: int, records: Any, state: Any, world: object, **kept: Any) -> Staged:
-            return background.start(root, step, records, state, **kept)
-
-        return save_state(trainer.folder, trainer.progress, write=stage, **given)
+    def _extra_metadata(self, is_automatic: bool) -> dict[str, Any]:
+        """Return the metadata that the checkpointer and the other callbacks add to a checkpoint."""
+        states = self.trainer.state_dict()
+        extra = {"tokenizer": self.tokenizer, "job": job(), **self._for_export}
+        if GUARD in states:
+            extra[GUARD] = states.pop(GUARD)
+        if states:
+            extra["callbacks"] = states
+        extra |= self.saves.lineage.state()
+        if is_automatic:
+            extra[AUTOMATIC] = True
+        return extra
 
 
 def finished_text(trainer: Trainer) -> str:
