@@ -6,11 +6,8 @@ The program is ``examples/bert/pretrain_bert.py``; where a script is silent Mega
 
 from __future__ import annotations
 
-from examples.bert.pretrain_bert import forward_step, model_provider, train_valid_test_datasets_provider
 from megatron.arguments.other_programs import BERT
-from megatron.training import pretrain
+from megatron.training.programs.bert import main
 
 if __name__ == "__main__":
-    pretrain(
-        train_valid_test_datasets_provider, model_provider, forward_step, args_defaults=BERT, family="bert", name="bert"
-    )
+    main(args_defaults=BERT)

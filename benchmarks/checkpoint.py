@@ -1,20 +1,18 @@
-"""Save, stall, verification, load and reshard of one state, beside torch.save and DeepSpeed's own, in one run.
+"""Time saving, stalls, verification, loading and resharding of one state, compared with torch.save.
 
     python benchmarks/checkpoint.py --json checkpoint.json
-    python benchmarks/checkpoint.py --ranks 1 --rounds 3 --skip-run
+    python benchmarks/checkpoint.py --ranks 1 --rounds 3
 
-Weights in fp32 and AdamW's moments are cut over tensor ranks, so each rank holds and writes its part, whoever saves.
-Contenders take turns in the same processes, the order rotates, each load is checked for every bit; medians over rounds
-are reported and ratios within rounds. What is read has just been written, so it comes from memory. Bars:
+The state is fp32 weights and AdamW's moments, sharded over tensor ranks, so that each rank saves its shards. Contenders
+take turns in the same processes in an order that rotates, and each load is compared bit for bit. The benchmark reports
+medians over rounds and ratios within rounds. Files are read right after they were written, from the page cache. Bars:
 
-| what | at most |
+| ratio | at most |
 |---|---|
-| a save with checksums, flush and commit, over torch.save and a flush of its file | 1.3 |
-| the time that an async save stalls training, over the same | 0.45 |
-| verification of every byte, over the save | 0.25 |
-| the stall, over the 30 minutes between saves of a run that says nothing of them | 0.01 |
-
-Last a small run of GPT-2 saves in the background, and its own metrics tell the stall.
+| a save with checksums, flush and commit to torch.save and a flush of its file | 1.3 |
+| the stall of an asynchronous save to the same | 0.45 |
+| verification of every byte to the save | 0.25 |
+| the stall to 30 minutes, the default time between saves | 0.01 |
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,457 +36,219 @@ import megatron.environment  # noqa: E402, F401  isort: skip  reports missing pa
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import quartiles, rotated, surroundings
+from benchmarks.turns import Bar, ratio_quartiles, rotated, surroundings
 from megatron.checkpoint import AsyncSaver, TensorRecord, open_checkpoint, save
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
 from megatron.optim import build_optimizer
 from megatron.planner.spawn_ranks import Rank, run_ranks
-from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import make_moments, optimizer_records, weight_records
+from megatron.training.state_records import make_moments, optimizer_records, weight_records
 
-# The state that all contenders save, the contenders, and the ranks that let them take turns.
-
-WIDTH, SMALL_WIDTH = 512, 64
-SMALL_BYTES = 32 << 20
-CUTS = {"qkv": (3, 1, 0), "dense": (1, 1, 1), "up": (4, 1, 0), "down": (1, 4, 1)}
-"""Weights of a layer: (rows, columns) in widths, and the dimension that tensor ranks cut."""
-BYTES_OF_A_NUMBER = 12  # weight and two moments, 4 bytes each
-
-
-class Layers(torch.nn.Module):
-    """One tensor rank's part of a decoder's layers."""
-
-    def __init__(self, num_layers: int, width: int, grid: Grid) -> None:
-        super().__init__()
-        rank, size = grid.tensor.rank, grid.tensor.size
-        for layer in range(num_layers):
-            for name, (rows, columns, dim) in CUTS.items():
-                shape = (rows * width, columns * width)
-                shard = Shard(shape, dim, rank * (shape[dim] // size), shape[dim] // size)
-                local = [each if place != dim else shard.length for place, each in enumerate(shape)]
-                self.register_parameter(
-                    f"layer{layer}_{name}", set_shard(torch.nn.Parameter(torch.randn(local)), shard)
-                )
-            self.register_parameter(f"layer{layer}_norm", torch.nn.Parameter(torch.ones(width)))
-
-
-class State:
-    """What all contenders save: weights of a decoder in fp32 and AdamW's two moments, cut over tensor ranks."""
-
-    def __init__(self, num_bytes: int, grid: Grid) -> None:
-        torch.manual_seed(grid.rank)
-        width = WIDTH if num_bytes > SMALL_BYTES else SMALL_WIDTH
-        layer_bytes = BYTES_OF_A_NUMBER * (width * width * sum(r * c for r, c, _ in CUTS.values()) + width)
-        self.module = Layers(max(1, round(num_bytes / layer_bytes)), width, grid)
-        self.optimizer = build_optimizer(self.module.parameters(), model=grid.model, tensor=grid.tensor, data=grid.data)
-        make_moments(self.optimizer)
-        for weight, moments in self.optimizer.inner.state.items():
-            if shard_of(weight).is_partitioned:  # the others are the same on all ranks, as they begin
-                moments["exp_avg"].normal_()
-                moments["exp_avg_sq"].uniform_()
-
-    def records(self) -> list[TensorRecord]:
-        """Return what a checkpoint of this project takes."""
-        return [
-            *weight_records(self.module, self.optimizer),
-            *optimizer_records(self.module, self.optimizer),
-        ]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by name."""
-        return {record.name: record.tensor for record in self.records()}
-
-    def num_bytes(self) -> int:
-        """Return the bytes that this rank holds."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    def clear(self) -> None:
-        """Zero all tensors, so that a load that leaves one out is seen."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
-
-    def fingerprint(self) -> list[int]:
-        """Return a number for each tensor that changes with its bits."""
-        return [int(tensor.view(torch.int32).sum()) for tensor in self.tensors().values()]
-
-
+LAYER = {"qkv": (3, 1, 0), "dense": (1, 1, 1), "up": (4, 1, 0), "down": (1, 4, 1)}
+"""Weights of a layer: (rows, columns) in units of the width, and the dimension sharded over tensor ranks."""
+BYTES_PER_WEIGHT = 12  # weight and two moments, 4 bytes each
+DEFAULT_INTERVAL_S = 30.0 * 60.0
+SMOKE = "--megabytes 2 --rounds 1"
 Seconds = dict[str, float]
 
 
-class Contenders:
-    """What takes turns in one rank; every call is collective over the ranks of the team.
+@dataclass
+class Result:
+    """Seconds of each measure by round, bytes of the whole state and of each contender's files."""
+
+    seconds: dict[str, list[float]]
+    state_bytes: int
+    files_bytes: dict[str, int]
+
+
+def make_state(num_bytes: int, grid: Grid) -> Callable[[], list[TensorRecord]]:
+    """Build weights and moments of about ``num_bytes`` over all ranks; return the function that lists their records."""
+    torch.manual_seed(grid.rank)
+    width = 512 if num_bytes > 32 << 20 else 64
+    layer_size = width * width * sum(rows * columns for rows, columns, _ in LAYER.values()) + width
+    module, tensor = torch.nn.Module(), grid.tensor
+    for layer in range(max(1, round(num_bytes / (BYTES_PER_WEIGHT * layer_size)))):
+        for name, (rows, columns, dim) in LAYER.items():
+            shape = (rows * width, columns * width)
+            length = shape[dim] // tensor.size
+            shard = Shard(shape, dim, tensor.rank * length, length)
+            weight = torch.randn([length if i == dim else size for i, size in enumerate(shape)])
+            module.register_parameter(f"layer{layer}_{name}", set_shard(torch.nn.Parameter(weight), shard))
+        module.register_parameter(f"layer{layer}_norm", torch.nn.Parameter(torch.ones(width)))
+    optimizer = build_optimizer(module.parameters(), model=grid.model, tensor=tensor, data=grid.data)
+    make_moments(optimizer)
+    for weight, moments in optimizer.inner.state.items():
+        if shard_of(weight).is_partitioned:  # replicated weights keep equal moments on all ranks
+            moments["exp_avg"].normal_()
+            moments["exp_avg_sq"].uniform_()
+    return lambda: [*weight_records(module, optimizer), *optimizer_records(module, optimizer)]
+
+
+def check_load(tensors: Sequence[torch.Tensor], load: Callable[[], Any]) -> None:
+    """Zero the tensors and load them.
+
+    Raises:
+        RuntimeError: a bit differs after the load.
+    """
+    before = [int(tensor.view(torch.int32).sum()) for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    load()
+    if [int(tensor.view(torch.int32).sum()) for tensor in tensors] != before:
+        raise RuntimeError("a contender did not load the state that it saved")
+
+
+def save_once(rank: Rank, num_bytes: int, folder: Path) -> Path:
+    """Save a state in a process of ``run_ranks``. Collective."""
+    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
+    return save(folder, 1, make_state(num_bytes, grid)(), {}, grid.host)
+
+
+def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: Path) -> Result:
+    """Let all contenders take turns in a process of ``run_ranks``. Collective.
 
     Args:
-        folder: for all files of this team.
-        other: a checkpoint of the same global tensors, saved by another number of ranks.
+        folder: for the files of all contenders.
+        other: a checkpoint of the same state, saved by another number of ranks.
     """
+    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
+    records = make_state(num_bytes, grid)
+    tensors = {record.name: record.tensor for record in records()}
+    background, files_bytes = AsyncSaver(grid.host), dict[str, int]()
 
-    def __init__(self, state: State, grid: Grid, folder: Path, other: Path) -> None:
-        self._state, self._grid, self._folder, self._other = state, grid, folder, other
-        self._background = AsyncSaver(grid.host)
-        self._engine = _deepspeed_engine(state, grid)
-        self.turns: dict[str, Callable[[], Seconds]] = {
-            "ours": self.ours,
-            "in the background": self.in_the_background,
-            "torch": self.torch,
-            "DeepSpeed": self.deepspeed,
-            "other layout": self.other_layout,
-        }
-        self.files_bytes: dict[str, int] = {}
-
-    def ours(self) -> Seconds:
-        """Save, verify, load."""
-        root = self._fresh("ours")
-        seconds, path = self._timed(lambda: save(root, 1, self._state.records(), {}, self._grid.host))
-        verified, found = self._timed(lambda: open_checkpoint(path, self._grid.host))
-        loaded = self._loaded(lambda: found.load(self._state.records()))
-        self._count("ours", path)
-        return {"save": seconds, "verification": verified, "load": loaded, "verification + load": verified + loaded}
-
-    def in_the_background(self) -> Seconds:
-        """Stage, then wait until it is durable."""
-        root = self._fresh("background")
-        stall, _ = self._timed(lambda: self._background.start(root, 1, self._state.records(), {}))
-        rest, _ = self._timed(self._background.finish)
-        return {"stall of an async save": stall, "async save until durable": stall + rest}
-
-    def torch(self) -> Seconds:
-        """``torch.save`` of each rank's tensors, and a flush of its file."""
-        path = self._fresh("torch") / f"rank-{self._grid.rank}.pt"
-        saved, _ = self._timed(lambda: torch.save(self._state.tensors(), path))
-        flushed, _ = self._timed(lambda: _flush([path]))
-        loaded = self._loaded(lambda: _copy_into(self._state, torch.load(path, weights_only=True)))
-        self._count("torch", path.parent)
-        return {"torch.save": saved, "torch.save + fsync": saved + flushed, "torch.load": loaded}
-
-    def deepspeed(self) -> Seconds:
-        """DeepSpeed's ``save_checkpoint``, which flushes nothing; the flush of its files; its ``load_checkpoint``."""
-        root = self._fresh("deepspeed")
-        saved, _ = self._timed(lambda: self._engine.save_checkpoint(str(root), tag="step1"))
-        own = [path for path in sorted(root.rglob("*")) if path.is_file()][self._grid.rank :: self._grid.world.size]
-        flushed, _ = self._timed(lambda: _flush(own))
-        loaded = self._loaded(lambda: self._engine.load_checkpoint(str(root), tag="step1"))
-        self._count("DeepSpeed", root)
-        return {
-            "DeepSpeed save_checkpoint": saved,
-            "DeepSpeed save_checkpoint + fsync": saved + flushed,
-            "DeepSpeed load_checkpoint": loaded,
-        }
-
-    def other_layout(self) -> Seconds:
-        """Verify and load what another number of ranks saved."""
-        seconds, _ = self._timed(lambda: open_checkpoint(self._other, self._grid.host).load(self._state.records()))
-        return {"reshard (verification + load)": seconds}
-
-    def close(self) -> None:
-        """Give back the copy of the background saves."""
-        self._background.close()
-
-    def _fresh(self, name: str) -> Path:
-        """Return an empty folder; what the last turn left is deleted outside of the measured time."""
-        folder = self._folder / name
-        self._barrier()
-        if self._grid.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        self._barrier()
-        return folder
-
-    def _loaded(self, load: Callable[[], Any]) -> float:
-        """Return the seconds of ``load``, once it is seen to bring every bit back."""
-        expected = self._state.fingerprint()
-        self._state.clear()
-        seconds, _ = self._timed(load)
-        if self._state.fingerprint() != expected:
-            raise RuntimeError("a contender did not load the state that it saved")
-        return seconds
-
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds of the slowest rank, and what ``work`` returned."""
-        self._barrier()
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds of the slowest rank and the result."""
+        dist.barrier()
         start = time.perf_counter()
         result = work()
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        if self._grid.world.size > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return float(seconds), result
 
-    def _count(self, name: str, folder: Path) -> None:
-        self.files_bytes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    def timed_load(load: Callable[[], Any]) -> float:
+        seconds = 0.0
 
-    def _barrier(self) -> None:
-        if self._grid.world.size > 1:
-            dist.barrier()
+        def load_timed() -> None:
+            nonlocal seconds
+            seconds, _ = timed(load)
 
+        check_load(list(tensors.values()), load_timed)
+        return seconds
 
-def _deepspeed_engine(state: State, grid: Grid) -> Any:
-    """Return DeepSpeed's own engine over the same module and torch's own AdamW: nothing of this project saves."""
-    import deepspeed
+    def empty_folder(name: str) -> Path:
+        """Delete the files of the last turn, which is not timed."""
+        dist.barrier()
+        if grid.rank == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir(parents=True)
+        dist.barrier()
+        return folder / name
 
-    import tds
-    from megatron.training.setup import DeepSpeedMpu
+    def count_files(name: str) -> None:
+        files_bytes[name] = sum(path.stat().st_size for path in (folder / name).rglob("*") if path.is_file())
 
-    tds.quiet()
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    engine, *_ = deepspeed.initialize(
-        model=state.module, optimizer=state.optimizer.inner, config=config, mpu=DeepSpeedMpu(grid)
-    )
-    return engine
+    def ours() -> Seconds:
+        root = empty_folder("ours")
+        save_s, path = timed(lambda: save(root, 1, records(), {}, grid.host))
+        verify_s, checkpoint = timed(lambda: open_checkpoint(path, grid.host))
+        load_s = timed_load(lambda: checkpoint.load(records()))
+        count_files("ours")
+        return {"save": save_s, "verification": verify_s, "load": load_s, "verification + load": verify_s + load_s}
 
+    def ours_async() -> Seconds:
+        root = empty_folder("async")
+        stall_s, _ = timed(lambda: background.start(root, 1, records(), {}))
+        rest_s, _ = timed(background.finish)
+        return {"stall of an async save": stall_s, "async save until durable": stall_s + rest_s}
 
-def _flush(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    def torch_save() -> Seconds:
+        path = empty_folder("torch") / f"rank-{grid.rank}.pt"
 
+        def flush() -> None:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
-@torch.no_grad()
-def _copy_into(state: State, loaded: dict[str, torch.Tensor]) -> None:
-    for name, tensor in state.tensors().items():
-        tensor.copy_(loaded[name])
+        @torch.no_grad()
+        def load() -> None:
+            for name, tensor in torch.load(path, weights_only=True).items():
+                tensors[name].copy_(tensor)
 
+        save_s, _ = timed(lambda: torch.save(tensors, path))
+        flush_s, _ = timed(flush)
+        load_s = timed_load(load)
+        count_files("torch")
+        return {"torch.save": save_s, "torch.save + fsync": save_s + flush_s, "torch.load": load_s}
 
-PATIENCE_S = 600.0
+    def reshard() -> Seconds:
+        return {"reshard": timed(lambda: open_checkpoint(other, grid.host).load(records()))[0]}
 
-
-@dataclass(frozen=True)
-class Task:
-    """What a team does.
-
-    Args:
-        num_bytes: of the whole state, about.
-        rounds: turns of each contender that count; one more warms up. 0: only save once, to ``folder / "saved"``.
-        other: a checkpoint that another number of ranks saved.
-    """
-
-    num_ranks: int
-    num_bytes: int
-    rounds: int
-    threads: int
-    folder: Path
-    other: Path | None = None
-
-
-@dataclass
-class TeamResult:
-    """What a team found: seconds of each measure by round, bytes of the state and of each contender's files."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    state_bytes: int = 0
-    files_bytes: dict[str, int] = field(default_factory=dict)
-    saved: Path | None = None
-
-
-def run_team(task: Task) -> TeamResult:
-    """Let the contenders take turns on ranks in processes of their own; return what rank 0 tells.
-
-    Raises:
-        RuntimeError: a rank failed; its traceback is the message.
-    """
-    task.folder.mkdir(parents=True, exist_ok=True)
-    return run_ranks(task.num_ranks, _measure, task, threads=task.threads, deadline_s=PATIENCE_S)[0]
-
-
-def _measure(rank: Rank, task: Task) -> TeamResult:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
-    state, told = State(task.num_bytes, grid), TeamResult()
-    if task.other is None:
-        told.saved = save(task.folder / "saved", 1, state.records(), {}, grid.host)
-    else:
-        contenders = Contenders(state, grid, task.folder, task.other)
-        told.seconds = _rounds(contenders, task.rounds)
-        told.files_bytes = contenders.files_bytes
-        contenders.close()
-    told.state_bytes = _sum(state.num_bytes())
-    return told
-
-
-def _rounds(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each measure; the order rotates from round to round, the first round warms up."""
-    found: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for name in rotated(contenders.turns, number):
-            for measure, seconds in contenders.turns[name]().items():
+    seconds: dict[str, list[float]] = {}
+    turns = {turn.__name__: turn for turn in (ours, ours_async, torch_save, reshard)}
+    for number in range(rounds + 1):  # the first round warms up
+        for name in rotated(turns, number):
+            for measure, value in turns[name]().items():
                 if number:
-                    found.setdefault(measure, []).append(seconds)
-    return found
+                    seconds.setdefault(measure, []).append(value)
+    background.close()
+    state_bytes = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
+    dist.all_reduce(state_bytes)
+    return Result(seconds, int(state_bytes), files_bytes)
 
 
-def _sum(value: int) -> int:
-    total = torch.tensor(value)
-    dist.all_reduce(total)
-    return int(total)
-
-
-ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {"NHIDDEN": "256", "GAS": "4", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}
-DEADLINE_S = 300.0
-
-
-@dataclass(frozen=True)
-class Stalls:
-    """What a run told of its saves: seconds that training stood still, and their share of the time between saves."""
-
-    seconds: list[float]
-    shares: list[float]
-    staged_bytes: int
-
-
-def run_small(folder: Path, steps: int, interval: int) -> Stalls:
-    """Train GPT-2 by ``run_gpt2.sh`` for ``steps`` steps, saving every ``interval``.
-
-    Raises:
-        RuntimeError: the run failed, or told of no save.
-    """
-    environment = {**os.environ, **SETTINGS, "TRAIN_ITERS": str(steps), "CHECKPOINT_PATH": str(folder)}
-    words = "--vocab-size 8192 --async-save --keep-last 1 --eval-iters 0 --progress plain --save-interval".split()
-    done = subprocess.run(
-        ["bash", str(ROOT / "run_gpt2.sh"), *words, str(interval)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the small run ended with code {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    staged = [record for record in read_metrics(folder / "metrics.jsonl") if "save_stall_s" in record]
-    if not staged:
-        raise RuntimeError(f"the small run told of no save in {steps} steps, saving every {interval}")
-    return Stalls(
-        seconds=[record["save_stall_s"] for record in staged],
-        shares=[record["save_stall_share"] for record in staged],
-        staged_bytes=staged[-1]["staged_bytes"],
-    )
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """A ratio that must not be passed, and what was found: quartiles over rounds."""
-
-    name: str
-    at_most: float
-    quartiles: tuple[float, float, float]
-
-    @classmethod
-    def of(cls, name: str, at_most: float, ours: Sequence[float], theirs: Sequence[float]) -> Ceiling:
-        """Return the bar for ``ours`` over ``theirs``, divided round by round."""
-        return cls(name, at_most, quartiles([a / b for a, b in zip(ours, theirs, strict=True)]))
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the median stays below it."""
-        return self.quartiles[1] <= self.at_most
-
-    @property
-    def text(self) -> str:
-        low, middle, high = self.quartiles
-        verdict = "met" if self.is_met else "NOT MET"
-        return f"{self.name:58}{middle:9.5f} (quartiles {low:.5f}, {high:.5f})  at most {self.at_most:g}: {verdict}"
-
-
-def bars_of(seconds: dict[str, list[float]], interval_s: float) -> list[Ceiling]:
-    """Return the bars of one team from the seconds of its rounds.
-
-    Args:
-        interval_s: between two saves of a run that says nothing about them.
-    """
+def bars_of(seconds: dict[str, list[float]], interval_s: float = DEFAULT_INTERVAL_S) -> list[Bar]:
+    """Return the bars, from the seconds of all rounds and the time between two saves."""
     flushed, save, stall = seconds["torch.save + fsync"], seconds["save"], seconds["stall of an async save"]
     return [
-        Ceiling.of("save / (torch.save + fsync)", 1.3, save, flushed),
-        Ceiling.of("stall of an async save / (torch.save + fsync)", 0.45, stall, flushed),
-        Ceiling.of("verification / save", 0.25, seconds["verification"], save),
-        Ceiling.of(f"stall / {interval_s / 60:g} minutes", 0.01, stall, [interval_s] * len(stall)),
+        Bar("save / (torch.save + fsync)", ratio_quartiles(save, flushed), at_most=1.3),
+        Bar("stall of an async save / (torch.save + fsync)", ratio_quartiles(stall, flushed), at_most=0.45),
+        Bar("verification / save", ratio_quartiles(seconds["verification"], save), at_most=0.25),
+        Bar(f"stall / {interval_s / 60:g} min", ratio_quartiles(stall, [interval_s] * len(stall)), at_most=0.01),
     ]
 
 
-DEFAULT_INTERVAL_S = 30.0 * 60.0
-SMOKE = "--megabytes 2 --rounds 1 --skip-run"
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="processes of each team (default: 1 2)")
-    parser.add_argument("--megabytes", type=float, default=450.0, help="of the whole state, about (default: 450)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender that count (default: 7)")
-    parser.add_argument("--folder", type=Path, help="write below it, on the disk that matters (default: the system's)")
-    parser.add_argument("--skip-run", action="store_true", help="leave out the small run")
-    parser.add_argument("--steps", type=int, default=24, help="of the small run, which saves four times (default: 24)")
-    parser.add_argument("--smoke", action="store_true", help=f"a run of seconds that says nothing: {SMOKE}")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    words = list(sys.argv[1:] if argv is None else argv)
-    return parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
-
-
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return what each team and the small run told."""
-    num_bytes, cores = int(args.megabytes * 1e6), len(os.sched_getaffinity(0))
-    teams, saved = {}, {}
-    for ranks in {*args.ranks, *map(_other, args.ranks)}:
-        saved[ranks] = run_team(Task(ranks, num_bytes, 0, 1, folder / f"{ranks}-saves")).saved
-    for ranks in args.ranks:
-        threads, other = max(1, cores // ranks), saved[_other(ranks)]
-        task = Task(ranks, num_bytes, args.rounds, threads, folder / f"{ranks}-ranks", other)
-        teams[ranks] = run_team(task)
-    result: dict[str, Any] = {"teams": teams, "bars": {}}
-    for ranks, told in teams.items():
-        result["bars"][ranks] = bars_of(told.seconds, DEFAULT_INTERVAL_S)
-    if not args.skip_run:
-        result["small run"] = run_small(folder / "run", args.steps, max(1, args.steps // 4))
-    return result
-
-
-def _other(ranks: int) -> int:
-    """Return how many ranks saved what a team of ``ranks`` reshards."""
-    return 1 if ranks > 1 else 2
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the result as lines of text."""
-    lines = []
-    for ranks, told in result["teams"].items():
-        lines.append(f"{ranks} rank{'s' if ranks > 1 else ''}, {told.state_bytes / 1e6:,.0f} MB")
-        plain = statistics.median(told.seconds["torch.save + fsync"])
-        for name, values in told.seconds.items():
-            middle = statistics.median(values)
-            rate = told.state_bytes / 1e6 / middle
-            lines.append(f"  {name:38}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
-        lines += [f"  {bar.text}" for bar in result["bars"][ranks]]
-    if "small run" in result:
-        run = result["small run"]
-        stall, share = statistics.median(run.seconds), statistics.median(run.shares)
-        lines.append(
-            f"small run, {run.staged_bytes / 1e6:.0f} MB: a save stalls training for {stall:.3f} s, {share:.2%} of the "
-            f"time between its saves, {stall / DEFAULT_INTERVAL_S:.4%} of 30 minutes"
-        )
-    return "\n".join(lines)
-
-
-def as_json(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result as plain values."""
-    told: dict[str, Any] = {"teams": {}}
-    for ranks, team in result["teams"].items():
-        bars = [asdict(bar) | {"met": bar.is_met} for bar in result["bars"][ranks]]
-        facts = {"state_bytes": team.state_bytes, "files_bytes": team.files_bytes}
-        told["teams"][str(ranks)] = {"seconds": team.seconds, "bars": bars, **facts}
-    if "small run" in result:
-        told["small_run"] = asdict(result["small run"])
-    return told
+def table(num_ranks: int, result: Result) -> str:
+    """Return the result of a number of ranks as text."""
+    lines = [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {result.state_bytes / 1e6:,.0f} MB"]
+    plain = statistics.median(result.seconds["torch.save + fsync"])
+    for name, values in result.seconds.items():
+        middle = statistics.median(values)
+        rate = result.state_bytes / 1e6 / middle
+        lines.append(f"  {name:28}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
+    return "\n".join([*lines, *(f"  {bar.text}" for bar in bars_of(result.seconds))])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table, write the JSON."""
-    args = parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as folder:
-        result = measure(args, Path(folder))
-    print(table(result))
-    told = surroundings() | {"options": {name: str(value) for name, value in vars(args).items()}} | as_json(result)
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of processes (default: 1 2)")
+    parser.add_argument("--megabytes", type=float, default=450.0, help="size of the whole state (default: 450)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured turns of each contender (default: 7)")
+    parser.add_argument("--folder", type=Path, help="write below this folder (default: the system's temporary folder)")
+    parser.add_argument("--smoke", action="store_true", help=f"tiny sizes, to test the benchmark: {SMOKE}")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    num_bytes, cores = int(args.megabytes * 1e6), len(os.sched_getaffinity(0))
+    output: dict[str, Any] = {**surroundings(), "options": {k: str(v) for k, v in vars(args).items()}, "teams": {}}
+    with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as name:
+        folder = Path(name)
+        for ranks in args.ranks:
+            other = 1 if ranks > 1 else 2
+            saved = run_ranks(other, save_once, num_bytes, folder / f"{other}-saved-for-{ranks}", threads=1)[0]
+            team_folder, threads = folder / f"{ranks}-ranks", max(1, cores // ranks)
+            how: dict[str, Any] = {"threads": threads, "deadline_s": 600.0}
+            result: Result = run_ranks(ranks, measure_rank, num_bytes, args.rounds, team_folder, saved, **how)[0]
+            print(table(ranks, result), flush=True)
+            bars = [asdict(bar) | {"is_met": bar.is_met} for bar in bars_of(result.seconds)]
+            output["teams"][str(ranks)] = asdict(result) | {"bars": bars}
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
-    return told
+        args.json.write_text(json.dumps(output, indent=1) + "\n")
+    return output
 
 
 if __name__ == "__main__":

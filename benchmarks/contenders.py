@@ -5,11 +5,9 @@
 | all | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
 | all | ours-compiled | the same with ``--compile`` |
 | GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
-| GPT-2 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
 | GPT-2 | plain | ``PlainGPT``: a small script of ``torch.nn`` layers |
 | GPT-2 | plain-compiled | the same after ``torch.compile`` of the whole model and its loss |
 | T5 | hf | its ``T5ForConditionalGeneration`` as it ships, which is with SDPA, but no cache, dropout 0, in that loop |
-| T5 | hf-eager | the same with its attention written out |
 | LLaMA | hf | its ``LlamaForCausalLM`` with SDPA, no cache, in that loop |
 
 All of a family start from the same weights, train on the same random batches and compute the same function. DeepSpeed
@@ -24,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -103,13 +102,6 @@ class T5Sizes:
     @property
     def tokens_per_sample(self) -> int:
         return self.enc_seq_length + self.target_length
-
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.num_layers}+{self.num_layers} layers, {self.enc_seq_length}+{self.target_length} tokens, "
-            f"vocabulary {self.vocab_size}"
-        )
 
     def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
         """Return ``inputs`` [b, s_e] and ``targets`` [b, s_d] of a step with their segments: one document each."""
@@ -286,7 +278,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
     from megatron.training.initialize import start
-    from megatron.training.parity import mock_tokenizer
+    from megatron.training.mock_data import mock_tokenizer
     from megatron.training.setup import build_engine
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
@@ -308,12 +300,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     return step
 
 
-def ours_compiled(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of our engine with compiled layers."""
-    return ours(sizes, batch_size, kind, dtype, "--compile")
-
-
-def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str = "gelu_new") -> Step:
+def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
     """Return a step of Hugging Face's model in the plain loop."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -323,7 +310,7 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str 
         n_embd=sizes.hidden_size,
         n_layer=sizes.num_layers,
         n_head=sizes.num_attention_heads,
-        activation_function=activation,
+        activation_function="gelu_new",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -339,11 +326,6 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str 
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
-def hf_fused_gelu(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of Hugging Face's model with a faster activation than it ships with."""
-    return hf(sizes, batch_size, kind, dtype, activation="gelu_pytorch_tanh")
-
-
 def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compiled: bool = False) -> Step:
     """Return a step of the small script."""
     model = PlainGPT(sizes)
@@ -352,11 +334,6 @@ def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compile
     if is_compiled:
         model.compile(dynamic=False)
     return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
-
-
-def plain_compiled(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of the small script as its users run it when they have a compiler."""
-    return plain(sizes, batch_size, kind, dtype, is_compiled=True)
 
 
 _PLAIN_NAMES = {
@@ -395,7 +372,7 @@ def t5_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
     return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
 
 
-def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str = "sdpa") -> Step:
+def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
     """Return a step of Hugging Face's model in the plain loop."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -408,7 +385,7 @@ def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str
         num_heads=sizes.num_attention_heads,
         dropout_rate=0.0,
         use_cache=False,
-        attn_implementation=attention,
+        attn_implementation="sdpa",
         pad_token_id=START_ID,
         decoder_start_token_id=START_ID,
     )
@@ -416,11 +393,6 @@ def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str
         model = T5ForConditionalGeneration(config)
     model.load_state_dict(t5_from_ours(t5_weights(sizes), sizes.num_attention_heads))
     return PlainLoop(MeanLoss(model), _pair, kind=kind, dtype=dtype).step
-
-
-def t5_hf_eager(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of Hugging Face's model with its attention written out."""
-    return t5_hf(sizes, batch_size, kind, dtype, attention="eager")
 
 
 def _pair(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
@@ -448,10 +420,10 @@ def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
-_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": ours_compiled}
+_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": partial(ours, more="--compile")}
 CONTENDERS: dict[str, dict[str, Contender]] = {
-    "gpt2": {**_OURS, "hf": hf, "hf-fused-gelu": hf_fused_gelu, "plain": plain, "plain-compiled": plain_compiled},
-    "t5": {**_OURS, "hf": t5_hf, "hf-eager": t5_hf_eager},
+    "gpt2": {**_OURS, "hf": hf, "plain": plain, "plain-compiled": partial(plain, is_compiled=True)},
+    "t5": {**_OURS, "hf": t5_hf},
     "llama": {**_OURS, "hf": llama_hf},
 }
 """Family -> name -> what builds the step."""

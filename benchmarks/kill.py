@@ -2,7 +2,6 @@
 
     python benchmarks/kill.py --kills 300
     python benchmarks/kill.py --kills 40 --seed 1 --layout t2p2 d2 --json kills.json
-    python benchmarks/kill.py --elastic --kills 100          # hosts of elastic jobs: benchmarks/kill_elastic.py
 
 Each run is that of ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch:
 a tiny GPT-2 with dropout that saves every step or two, at once or in the background. SIGKILL hits one rank, all ranks
@@ -28,16 +27,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # both are read when torch and DeepSpeed are imported
 
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
-from benchmarks import kill_elastic
 from benchmarks.kill_job import (
     LAUNCHER,
     LAYOUTS,
@@ -87,8 +84,6 @@ class Outcome:
     starts: int = 0
     lives: int = 0
     hints_spoilt: int = 0
-    seconds: float = 0.0
-    lost_steps: list[int] = field(default_factory=list)
     to_next_step_s: list[float] = field(default_factory=list)
     is_bricked: bool = False
 
@@ -122,11 +117,9 @@ def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, momen
     Moments that the run does not come to are let go. A run without fault leaves nothing in ``place``.
     """
     chain = Chain(case, whole.corpus, place, draw, iter(moments))
-    began = time.monotonic()
     while not chain.is_done:
         chain.live(draw.randint(0, MOST_RESTARTS))
     chain.judge(whole)
-    chain.outcome.seconds = time.monotonic() - began
     if not chain.outcome.problems:
         shutil.rmtree(place)
     return chain.outcome
@@ -207,7 +200,6 @@ class Chain:
         """Compare all starts with the undisturbed run."""
         out, starts = self.outcome, read_starts(self.record)
         out.problems += problems(self.case, starts, whole.start)
-        out.lost_steps = [*lost_steps(starts)]
         out.to_next_step_s = [*self._seconds_to_next_step(starts)]
         if not out.is_bricked:
             if losses(self.run) != whole.losses:
@@ -271,15 +263,6 @@ def _add(starts: dict[Number, Start], rank: int, line: dict) -> None:
         start.times.append(line["at"])
     else:
         start.durable.append(line["durable"])
-
-
-def lost_steps(starts: dict[Number, Start]) -> Iterator[int]:
-    """Yield, for each start but the first that came so far as to load, the steps that it does again."""
-    done = 0
-    for index, start in enumerate(starts.values()):
-        if index and start.begins:
-            yield done - min(start.begins.values())
-        done = max(done, start.last_step)
 
 
 def losses(folder: Path) -> list[tuple[int, str, str]]:
@@ -396,10 +379,9 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
 
 @dataclass
 class Tally:
-    """All runs so far."""
+    """The outcomes of all runs so far."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def kills(self) -> int:
@@ -409,45 +391,32 @@ class Tally:
     def failed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.problems]
 
-    def by(self, what: str) -> dict[str, int]:
-        """Return the number of kills by "phase" or "victims", the most frequent first."""
-        found = [getattr(kill, what) for outcome in self.outcomes for kill in outcome.kills]
-        return {name: found.count(name) for name in sorted(set(found), key=found.count, reverse=True)}
-
     def summary(self) -> dict[str, Any]:
-        """Return the figures as JSON can hold them."""
-        lost = [steps for outcome in self.outcomes for steps in outcome.lost_steps]
-        waits = [seconds for outcome in self.outcomes for seconds in outcome.to_next_step_s]
+        """Return the figures for JSON."""
+        kills = [kill for outcome in self.outcomes for kill in outcome.kills]
+        waits = [seconds for outcome in self.outcomes for seconds in outcome.to_next_step_s] or [0.0]
         return {
-            "kills": self.kills,
+            "kills": len(kills),
             "runs": len(self.outcomes),
             "starts": sum(outcome.starts for outcome in self.outcomes),
             "bricked": sum(outcome.is_bricked for outcome in self.outcomes),
             "runs_with_problems": len(self.failed),
-            "steps_done_again": {"most": max(lost, default=0), "mean": sum(lost) / max(len(lost), 1)},
-            "launcher_kill_to_next_step_s": {"median": median(waits or [0.0]), "most": max(waits, default=0.0)},
+            "kill_to_next_step_s": {"median": round(median(waits), 3), "most": round(max(waits), 3)},
             "hints_spoilt": sum(outcome.hints_spoilt for outcome in self.outcomes),
-            "seconds": self.seconds,
-            "seconds_per_kill": self.seconds / max(self.kills, 1),
-            "by_phase": self.by("phase"),
-            "by_victims": self.by("victims"),
+            "by_phase": dict(Counter(kill.phase for kill in kills).most_common()),
+            "by_victims": dict(Counter(kill.victims for kill in kills).most_common()),
         }
 
 
 def main(argv: Sequence[str] | None = None) -> Tally:
-    """Print progress and a summary; return what became of all runs."""
+    """Kill runs, print progress and a summary, and return the outcomes."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=300, help="at least so many; default: 300")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random here; default: 0")
+    parser.add_argument("--kills", type=int, default=300, help="number of kills, at least; default: 300")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices; default: 0")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
-    parser.add_argument("--steps", type=int, help="of each run; default: 12, with --elastic 40")
-    parser.add_argument(
-        "--elastic", action="store_true", help="kill hosts of elastic jobs (benchmarks/kill_elastic.py)"
-    )
-    parser.add_argument("--json", type=Path, help="write the summary and all runs there")
-    parser.add_argument(
-        "--folder", type=Path, help="for the runs; made if need be; default: below the temporary folder"
-    )
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run; default: 12")
+    parser.add_argument("--json", type=Path, help="write the summary and all runs to this file")
+    parser.add_argument("--folder", type=Path, help="folder for the runs; default: the system's temporary folder")
     args = parser.parse_args(argv)
     if args.folder is not None:
         try:
@@ -455,69 +424,32 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         except OSError as error:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
-    if args.elastic:
-        _kill_elastic(args)
     place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
-    tally = _kill_all(args, place)
-    _print(tally)
+    draw, tally = random.Random(args.seed), Tally()
+    corpus, wholes = write_corpus(place), dict[str, Whole]()
+    while tally.kills < args.kills:
+        number = len(tally.outcomes)
+        layout = args.layout[number % len(args.layout)]
+        case = Case(layout, args.steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
+        if layout not in wholes:
+            wholes[layout] = run_whole(Case(layout, args.steps), corpus, place / f"whole-{layout}")
+        run_draw = random.Random(draw.random())
+        moments = draw_moments(run_draw, case.num_ranks, args.kills - tally.kills)
+        outcome = run_killed(case, wholes[layout], place / f"run-{number}", run_draw, moments)
+        tally.outcomes.append(outcome)
+        verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
+        print(f"{tally.kills:4} kills | {case.name}: {len(outcome.kills)} kills in {outcome.starts} starts, {verdict}")
+        print(*(f"    {problem}\n" for problem in outcome.problems), sep="", end="", flush=True)
+    for name, value in tally.summary().items():
+        print(f"{name:30} {value}")
     if args.json:
         runs = [asdict(outcome) for outcome in tally.outcomes]
         args.json.write_text(json.dumps({"summary": tally.summary(), "runs": runs}, indent=1) + "\n")
     if tally.failed:
-        print(f"what went wrong lies in {place}")
+        print(f"the files of the failed runs are in {place}")
     else:
         shutil.rmtree(place)
     return tally
-
-
-def _kill_elastic(args: argparse.Namespace) -> NoReturn:
-    """Run ``benchmarks/kill_elastic.py``, and end with its code."""
-    runs, summary = kill_elastic.kill_all(args.kills, args.seed, args.steps or 40, args.folder)
-    if args.json:
-        args.json.write_text(json.dumps({"summary": summary, "runs": [asdict(run) for run in runs]}, indent=1) + "\n")
-    sys.exit(1 if summary["runs_with_problems"] else 0)
-
-
-def _kill_all(args: argparse.Namespace, place: Path) -> Tally:
-    draw, tally, began = random.Random(args.seed), Tally(), time.monotonic()
-    corpus, wholes = write_corpus(place), dict[str, Whole]()
-    for number in count():
-        if tally.kills >= args.kills:
-            return tally
-        case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps or 12)
-        if case.layout not in wholes:
-            wholes[case.layout] = run_whole(Case(case.layout, case.steps), corpus, place / f"whole-{case.layout}")
-        own = random.Random(draw.random())
-        moments = draw_moments(own, case.num_ranks, args.kills - tally.kills)
-        outcome = run_killed(case, wholes[case.layout], place / f"run-{number}", own, moments)
-        tally.outcomes.append(outcome)
-        tally.seconds = time.monotonic() - began
-        _print_outcome(tally, outcome)
-    return tally
-
-
-def _draw_case(draw: random.Random, layout: str, steps: int) -> Case:
-    return Case(layout, steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
-
-
-def _print_outcome(tally: Tally, outcome: Outcome) -> None:
-    verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
-    print(
-        f"{tally.kills:4} kills, {tally.seconds:5.0f} s | {outcome.case.name}: {len(outcome.kills)} kills in "
-        f"{outcome.starts} starts, {outcome.seconds:.1f} s, {verdict}",
-        flush=True,
-    )
-    for problem in outcome.problems:
-        print(f"    {problem}", flush=True)
-
-
-def _print(tally: Tally) -> None:
-    for name, value in tally.summary().items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {number:.3g}" for key, number in value.items())
-        elif isinstance(value, float):
-            value = f"{value:.2f}"
-        print(f"{name:30} {value}")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ import pretrain_gpt2
 from megatron.child_process import die_with_parent
 from megatron.data import IndexedDatasetBuilder
 from megatron.launch.__main__ import main as launch
+from megatron.runtime import progress_file, rank_status
 from megatron.tokenizer import build
-from megatron.training import Callback, data, entrypoint, failure
+from megatron.training import Callback, batch_iterators, entrypoint
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.train_state import CHECKPOINTS
@@ -153,7 +154,7 @@ def draw_moments(draw: random.Random, num_ranks: int, number: int) -> Iterator[M
 
 
 def phase_of(at: str) -> str:
-    """Return the phase in which a rank notes ``at`` (``megatron.training.failure``)."""
+    """Return the phase in which a rank notes ``at`` (``megatron.runtime.exit_guard``)."""
     if at.startswith("loading"):
         return LOAD
     if at.startswith("saving"):
@@ -237,7 +238,7 @@ class Job:
             if self._is_over(start):
                 return False
             page = page or self._page(start, moment.rank)
-            now = failure.read_position(page[:]).doing if page else ""
+            now = rank_status.read_position(page[:]).doing if page else ""
             entries += _is_entry(before, now, moment.phase)
             before = now
             time.sleep(_POLL_S)
@@ -251,7 +252,7 @@ class Job:
     def phase(self, start: int, rank: int) -> str:
         """Return the phase in which a rank is."""
         page = self._page(start, rank)
-        return phase_of(failure.read_position(page[:]).doing if page else "")
+        return phase_of(rank_status.read_position(page[:]).doing if page else "")
 
     def kill(self, moment: Moment, draw: random.Random) -> bool:
         """Send SIGKILL to the victims; return whether there was one."""
@@ -314,7 +315,7 @@ class Job:
         """Return the page in which a rank notes what it is at, once there is one; it outlives the rank."""
         for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
-                return mmap.mmap(file.fileno(), failure.SIZE, access=mmap.ACCESS_READ)
+                return mmap.mmap(file.fileno(), rank_status.SIZE, access=mmap.ACCESS_READ)
         return None
 
 
@@ -409,9 +410,9 @@ def record_run() -> None:
     """Let the parts of a run tell what they do; leave out what only costs time."""
     speed_monitor.MATMUL_SECONDS = 0.0
     metrics_writer.draw_losses = lambda *_: None
-    take, note_durable = data.TimedBatches.__next__, failure.note_committed_step
+    take, note_durable = batch_iterators.TimedBatches.__next__, progress_file.note_committed_step
 
-    def take_and_sum(batches: data.TimedBatches) -> Any:
+    def take_and_sum(batches: batch_iterators.TimedBatches) -> Any:
         batch = take(batches)
         _samples_read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
         return batch
@@ -420,8 +421,8 @@ def record_run() -> None:
         note_durable(step)
         record(durable=step)
 
-    failure.note_committed_step = note_durable_and_record
-    data.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
+    progress_file.note_committed_step = note_durable_and_record
+    batch_iterators.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     cd CHECKOUT && PYTHONPATH=$PWD python -P THIS_FILE step_time gpt2
 
 It is run by its path, so it lies in one checkout and measures the one that PYTHONPATH names. Prints "ready" after a
-step that warms up, then a JSON object of seconds by name for each line that it reads; ends with its input. Modules have
-moved since the tag before-house: both places are known.
+step that warms up, then a JSON object of seconds by name for each line that it reads; ends with its input.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack, closing
 
 SCHEDULES = ("1f1b", "zb-h1")
 BALANCED = (0, 11, 19)
@@ -31,8 +30,7 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
     flags = f"--model {family} --contenders ours --rounds 1 --steps 1 --batch-size 4 --product-side 256"
     work = program.work_of(program.parse_args(flags.split()))
     torch.set_num_threads(work.threads)
-    ours = first_of("benchmarks.turns.MODULES", "benchmarks.contenders.CONTENDERS")[family]
-    contenders = importlib.import_module(ours).CONTENDERS if isinstance(ours, str) else ours  # a module, before
+    contenders = importlib.import_module("benchmarks.contenders").CONTENDERS[family]
     step = contenders["ours"](work.sizes, work.batch_size, work.kind, work.dtype)
 
     def take(number: int) -> dict[str, float]:
@@ -46,42 +44,25 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
 
 def pipeline(_: str, serve: Callable[..., None]) -> None:
     """A step of our pipeline engine on two ranks, by schedule."""
-    cases_of = first_of("benchmarks.pipeline.cases_of", "benchmarks.pipe.cases.cases_of")
-    contender = first_of("benchmarks.pipe.model.Contender", "benchmarks.pipe.case.Contender")
-    assembled = first_of("benchmarks.pipe.cuts.assembled", "benchmarks.pipe.teams.assembled")
-    (case,) = cases_of("gpt2", ["main"], [4], is_smoke=False)
-    ours = [contender(name=each, kind="ours", layers="half", partition=BALANCED, schedule=each) for each in SCHEDULES]
-    with assembled(case, ours, "forkserver") as teams:
+    benchmark, model = (importlib.import_module(f"benchmarks.{name}") for name in ("pipeline", "pipe.model"))
+    with ExitStack() as stack:
+        if hasattr(benchmark, "team_of"):
+            case = model.Case(name="m=4", sizes=benchmark.MAIN, micro_batch_size=4, num_micro_batches=4)
+            teams = {}
+            for name in SCHEDULES:
+                contender = model.Contender(name=name, kind="ours", partition=BALANCED, schedule=name)
+                teams[name] = stack.enter_context(closing(benchmark.team_of(case, contender, "forkserver")))
+        else:  # a checkout before the benchmark was rewritten
+            cuts = importlib.import_module("benchmarks.pipe.cuts")
+            (case,) = benchmark.cases_of("gpt2", ["main"], [4], is_smoke=False)
+            how = {"kind": "ours", "layers": "half", "partition": BALANCED}
+            ours = [model.Contender(name=each, schedule=each, **how) for each in SCHEDULES]
+            teams = stack.enter_context(cuts.assembled(case, ours, "forkserver"))
 
-        def take(number: int) -> dict[str, float]:
-            return {name: max(each["seconds"] for each in answers_of(team, number)) for name, team in teams.items()}
+        def take(step: int) -> dict[str, float]:
+            return {name: max(each["seconds"] for each in team.ask("run", step, 1)) for name, team in teams.items()}
 
         serve(take)
-
-
-def answers_of(team: Any, number: int) -> Any:
-    """Let all ranks take a step; before, they were asked by an ``Order``."""
-    try:
-        order = importlib.import_module("benchmarks.pipe.worker").Order
-    except ImportError:
-        return team.ask("run", number, 1)
-    return team.ask(order("run", number, 1))
-
-
-def first_of(*names: str) -> Any:
-    """Return what the first of ``names`` that exists in this checkout stands for.
-
-    Raises:
-        ImportError: none does.
-    """
-    missing = []
-    for name in names:
-        module, _, part = name.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), part)
-        except (ImportError, AttributeError) as error:
-            missing.append(str(error))
-    raise ImportError(f"PYTHONPATH must be a checkout that has one of {', '.join(names)}, got: {'; '.join(missing)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -73,10 +73,6 @@ class Team:
             self._pipes.append(near)
             self._processes.append(process)
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def ready(self) -> list[Any]:
         """Wait until every process has its worker; raises as ``ask`` does."""
         return self._answers()
@@ -179,29 +175,26 @@ Turn = Callable[[], float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio that must be reached, and what was found: quartiles over rounds.
-
-    Args:
-        by_cpu: the median of the same by processor time, where that was taken: it says something on a busy machine too.
-    """
+    """A required ratio, with the measured quartiles over rounds; the median counts."""
 
     name: str
-    at_least: float
     quartiles: tuple[float, float, float]
-    by_cpu: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
 
     @property
     def is_met(self) -> bool:
-        """Whether the median reaches it."""
-        return self.quartiles[1] >= self.at_least
+        middle = self.quartiles[1]
+        is_enough = self.at_least is None or middle >= self.at_least
+        return is_enough and (self.at_most is None or middle <= self.at_most)
 
     @property
     def text(self) -> str:
         low, middle, high = self.quartiles
+        bound = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
         verdict = "met" if self.is_met else "NOT MET"
-        cpu = "" if self.by_cpu is None else f", by CPU time {self.by_cpu:.2f}"
-        ratio = f"{middle:9.2f} (quartiles {low:.2f}, {high:.2f}{cpu})"
-        return f"{self.name:50}{ratio}  at least {self.at_least:g}: {verdict}"
+        spread = f" (quartiles {low:.3f}, {high:.3f})" if low != high else ""
+        return f"{verdict:8}{middle:10.5g}, {bound:13} {self.name}{spread}"
 
 
 def rates_in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:

@@ -93,3 +93,13 @@ def exit_code(error: BaseException) -> int:
         if isinstance(error, kind):
             return code
     return 1
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one ConfigError with a numbered list, or return when the list is empty."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise ConfigError(unique[0])
+    if unique:
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(unique, 1))
+        raise ConfigError(f"{len(unique)} problems in the configuration:\n{lines}")

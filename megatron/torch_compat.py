@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,21 +126,6 @@ def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
     coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
     return _muon._zeropower_via_newtonschulz(update, coefficients, steps, _muon.EPS)
-
-
-@contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be rank ``rank`` of ``size`` on torch's fake backend, whose operations return at once and move nothing.
-
-    For counting what a rank does among thousands: benchmarks/many_ranks.py.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # not ahead of need: no run has it
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:

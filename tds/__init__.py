@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tds.deepspeed_alias import follow, install
-from tds.deprecated_paths import forward
 
 follow(
     __name__,
@@ -27,18 +26,6 @@ follow(
     },
 )
 install()
-forward(
-    {
-        "tds.boundary": ("tds.p2p.boundary:TensorSpec=TensorMeta", "tds.p2p.boundary"),
-        "tds.data_agreement": ("tds.engine.micro_batches:DataAgreement=DataConsistency", "tds.engine.micro_batches"),
-        "tds.host_copies": ("tds.p2p.host_copies",),
-        "tds.peers": (
-            "tds.p2p.communicator:doing_together=current_collective",
-            "tds.p2p.communicator:waiting_together=collective_scope",
-            "tds.p2p.communicator",
-        ),
-    }
-)
 
 if TYPE_CHECKING:
     from tds import pipe as pipe

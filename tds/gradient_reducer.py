@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds.gradients import GradientBucket, accurate_dtype, buckets, will_reach
+from tds.backward_state import will_reach
+from tds.grad_norm import accurate_dtype
+from tds.gradients import GradientBucket, buckets
 
 # The last backward of a step makes gradients final one by one, from the last layer to the first. They travel in
 # buckets, each of which starts as soon as its last gradient is there and those before it have started: replicas must

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tds.clocks import Clock, clock_for
 from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
 from tds.device import random_numbers_kept, to_device
 from tds.loss import Weighted, named_losses
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
 from tds.shared_layers import held_in, layer_parameters
-from tds.timers import Clock, clock_for
 
 PASSES = 3
 """Timed passes over each layer, after one to warm up; the fastest counts."""

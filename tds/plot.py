@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tds import trace
-from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Span, Timeline, simulate, validate
-from tds.schedule.simulate import are_pair
+from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Timeline, simulate, validate
 
 if TYPE_CHECKING:
     from tds.trace import MeasuredStep
@@ -73,24 +71,18 @@ def draw_planned(
 
 
 def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
-    """Write the picture of a measured step, above its simulation with the costs that it had, to ``out``, a PNG.
-
-    Actions that shared the processor have no costs of their own: a step with pairs is drawn alone.
-    """
-    measured = step.timeline
-    simulated = None if measured.has_pairs else predicted(step)
+    """Write the picture of a measured step, above its simulation with the costs that it had, to ``out``, a PNG."""
+    measured, simulated = step.timeline, predicted(step)
     peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement)
     unit, factor = ("s", 1.0) if measured.step_s >= 10 else ("ms", 1e3)
     panels = [
         Panel(line, f"{title}: step {line.step_s * factor:.4g} {unit}", peaks, step.num_chunks, factor)
         for title, line in (("measured", measured), ("simulated with the measured costs", simulated))
-        if line is not None
     ]
     title = (
         f"{_sizes(step.schedule, measured, step.num_micro_batches, step.num_chunks)}, step {step.step}: "
-        f"bubble {100 * measured.bubble:.1f} % measured"
+        f"bubble {100 * measured.bubble:.1f} % measured, {100 * simulated.bubble:.1f} % predicted"
     )
-    title += "" if simulated is None else f", {100 * simulated.bubble:.1f} % predicted"
     draw_panels(panels, title, f"time in {unit}", out)
 
 
@@ -155,10 +147,9 @@ def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
     """Draw one collection for each colour: pictures have tens of thousands of boxes."""
     boxes: dict[str, list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(panel.timeline.spans):
-        for span, lane in zip(spans, _lanes(spans), strict=True):
+        for span in spans:
             colour = _colour(type(span.action), span.action.chunk, panel.num_chunks)
-            start, end = span.start_s * panel.factor, span.end_s * panel.factor
-            boxes.setdefault(colour, []).append(_corners(start, end, stage, lane))
+            boxes.setdefault(colour, []).append(_corners(span.start_s * panel.factor, span.end_s * panel.factor, stage))
     edge = min(0.8, 0.12 * _usual_width(panel) * points_a_unit)
     for colour, corners in boxes.items():
         axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge))
@@ -171,14 +162,13 @@ def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float)
     if size < SMALLEST_FONT:
         return
     for stage, spans in enumerate(panel.timeline.spans):
-        for span, lane in zip(spans, _lanes(spans), strict=True):
+        for span in spans:
             text = str(span.action.micro_batch)
             if (span.end_s - span.start_s) * panel.factor * points_a_unit < 0.65 * size * len(text):
                 continue
             colour = _ink(_colour(type(span.action), span.action.chunk, panel.num_chunks))
             middle = (span.start_s + span.end_s) / 2 * panel.factor
-            row = stage + lane * BOX_HEIGHT / 4
-            axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=colour, clip_on=True)
+            axes.text(middle, stage, text, ha="center", va="center_baseline", fontsize=size, color=colour, clip_on=True)
 
 
 def _label_stages(axes: Axes, panel: Panel, row_in: float) -> None:
@@ -210,19 +200,8 @@ def _usual_width(panel: Panel) -> float:
     return widths[len(widths) // 2] if widths else 0.0
 
 
-def _lanes(spans: Sequence[Span]) -> list[int]:
-    """Return for each box 0 for full height, -1 for the upper half: a forward beside a backward, 1 for the lower."""
-    lanes = [0] * len(spans)
-    for number, (first, second) in enumerate(pairwise(spans)):
-        if are_pair(first, second):
-            lanes[number : number + 2] = [-1, 1]
-    return lanes
-
-
-def _corners(start: float, end: float, row: int, lane: int = 0) -> list[tuple[float, float]]:
-    """Return a box in a stage's row; of a ``lane`` its upper or lower half."""
-    top = row - BOX_HEIGHT / 2 if lane < 1 else row
-    bottom = row + BOX_HEIGHT / 2 if lane > -1 else row
+def _corners(start: float, end: float, row: int) -> list[tuple[float, float]]:
+    top, bottom = row - BOX_HEIGHT / 2, row + BOX_HEIGHT / 2
     return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
 

@@ -1,8 +1,7 @@
 """The trace that ``"pipeline": {"trace": "DIR"}`` asks for: one Chrome/Perfetto file for each rank.
 
 An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with ``.1``
-for chunk 1; what it waited for a message is an event ``wait`` ahead of it. A forward that runs beside a backward has a
-row of its own. The file is whole JSON after each step, and
+for chunk 1; what it waited for a message is an event ``wait`` ahead of it. The file is whole JSON after each step, and
 holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. What an earlier run has left
 in the folder is kept as ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
 
@@ -19,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tds.action_times import Durations, Work, costs_of, medians
 from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
-from tds.timers import Durations, Work, costs_of, medians
 
 DEFAULT_STEPS = 20
-BESIDE = 100_000
-"""What the row of a stage's forwards that run beside backwards is further than that of all else."""
 LETTERS: dict[type[Action], tuple[str, str]] = {
     Forward: ("F", "forward"),
     Backward: ("B", "backward"),
@@ -45,8 +42,8 @@ def events(
     work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of one step: what it is, each action, and ahead of it each of its waits."""
+    place = {"pid": replica, "tid": stage}
     for index, each in enumerate(work):
-        place = {"pid": replica, "tid": stage + BESIDE if each.is_beside else stage}
         if index == 0:
             about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
             at = _time(each.began_ns, each.began_ns, origin_ns)["ts"]
@@ -82,9 +79,6 @@ class TraceFile:
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {pid}"}},
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"stage {tid}"}},
         ]
-        if about.get("has_pairs"):
-            beside = {"name": f"stage {tid}, forwards beside backwards"}
-            names.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid + BESIDE, "args": beside})
         lines = ",\n".join(map(json.dumps, names))
         self.path.write_text(f'{head[:-1]}, "traceEvents": [\n{lines}{_END}')
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+import megatron
 from megatron import mpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,3 +34,9 @@ def test_no_file_has_the_name_of_what_its_package_gives_out_on_first_use() -> No
 
 def test_a_name_is_looked_up_once() -> None:
     assert mpu.vocab_range is vars(mpu)["vocab_range"]
+
+
+def test_an_unknown_name_is_an_attribute_error_of_the_package() -> None:
+    for package in (megatron, mpu):
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Nothing'"):
+            getattr(package, "Nothing")  # noqa: B009 - mypy would know

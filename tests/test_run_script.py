@@ -272,15 +272,18 @@ def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp
     for name, defaults in of_the_sample.items():
         defaults = defaults.replace(str(made / "gpt2_text_document"), str(sample))
         of_the_sample[name] = defaults.replace(str(made / "tokenizer.json"), str(ROOT / "tests/golden/tokenizer.json"))
-    assert bool(parse([], world_size=4, env=of_the_sample, family=family).seeing.sample_prompts) == (family != "bert")
+    assert bool(
+        parse([], world_size=4, env=of_the_sample, family=family, accepts_model=True).seeing.sample_prompts
+    ) == (family != "bert")
     run(fake_python, "--dry-run", script=ROOT / FAMILIES[family].run_script, DATA_PATH="mine")
     of_other_data = passed_on(fake_python)
     for flags in FLAGS_OF_USERS:
         try:
-            parse([*flags.split(), "--data-path", "mine"], world_size=4, env=of_other_data, family=family)
+            words = [*flags.split(), "--data-path", "mine"]
+            parse(words, world_size=4, env=of_other_data, family=family, accepts_model=True)
         except ConfigError:  # not of this family
             continue
-        parse(flags.split(), world_size=4, env=of_the_sample, family=family)
+        parse(flags.split(), world_size=4, env=of_the_sample, family=family, accepts_model=True)
 
 
 @pytest.mark.parametrize(("model", "is_there"), [("gpt2", True), ("t5", False)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.torch_compat import all_gather_single, fake_world, load_cpp, newton_schulz, reduce_scatter_single
+from megatron.torch_compat import all_gather_single, load_cpp, newton_schulz, reduce_scatter_single
 from tests.helpers.harness import run_ranks
 
 NAMES = ("all_gather_single", "reduce_scatter_single")
@@ -75,12 +75,3 @@ def test_the_private_newton_schulz_is_what_torchs_muon_moves_a_matrix_by(shape: 
     assert found.dtype == torch.bfloat16
     assert torch.equal(newton_schulz(gradient.bfloat16(), steps), found), "it begins by rounding to bf16"
     assert torch.equal(weight.detach(), -(max(1, shape[0] / shape[1]) ** 0.5) * found.double())
-
-
-def test_a_fake_world_has_its_ranks_makes_groups_and_is_gone_behind_it() -> None:
-    with fake_world(3, 10_000):
-        assert (dist.get_rank(), dist.get_world_size()) == (3, 10_000)
-        group = dist.new_group([3, 7])
-        dist.all_reduce(torch.ones(1), group=group)  # nobody else is waited for
-        assert dist.get_world_size(group) == 2 and dist.get_rank(group) == 0
-    assert not dist.is_initialized()

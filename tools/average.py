@@ -61,7 +61,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the run folder and say what is in it."""
     from megatron.checkpoint.average import average, newest_of, of_steps
-    from megatron.checkpoint.loading import open_folder
+    from megatron.checkpoint.one_process import open_folder
 
     check(args)
     if args.last is not None:

@@ -11,7 +11,7 @@
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
 
-All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
+All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py and with --model bert of pretrain_bert.py
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path, --train-data-path or --sft
 is given, with --tokenizer-path; --split works too. Dropout is off, for its masks differ between tensor slices by
 design, unless --layout-independent-dropout is given. With --loss-average micro-batch the one process takes the same
@@ -272,8 +272,8 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     """What each rank does."""
     import torch
 
+    from megatron.runtime.exit_guard import guard
     from megatron.training import configure_device, initialize
-    from megatron.training.failure import guard
 
     config = parse_as(model, with_data(flags, model), int(os.environ["WORLD_SIZE"]))
     configure_device(config)
@@ -308,8 +308,8 @@ def with_data(flags: list[str], model: str) -> list[str]:
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
     """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
     from megatron.training import global_vars
-    from megatron.training.global_vars import with_tokenizer
-    from megatron.training.parity import random_data
+    from megatron.training.mock_data import random_data
+    from megatron.training.vocabulary import with_tokenizer
 
     if config.data.data_path == "none":
         config = config.with_vocab(config.model.vocab_size or VOCAB_SIZE)

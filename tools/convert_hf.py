@@ -78,7 +78,7 @@ def _named_way(words: list[str]) -> list[str]:
 def export(args: argparse.Namespace) -> None:
     """Write the Hugging Face folder and say what is in it."""
     from megatron.checkpoint.huggingface import convert
-    from megatron.checkpoint.loading import open_folder
+    from megatron.checkpoint.one_process import open_folder
 
     checkpoint = open_folder(args.load)
     done = convert.export(
@@ -107,7 +107,7 @@ def import_(args: argparse.Namespace) -> None:
 
     path, config = import_folder(args.input, args.output)
     words = ["--load", str(args.output), "--finetune", *flags_of(config)]
-    log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].program} {shlex.join(words)}")
+    log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].command} {shlex.join(words)}")
     if args.verify:
         compare(path, args.input, None)
 
@@ -115,7 +115,7 @@ def import_(args: argparse.Namespace) -> None:
 def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     """Say how far the logits of both differ."""
     from megatron.checkpoint.huggingface.convert import verify
-    from megatron.checkpoint.loading import open_folder
+    from megatron.checkpoint.one_process import open_folder
 
     difference = verify(open_folder(checkpoint), folder, dtype=dtype)
     log.info(f"verified: the logits of a random batch differ by {difference:.1e} of the largest")

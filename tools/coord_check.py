@@ -38,8 +38,8 @@ from megatron.errors import ConfigError  # noqa: E402
 from megatron.models.common.decoder import DecoderModel, model_args  # noqa: E402
 from megatron.mpu.groups import single_grid  # noqa: E402
 from megatron.optim.lr_scheduler import set_learning_rates  # noqa: E402
-from megatron.training import setup  # noqa: E402
-from megatron.training.initialize import World  # noqa: E402
+from megatron.training import optimizer_setup, setup  # noqa: E402
+from megatron.training.world import World  # noqa: E402
 
 WIDTHS = (64, 128, 192, 256)
 HEAD_SIZE, VOCAB, LENGTH, BATCH = 16, 64, 16, 4
@@ -111,7 +111,7 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
     model = DecoderModel(model_args(config))
     setup.put_in_place(config, model, world)
-    optimizer, course = setup.make_optimizer(config, model, world), setup.make_learning_rate(config)
+    optimizer, course = optimizer_setup.make_optimizer(config, model, world), optimizer_setup.make_learning_rate(config)
     found: Sizes = {part: [] for part in PARTS}
     generator = torch.Generator().manual_seed(config.run.seed)
     text = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)

@@ -21,14 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
-from megatron.config.data import parse_paths
+from megatron.config.data_paths import parse_paths
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import (
-    Documents,
-    IndexedDataset,
-    count_of,
-    num_tokens_of,
-)
+from megatron.data.documents import Documents, count_of, num_tokens_of
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import NAMES, split_by_hash, split_documents
 from megatron.errors import DataError, exit_code
 

@@ -10,10 +10,8 @@
 | layer.png | what each of two tensor ranks holds of a layer | the shapes of megatron/mpu/layers.py |
 | zero.png | bytes of a parameter by ZeRO stage | the table of docs/memory.md |
 | 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
-| pairs.png | a schedule without and with forwards beside backwards | benchmarks/overlap.py |
 
-The others are not drawn here: scaling_*.png by benchmarks/scaling.py, coord_check.png by tools/coord_check.py,
-pairs_measured.png by benchmarks/overlap.py --run --trace and tools/draw_schedule.py --trace, and
+Not drawn here: coord_check.png, which tools/coord_check.py draws, and report.png.
 report.png (docs/seeing.md) shows what tools/report.py makes of two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
 --train-iters 60 --log-interval 2 --eval-interval 20 --log-layer-norms``, called gpt2-cosine (pp_size=2 mp_size=1,
 --save-interval 20 --async-save --profile 5-6 --pipeline-trace) and gpt2-linear (pp_size=1 mp_size=2, --save-interval 30
@@ -214,15 +212,9 @@ def draw_schedule(path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes], check=True)
 
 
-def draw_pairs(out: Path) -> None:
-    """Draw what benchmarks/overlap.py does."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--picture", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
 PICTURES = {
     "grid": draw_grid, "layer": draw_layer, "context": draw_context, "zero": draw_zero,
-    "pairs": draw_pairs, **dict.fromkeys(SCHEDULES, draw_schedule),
+    **dict.fromkeys(SCHEDULES, draw_schedule),
 }  # fmt: skip
 
 # Hooks of MkDocs.

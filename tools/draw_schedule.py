@@ -179,14 +179,8 @@ def draw_trace(flags: argparse.Namespace) -> None:
     step = steps[number]
     out = flags.out or flags.trace / f"step-{number}.png"
     plot.draw_measured(step, out)
-    measured = step.timeline
+    measured, predicted = step.timeline, plot.predicted(step)
     print(f"{step.schedule}: step {number}, {measured.num_stages} stages, {step.num_micro_batches} micro-batches")
-    if measured.has_pairs:  # whose actions have no costs of their own
-        print(f"bubble     {100 * measured.bubble:.1f} % measured, forwards beside backwards")
-        print(f"step       {measured.step_s * 1e3:.4g} ms measured")
-        print(f"picture    {out}")
-        return
-    predicted = plot.predicted(step)
     print(f"bubble     {100 * measured.bubble:.1f} % measured, {100 * predicted.bubble:.1f} % predicted")
     print(f"step       {measured.step_s * 1e3:.4g} ms measured, {predicted.step_s * 1e3:.4g} ms predicted")
     print(f"picture    {out}")

@@ -31,7 +31,7 @@ from megatron import log
 from megatron.errors import ConfigError, DataError, marked
 from megatron.evaluation.options import parse_args, starts_ranks
 from megatron.generate.options import world_size
-from megatron.training.failure import guard
+from megatron.runtime.exit_guard import guard
 from tools.generate import start
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron import log
 from megatron.errors import DataError, marked
 from megatron.generate.options import parse_args, read_prompts, world_size
-from megatron.training.failure import guard
+from megatron.runtime.exit_guard import guard
 
 if TYPE_CHECKING:
     import torch

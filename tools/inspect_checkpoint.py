@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def show(path: Path, as_json: bool) -> int:
     """Print the facts of one checkpoint; return the exit code."""
     from megatron.checkpoint import inspect
-    from megatron.checkpoint.loading import open_folder
+    from megatron.checkpoint.one_process import open_folder
 
     checkpoint = open_folder(path)
     facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
@@ -69,7 +69,7 @@ def show(path: Path, as_json: bool) -> int:
 def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int:
     """Print what differs; return the exit code."""
     from megatron.checkpoint import inspect
-    from megatron.checkpoint.loading import open_folder
+    from megatron.checkpoint.one_process import open_folder
 
     one, other = open_folder(first), open_folder(second)
     tensors = inspect.tensor_differences(one, other, weights_only=weights_only)

@@ -104,7 +104,7 @@ def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], co
     from megatron.console import print_table
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.inspect import facts_of, statistics
-    from megatron.training.global_vars import with_tokenizer
+    from megatron.training.vocabulary import with_tokenizer
 
     settings = config.parse([*others, "--device", "cpu"], world_size=1, family=flags.model)
     tokenizer, settings = with_tokenizer(settings)
@@ -125,7 +125,7 @@ def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], co
 
 def prefixes_of(settings: Config) -> list[str]:
     """Return the paths of all corpora that the flags of the training name, each once."""
-    from megatron.config.data import parse_paths
+    from megatron.config.data_paths import parse_paths
 
     named = [getattr(settings.data, name, None) for name in PATH_FLAGS]
     return list(dict.fromkeys(prefix for text in named if text for _, prefix in parse_paths(text)))

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron import log, object_store
 from megatron.data import preprocess, token_upload
-from megatron.data.index_format import DatasetMetadata
+from megatron.data.dataset_metadata import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import DataError, exit_code

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.architectures import model_types
 from megatron.planner import report
 from megatron.planner.estimate import Planner
 from megatron.planner.options import Question, check_flags, family_of_load, make_parser, question
@@ -52,6 +53,9 @@ def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     flags, rest = parser.parse_known_args(argv)
     if flags.model is None:
         flags.model = family_of_load(rest)
+    elif flags.model in model_types():
+        rest = ["--model", flags.model, *rest]
+        flags.model = model_types()[flags.model].family
     check_flags(parser, flags, rest)
     return parser, flags, rest
 

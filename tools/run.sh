@@ -77,7 +77,7 @@ if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])(((train|valid|test)[-_])?data[
 if [ -z "$has_data" ] && [[ " ${MEGATRON_DEFAULTS:-} $* " =~ [[:space:]]--(resume|load|config)[[:space:]=] ]]; then
   # a run on other data than the sample goes on with its own, which the program takes from the run's settings
   name=$(basename "$program" .py)
-  has_data=$("$PYTHON" -m megatron.checkpoint.run_data "${name#pretrain_}" ${flags[@]+"${flags[@]}"} "$@" || true)
+  has_data=$(MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" "$PYTHON" -m megatron.checkpoint.run_data "${name#pretrain_}" ${flags[@]+"${flags[@]}"} "$@" || true)
 fi
 
 machine=$("$PYTHON" -m megatron.launch.machine) || { code=$? && [ -n "$is_help" ]; } || exit "$code"

@@ -32,7 +32,7 @@ PLACES = {
     "layouts": "checks.LAYOUTS_PART",
     "faults": "faults.PART",
     "speed": "speed.PART",
-    "pictures": "publish.PART",
+    "tables": "publish.PART",
 }
 """Name of a part -> where it is; in the order of their running."""
 NAMES = tuple(PLACES)

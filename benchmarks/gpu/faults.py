@@ -43,7 +43,7 @@ from benchmarks.gpu.train import (
 Shown = tuple[str, dict[str, Any]]
 
 WORKERS = str(ROOT / "benchmarks" / "gpu" / "workers.py")
-ONCE = "tds/loss.py:read"
+ONCE = "tds/loss_reduction.py:read"
 """Where the host may wait for the device, once a step."""
 STEP_SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 "
 STEP_LENGTHS = {"gpt2": "--seq-length 64", "t5": "--enc-seq-length 64 --vocab-extra-ids 8"}

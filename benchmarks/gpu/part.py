@@ -37,7 +37,7 @@ class Verdict:
     Args:
         status: PASSED, FAILED, SKIPPED (cannot be done on this machine, the text says why) or NOT_RUN (no time left).
         text: one line: what was seen, and against what.
-        figures: numbers for tables and pictures, as JSON has them.
+        figures: numbers for tables, as JSON values.
     """
 
     status: str
@@ -143,7 +143,7 @@ class Machine:
         kind: "cuda", or "cpu" in the dry form.
         is_dry: toy sizes, to show that the program works; the figures mean nothing.
         work: folder for the files of cases.
-        out: folder of the JSON file and of pictures.
+        out: folder of the JSON file and the tables.
         end: on ``time.monotonic()``, when all commands must have ended.
     """
 

@@ -1,14 +1,11 @@
-"""Put what was seen on a GPU into the repository and its pages.
+"""Write results of a GPU into the pages.
 
     python -m benchmarks.gpu.publish runs/gpu/gpu-nvidia-h200-2026-11-24.json
-    python -m benchmarks.gpu.publish                 # the pages anew, of the results that are in the repository
+    python -m benchmarks.gpu.publish                 # rewrite the pages from the results in the repository
 
-The file is kept in benchmarks/gpu/seen; the tables of all files there stand between markers in the README and in
-docs/accelerators.md, English and Chinese, beside a chart in docs/pictures. Results of a dry run, or of a CPU, are
-refused.
-
-Part ``pictures`` of ``benchmarks/gpu`` makes the same tables, and the chart, of the results so far, anew at each start.
-Texts are English and Chinese, by the key "en" or "zh".
+Copies the file to benchmarks/gpu/seen and writes the tables of all files there between the markers in
+docs/accelerators.md, English and Chinese. Results of a dry run or of a CPU are rejected. Part ``tables`` of
+``benchmarks/gpu`` writes the same tables into --out at each start.
 """
 
 from __future__ import annotations
@@ -17,357 +14,163 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import FAILED, NOT_RUN, PASSED, SKIPPED, Case, Machine, Part, Skip
 
-WORDS: Mapping[str, Mapping[str, Any]] = {
-    "en": {
-        PASSED: "passed",
-        FAILED: "failed",
-        SKIPPED: "skipped",
-        NOT_RUN: "not run",
-        "seen": ("device", "date", "commit", "torch, CUDA"),
-        "speeds": (
-            "model",
-            "tokens x sequences",
-            "step of",
-            "ms",
-            "tokens/s",
-            "MFU",
-            "of the sheet",
-            "GiB allocated, reserved",
-            "memory",
-            "planner",
-        ),
-        "short": ("MFU on", "ours", "ours, compiled", "Hugging Face", "plain loop"),
-        "names": {"ours": "ours", "ours-compiled": "ours, compiled", "hf": "Hugging Face", "plain": "plain loop"},
-        "nothing on the page": (
-            "Nothing yet: every figure and every test of this repository is from a CPU. The code for CUDA and NCCL is "
-            "written, but has not run\non a GPU. `bash benchmarks/gpu/run.sh` is the one command that shows it, on any "
-            "GPU from 16 GB."
-        ),
-        "nothing in front": (
-            "**Seen on a GPU: nothing yet.** Every figure and test here is from a CPU; the code for CUDA and NCCL is "
-            "written, but has not run.\n`bash benchmarks/gpu/run.sh` is [the one command that shows it]"
-            "(docs/accelerators.md#what-has-been-seen-on-a-gpu) on any GPU from 16 GB."
-        ),
-        "in front": "**Seen on** {what} ([all](docs/accelerators.md#what-has-been-seen-on-a-gpu)).",
-        "explained": (
-            "A step in bf16 without dropout on {device} ({date}, commit {commit}), medians of rounds. MFU is over the "
-            'matrix products of the same run\n({products}) and counts half of causal attention; "of the sheet" is over '
-            'the data sheet\'s peak. "memory" and "planner" are what `megatron.models`\nand the planner say over what '
-            "was measured."
-        ),
-        "picture": "MFU of a step on {device}",
-    },
-    "zh": {
-        PASSED: "通过",
-        FAILED: "失败",
-        SKIPPED: "跳过",
-        NOT_RUN: "未运行",
-        "seen": ("设备", "日期", "提交", "torch、CUDA"),
-        "speeds": (
-            "模型",
-            "词元 x 序列",
-            "谁的一步",
-            "毫秒",
-            "词元/秒",
-            "MFU",
-            "占标称峰值",
-            "已分配、已保留 GiB",
-            "内存",
-            "规划",
-        ),
-        "short": ("MFU，设备", "我们的", "我们的，编译", "Hugging Face", "朴素循环"),
-        "names": {"ours": "我们的", "ours-compiled": "我们的，编译", "hf": "Hugging Face", "plain": "朴素循环"},
-        "nothing on the page": (
-            "还没有：本仓库的每一个数字、每一项测试都来自 CPU。CUDA 与 NCCL 的代码已经写好，"
-            "但还没有在 GPU 上运行过。只要一条命令就能验证，\n"
-            "任何 16 GB 以上的 GPU 都可以：`bash benchmarks/gpu/run.sh`。"
-        ),
-        "nothing in front": (
-            "**在 GPU 上验证过的：还没有。** 这里的所有数字和测试都来自 CPU；CUDA 与 NCCL 的代码已经写好，"
-            "但还没有运行过。\n要在 16 GB 以上的任何 GPU 上验证，"
-            "[只要一条命令](accelerators.md#在-gpu-上验证过什么)：`bash benchmarks/gpu/run.sh`。"
-        ),
-        "in front": "**验证过的设备：** {what}（[全部结果](accelerators.md#在-gpu-上验证过什么)）。",
-        "explained": (
-            "bf16、没有 dropout 的一步，在 {device} 上（{date}，提交 {commit}），取各轮的中位数。"
-            "MFU 以同一次运行里的矩阵乘法（{products}）为 1，\n"
-            "因果注意力只计一半；“占标称峰值”以厂商标称的峰值为 1。"
-            "“内存”和“规划”是 `megatron.models` 和规划工具的估计与实测之比。"
-        ),
-        "picture": "{device} 上一步的 MFU",
-    },
+ROOT = Path(__file__).resolve().parents[2]
+SEEN = Path("benchmarks/gpu/seen")
+PAGES = {
+    "docs/accelerators.md": (
+        "Nothing yet: every figure and every test of this repository is from a CPU. The code for CUDA and NCCL is "
+        "written, but has not run\non a GPU. `bash benchmarks/gpu/run.sh` is the one command that shows it, on any "
+        "GPU from 16 GB.",
+        "MFU is relative to the matrix products of the same run and counts half of causal attention; `of the sheet` is "
+        "relative to the peak of the data sheet. `memory` and `planner` are the estimates of `--dry-run` and of the "
+        "planner over the measurements.",
+    ),
+    "docs/zh/accelerators.md": (
+        "还没有：本仓库的每一个数字、每一项测试都来自 CPU。CUDA 与 NCCL 的代码已经写好，"
+        "但还没有在 GPU 上运行过。只要一条命令就能验证，\n"
+        "任何 16 GB 以上的 GPU 都可以：`bash benchmarks/gpu/run.sh`。",
+        "MFU 以同一次运行里的矩阵乘法为 1，因果注意力只计一半；`of the sheet` 以厂商标称的峰值为 1。"
+        "`memory` 和 `planner` 是 `--dry-run` 和规划工具的估计与实测之比。",
+    ),
 }
-
-
+"""Page -> the text without results, and the explanation of the table of speeds."""
+BEGIN = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
+END = "<!-- end of the results of GPUs -->"
 PARTS = ("tests", "train", "layouts", "faults", "speed")
-"""That show something; the pictures show the others."""
 GIB = 2**30
-CONTENDERS = ("ours", "ours-compiled", "hf", "plain")
-IN_README = {"devices": 2, "models": 3}
-"""Most lines there; the whole is on the page about accelerators."""
 
 
-def page(seen: Sequence[Mapping[str, Any]], language: str) -> str:
-    """Return what the page about accelerators says of results, newest first."""
-    words = WORDS[language]
-    if not seen:
-        return words["nothing on the page"]
-    parts = [seen_table(seen, language)]
-    for content in with_speeds(seen):
-        products = f"{_products(content) / 1e12:.0f} TFLOP/s"
-        about = {key: content[key] for key in ("device", "date")} | {"commit": commit_of(content)}
-        parts += [words["explained"].format(**about, products=products), speeds_table(content, language)]
-    return "\n\n".join(parts)
-
-
-def front(seen: Sequence[Mapping[str, Any]], language: str) -> str:
-    """Return what the README says of results, newest first, in a few lines."""
-    words = WORDS[language]
-    if not seen:
-        return words["nothing in front"]
-    lines = [words["in front"].format(what=_describe(content, language)) for content in seen[: IN_README["devices"]]]
-    fast = with_speeds(seen)
-    return "\n\n".join(["  \n".join(lines), *(short_table(content, language) for content in fast[:1])])
-
-
-def seen_table(seen: Sequence[Mapping[str, Any]], language: str) -> str:
-    """Return a row for each run: device, date, commit, versions, and how many cases of each part ended how."""
-    rows = [
-        (
+def seen_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each run: device, date, commit, versions, and the number of cases of each part by status."""
+    rows = []
+    for content in results:
+        counts = []
+        for part in PARTS:
+            cases = content["parts"].get(part, {"cases": {}})["cases"].values()
+            statuses = [case["status"] for case in cases]
+            texts = [f"{statuses.count(s)} {s}" for s in (PASSED, FAILED, SKIPPED, NOT_RUN) if s in statuses]
+            counts.append(", ".join(texts) or "-")
+        commit, *remark = (content["commit"] or "-").split(maxsplit=1)
+        rows.append([
             f"{content['num_devices']} x {content['device']}, {content['memory_bytes'] / GIB:.0f} GiB",
             content["date"],
-            commit_of(content),
-            _versions(content),
-            *(counts(content, part, language) for part in PARTS),
-        )
-        for content in seen
-    ]
-    return table((*WORDS[language]["seen"], *PARTS), rows)
+            " ".join([commit[:7], *remark]),
+            f"{content['versions']['torch']}, {content['cuda'] or '-'}",
+            *counts,
+        ])  # fmt: skip
+    return table(["device", "date", "commit", "torch, CUDA", *PARTS], rows)
 
 
-def speeds_table(content: Mapping[str, Any], language: str) -> str:
-    """Return a row for each contender of each case that passed."""
-    names = WORDS[language]["names"]
-    rows = [
-        (
-            figures["title"] + layers_of(figures),
-            f"{figures['seq_length']} x {figures['batch_size']}",
-            names.get(name, name),
-            f"{row['ms']:.1f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['mfu']:.3f}",
-            number(row["mfu_sheet"]),
-            f"{row['allocated_bytes'] / GIB:.1f}, {row['reserved_bytes'] / GIB:.1f}",
-            number(row.get("memory_ratio"), 2),
-            number(row.get("planner_ratio"), 2),
-        )
-        for figures in timed(content)
-        for name, row in figures["contenders"].items()
-    ]
-    return table(WORDS[language]["speeds"], rows)
+def speeds_table(content: Mapping[str, Any]) -> str:
+    """Return a row for each contender of each speed case that passed."""
 
+    def number(value: float | None, digits: int = 3) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
 
-def short_table(content: Mapping[str, Any], language: str) -> str:
-    """Return the MFU of the first case of each model, a column for each contender."""
-    first, *heads = WORDS[language]["short"]
-    found: dict[str, Mapping[str, Any]] = {}
+    rows = []
     for figures in timed(content):
-        found.setdefault(figures["title"], figures)
-    rows = [
-        (
-            f"{title}, {figures['seq_length']} x {figures['batch_size']}",
-            *(number(figures["contenders"].get(name, {}).get("mfu")) for name in CONTENDERS),
-        )
-        for title, figures in list(found.items())[: IN_README["models"]]
-    ]
-    return table((f"{first} {content['device']}", *heads), rows)
+        layers = f" ({figures['sizes']['num_layers']}/32)" if figures["family"] == "llama" else ""
+        for name, row in figures["contenders"].items():
+            rows.append([
+                figures["title"] + layers,
+                f"{figures['seq_length']} x {figures['batch_size']}",
+                name,
+                f"{row['ms']:.1f}",
+                f"{row['tokens_per_s']:,.0f}",
+                number(row["mfu"]),
+                number(row["mfu_sheet"]),
+                f"{row['allocated_bytes'] / GIB:.1f}, {row['reserved_bytes'] / GIB:.1f}",
+                number(row.get("memory_ratio"), 2),
+                number(row.get("planner_ratio"), 2),
+            ])  # fmt: skip
+    heads = ["model", "tokens x sequences", "contender", "ms", "tokens/s", "MFU", "of the sheet"]
+    return table([*heads, "GiB allocated, reserved", "memory", "planner"], rows)
 
 
 def timed(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the figures of all models that were timed, in the order of their cases."""
+    """Return the figures of the speed cases that passed."""
     cases = content["parts"].get("speed", {"cases": {}})["cases"].values()
     return [case["figures"] for case in cases if case["status"] == PASSED and "contenders" in case["figures"]]
 
 
-def with_speeds(seen: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return of each device the first results that have times."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for content in seen:
-        if timed(content):
-            found.setdefault(content["device"], content)
-    return list(found.values())
-
-
-def counts(content: Mapping[str, Any], part: str, language: str) -> str:
-    """Return how many cases of a part passed, failed, were skipped or not run; "-" where it was not started."""
-    cases = content["parts"].get(part, {"cases": {}})["cases"].values()
-    ends = [case["status"] for case in cases]
-    words = WORDS[language]
-    told = [f"{ends.count(end)} {words[end]}" for end in (PASSED, FAILED, SKIPPED, NOT_RUN) if end in ends]
-    return ", ".join(told) or "-"
-
-
-def commit_of(content: Mapping[str, Any]) -> str:
-    """Return the commit, short."""
-    commit, *more = (content["commit"] or "-").split(maxsplit=1)
-    return " ".join([commit[:7], *more])
-
-
-def layers_of(figures: Mapping[str, Any]) -> str:
-    """Return in words how much of a model a slice has."""
-    return f" ({figures['sizes']['num_layers']}/32)" if figures["family"] == "llama" else ""
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a number for a cell, "-" for none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of Markdown."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(row) + " |" for row in (heads, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
 
 
-def _describe(content: Mapping[str, Any], language: str) -> str:
-    parts = "; ".join(_of_parts(content, language))
-    about = f"{content['device']} ({content['date']}, {commit_of(content)}, torch {_versions(content)})"
-    return f"{about}: {parts}"
+def block(name: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text between the markers of a page; the newest results of each device have a table of speeds."""
+    nothing, explanation = PAGES[name]
+    if not results:
+        return nothing
+    parts, devices = [seen_table(results)], set()
+    for content in results:
+        if timed(content) and content["device"] not in devices:
+            devices.add(content["device"])
+            parts += [f"{content['device']}, {content['date']}. {explanation}", speeds_table(content)]
+    return "\n\n".join(parts)
 
 
-def _of_parts(content: Mapping[str, Any], language: str) -> Iterator[str]:
-    for part in PARTS:
-        told = counts(content, part, language)
-        if told != "-":
-            yield f"{part} {told}"
+def seen(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the results in the repository, the newest first."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / SEEN).glob("*.json"))]
+    return sorted(results, key=lambda content: str(content["date"]), reverse=True)
 
 
-def _versions(content: Mapping[str, Any]) -> str:
-    return f"{content['versions']['torch']}, {content['cuda'] or '-'}"
+def with_block(text: str, new: str) -> str:
+    """Return a page with ``new`` between its markers.
+
+    Raises:
+        ValueError: the page does not have both markers once, in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"a page must have {BEGIN} and after it {END} once each")
+    return f"{before}{begin}\n\n{new}\n\n{end}{after}"
 
 
-def _products(content: Mapping[str, Any]) -> float:
-    """Return the best rate of matrix products of the cases."""
-    return max(figures["product_flops"] for figures in timed(content))
-
-
-COLOURS = {"ours": "#4c72b0", "ours-compiled": "#1f3d6e", "hf": "#dd8452", "plain": "#8c8c8c"}
-LABELS = {
-    "ours": "ours",
-    "ours-compiled": "ours, --compile",
-    "hf": "Hugging Face's model, plain loop",
-    "plain": "torch.nn layers, plain loop",
-}
-WIDTH = 0.2
-"""Of a bar, where the models are 1 apart."""
-
-
-def cases(machine: Machine) -> list[Case]:
-    """Return the chart and the tables."""
-    return [Case("chart of MFU", chart), Case("tables", write_tables)]
-
-
-def chart(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Draw the chart into --out."""
-    results = machine.results
-    models = timed(results.content) if results else []
-    if results is None or not models:
-        raise Skip("no case of part speed has passed")
+def problem_of(path: Path) -> str | None:
+    """Return why a file has no results of a GPU, None if it has."""
     try:
-        path = draw(results.content, results.path.with_name(f"{results.path.stem}-mfu.png"))
-    except ImportError as error:
-        raise Skip(f"the chart needs matplotlib: {error}") from None
-    bars = sum(len(figures["contenders"]) for figures in models)
-    return f"{bars} bars of {len(models)} cases in {path.name}", {"bars": bars}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["is_dry"] or content["kind"] != "cuda":
+            return f"results must be of a GPU, got a dry run or a CPU's: {path}"
+        block("docs/accelerators.md", [content])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"results must be a file that benchmarks/gpu/run.sh wrote, got {path}: {type(error).__name__}: {error}"
+    return None
 
 
 def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Write the tables into --out."""
+    """Write the tables of the results so far into --out."""
     results = machine.results
     if results is None:
         raise Skip("there are no results")
-    text = seen_table([results.content], "en") + "\n"
-    if models := timed(results.content):
-        text += "\n" + speeds_table(results.content, "en") + "\n"
     path = results.path.with_suffix(".md")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(f"{seen_table([results.content])}\n\n{speeds_table(results.content)}\n", encoding="utf-8")
+    models = timed(results.content)
     return f"{len(models)} timed cases in {path.name}", {"timed": len(models)}
 
 
-def draw(content: Mapping[str, Any], path: Path) -> Path:
-    """Draw the MFU of each contender of each model into ``path``."""
-    from matplotlib.figure import Figure
-
-    models = timed(content)
-    figure = Figure(figsize=(max(7.0, 1.3 * len(models) + 2.0), 4.6), dpi=150, facecolor="white", layout="constrained")
-    axes = figure.subplots()
-    for name in CONTENDERS:
-        drawn = [
-            (number, one["contenders"][name]["mfu"]) for number, one in enumerate(models) if name in one["contenders"]
-        ]
-        places = [number + _shift(models[number], name) for number, _ in drawn]
-        if drawn:
-            bars = axes.bar(places, [mfu for _, mfu in drawn], WIDTH * 0.92, color=COLOURS[name], label=LABELS[name])
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-    axes.set_xticks(range(len(models)), [_tick(figures) for figures in models], fontsize=8)
-    axes.set_ylabel("MFU: share of this run's matrix products")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(y=0.12)
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0.0, 1.0))
-    axes.set_title(_title(content), fontsize=9, loc="right", pad=38)
-    figure.savefig(path, metadata={"Software": None})
-    return path
-
-
-def _shift(figures: Mapping[str, Any], name: str) -> float:
-    """Return where a contender's bar stands beside the others of its model."""
-    there: Sequence[str] = [each for each in CONTENDERS if each in figures["contenders"]]
-    return WIDTH * (there.index(name) - (len(there) - 1) / 2)
-
-
-def _tick(figures: Mapping[str, Any]) -> str:
-    return f"{figures['title']}{layers_of(figures)}\n{figures['seq_length']} tokens x {figures['batch_size']}"
-
-
-def _title(content: Mapping[str, Any]) -> str:
-    dry = "dry run at toy sizes, figures mean nothing: " if content["is_dry"] else ""
-    return f"{dry}{content['device']}, {content['date']}, commit {commit_of(content)}"
-
-
 PART = Part(
-    name="pictures",
-    about="a chart of MFU and the tables, made of the results so far",
-    cases=cases,
+    name="tables",
+    about="the tables of the results so far",
+    cases=lambda machine: [Case("tables", write_tables)],
     budget_s=20.0,
     is_always=True,
 )
 
 
-ROOT = Path(__file__).resolve().parents[2]
-SEEN = Path("benchmarks/gpu/seen")
-PICTURE = Path("docs/pictures/gpu_mfu.png")
-BEGIN = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
-END = "<!-- end of the results of GPUs -->"
-PAGES = {
-    "README.md": (front, "en"),
-    "docs/zh/README.md": (front, "zh"),
-    "docs/accelerators.md": (page, "en"),
-    "docs/zh/accelerators.md": (page, "zh"),
-}
-SHOWN_FROM = {"docs/accelerators.md": "pictures/gpu_mfu.png", "docs/zh/accelerators.md": "../pictures/gpu_mfu.png"}
-"""Page that shows the chart -> the link from there."""
-
-
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Do what the command line asks."""
+    """Copy the results and write the pages."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.publish",
         allow_abbrev=False,
@@ -383,62 +186,12 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         (root / SEEN).mkdir(parents=True, exist_ok=True)
         if path.resolve() != (root / SEEN / path.name).resolve():
             shutil.copyfile(path, root / SEEN / path.name)
-    for name in written(root):
-        print(f"written: {name}")
-    return 0
-
-
-def problem_of(path: Path) -> str | None:
-    """Return why these results are none of a GPU."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["is_dry"] or content["kind"] != "cuda":
-            return f"results must be of a GPU, got a dry run or a CPU's: {path}"
-        page([content], "en")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"results must be a file that benchmarks/gpu/run.sh wrote, got {path}: {type(error).__name__}: {error}"
-    return None
-
-
-def seen(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Return the results that are in the repository, the newest first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / SEEN).glob("*.json"))]
-    return sorted(found, key=lambda content: str(content["date"]), reverse=True)
-
-
-def block(name: str, results: Sequence[dict[str, Any]]) -> str:
-    """Return what stands between the markers of a page."""
-    make, language = PAGES[name]
-    text = make(results, language)
-    if name in SHOWN_FROM and (fast := with_speeds(results)):
-        told = WORDS[language]["picture"].format(device=fast[0]["device"])
-        text += f"\n\n![{told}]({SHOWN_FROM[name]})"
-    return text
-
-
-def with_block(text: str, made: str) -> str:
-    """Return a page with ``made`` between its markers.
-
-    Raises:
-        ValueError: it does not have both once, in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"a page must have {BEGIN} and after it {END} once each")
-    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
-
-
-def written(root: Path = ROOT) -> list[str]:
-    """Write pages and chart; return their names."""
     results = seen(root)
     for name in PAGES:
         path = root / name
         path.write_text(with_block(path.read_text(encoding="utf-8"), block(name, results)), encoding="utf-8")
-    fast = with_speeds(results)
-    if fast:
-        draw(fast[0], root / PICTURE)
-    return [*PAGES, *([str(PICTURE)] if fast else [])]
+        print(f"written: {name}")
+    return 0
 
 
 if __name__ == "__main__":

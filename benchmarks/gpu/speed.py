@@ -42,8 +42,8 @@ from typing import Any
 
 from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
 from benchmarks.gpu.part import PASSED, Case, Done, Machine, Part, Skip, python
+from megatron.costs.memory import Memory, peak_flops
 from megatron.models import registry
-from megatron.models.common.memory import Memory, peak_flops
 from megatron.mpu.topology import Topology
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner
@@ -70,7 +70,7 @@ class Model:
 
     Args:
         name: of the case: model and sequence length.
-        title: of the model, in tables and pictures.
+        title: of the model, in tables.
         slices: its sizes, the largest first; more than one where only a part of the model is meant to fit.
         contenders: the first is always ours.
         batches: sequences in a step, the largest first.

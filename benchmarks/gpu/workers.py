@@ -51,7 +51,7 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
     from megatron.arguments import parse
     from megatron.training import global_vars, initialize
     from megatron.training.data import RunData
-    from megatron.training.parity import mock_tokenizer, random_data
+    from megatron.training.mock_data import mock_tokenizer, random_data
     from megatron.training.setup import build_engine, make_streams
 
     script = importlib.import_module(f"pretrain_{family}")
@@ -68,7 +68,7 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
 
 
 def place() -> str:
-    """Return the innermost function of the project that is being run, as "tds/loss.py:read"."""
+    """Return the innermost function of the project that is being run, as "tds/loss_reduction.py:read"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

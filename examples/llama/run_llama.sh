@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Pretrains LLaMA: set-up and sample data on the first start, then the training. Further flags go to pretrain_llama.py:
+# Pretrains LLaMA: set-up and sample data on the first start, then the training. Further flags go to pretrain_gpt2.py:
 #   bash examples/llama/run_llama.sh --train-iters 50      NLAYERS=12 pp_size=4 bash examples/llama/run_llama.sh --resume
 # Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
 # gives way to a flag and to the JSON; what is set is passed as a flag.
+
+MODEL=llama                                       # a family or a Hugging Face model type; --model replaces it
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
 NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
@@ -33,7 +35,8 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folde
 
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
-recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 352
+program=pretrain_gpt2.py
+recipe="--model $MODEL --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 352
   --seq-length 128 --batch-size 8 --gas 2
   --train-iters 400
   --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05 --adam-beta2 0.95

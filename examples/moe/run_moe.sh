@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Pretrains a decoder with experts: set-up and sample data on the first start, then the training. Further flags go to
-# pretrain_llama.py:
+# pretrain_gpt2.py:
 #   bash examples/moe/run_moe.sh --train-iters 50      KIND=mixtral mp_size=2 EP=1 bash examples/moe/run_moe.sh --resume
 # Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
 # gives way to a flag and to the JSON; what is set is passed as a flag.
+
+MODEL=llama                                       # a family or a Hugging Face model type; --model replaces it
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
 NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
@@ -42,8 +44,8 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folde
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--expert-model-parallel-size EP --num-query-groups NGROUPS --ff-hidden-size NFF --num-experts NEXPERTS
   --moe-router-topk TOPK --moe-ffn-hidden-size NEXPERTFF --seq-length SEQLEN)
-program=examples/llama/pretrain_llama.py          # a LLaMA whose feed-forward layers are experts
-recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 384
+program=pretrain_gpt2.py                          # a LLaMA whose feed-forward layers are experts
+recipe="--model $MODEL --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 384
   --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --seq-length 128 --batch-size 4 --gas 2
   --train-iters 300 --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05 --adam-beta2 0.95
   --log-interval 20 --eval-interval 150 --eval-iters 2 --export-hf-interval 300"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Pretrains Qwen3: set-up and sample data on the first start, then the training. Further flags go to pretrain_llama.py:
+# Pretrains Qwen3: set-up and sample data on the first start, then the training. Further flags go to pretrain_gpt2.py:
 #   bash examples/qwen3/run_qwen3.sh --train-iters 50      SIZE=1.7b mp_size=2 bash examples/qwen3/run_qwen3.sh --resume
 # Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
 # gives way to a flag and to the JSON; what is set is passed as a flag.
+
+MODEL=qwen3                                       # a family or a Hugging Face model type; --model replaces it
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
 NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
@@ -34,8 +36,8 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folde
 
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
-program=examples/llama/pretrain_llama.py          # Qwen3 is a LLaMA with norms of queries and keys
-recipe="--qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6 --lr-decay-style cosine --adam-beta2 0.95"
+program=pretrain_gpt2.py
+recipe="--model $MODEL --rotary-base 1000000 --lr-decay-style cosine --adam-beta2 0.95"
 tied=--tie-embeddings-and-output-weights
 case ${SIZE:-tiny} in                             # layers, hidden size, heads, heads of keys, their size, feed-forward
   tiny) sizes="4 128 4 2 48 384 $tied" ;;

@@ -319,7 +319,7 @@ class _Reader:
     def _check_family(self, family: str) -> None:
         if family == self.family:
             return
-        program = f"use {FAMILIES[family].program}" if family in FAMILIES else "another program has written it"
+        program = f"use {FAMILIES[family].command}" if family in FAMILIES else "another program has written it"
         self.problems.append(
             f"{self.text.where(OF_RUN)}: the file must be of a run of {FAMILIES[self.family].title}, got family "
             f"{family}: {program}"

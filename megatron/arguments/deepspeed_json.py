@@ -562,8 +562,6 @@ def _pipeline_section(config: Config) -> dict[str, Any]:
     Of the rest the engine knows better: chunks and so the schedule are its module's, the time limit its group's.
     """
     said = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}
-    if not config.parallel.overlaps_passes:
-        said["overlap_forward_backward"] = None
     said["micro_batch_group_size"] = config.parallel.group_size
     if is_auto(config.parallel.pipeline_schedule):
         said["schedule"] = config.parallel.schedule

@@ -199,7 +199,6 @@ PIPELINE = {
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),
     "overlap_reduction": Key(BOOLEAN, "overlap_grad_reduce"),
-    "overlap_forward_backward": Key(BOOLEAN, "overlap_forward_backward"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)
@@ -238,8 +237,9 @@ NOT_READ = {
     "seed_layers": "initial values come from a counter, the same in every layout",
     "pipe_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
     "grad_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
+    "overlap_forward_backward": "each stage runs one forward or backward at a time",
 }
-"""Keys of DeepSpeed's "pipeline" that nothing reads here, and why; they are accepted with a note."""
+"""Keys of "pipeline" that have no effect, and the reason; they are accepted with a note."""
 
 _MONITOR = {"enabled": Key(BOOLEAN), "output_path": Key(TEXT), "job_name": Key(TEXT)}
 INNER = {
@@ -262,6 +262,7 @@ INNER = {
         "seed_layers": Key(BOOLEAN),
         "pipe_partitioned": Key(BOOLEAN),
         "grad_partitioned": Key(BOOLEAN),
+        "overlap_forward_backward": Key(BOOLEAN),
     },
     "tensorboard": _MONITOR,
     "csv_monitor": _MONITOR,

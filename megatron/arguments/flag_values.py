@@ -18,7 +18,8 @@ from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.data import EACH, PATHS
-from megatron.config.model import ModelConfig, ModelFamily
+from megatron.config.family import ModelFamily
+from megatron.config.model import ModelConfig
 from megatron.config.option import Option, options_of
 from megatron.models.registry import FAMILIES, family_of
 
@@ -240,10 +241,11 @@ def default_values(
     defaults: Mapping[str, Any], env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]
 ) -> dict[str, Any]:
     """Return field -> value of both sources; what is wrong with them goes to ``found.problems``."""
-    return _of_script(defaults, found) | _of_environment(env, found, extra_flags)
+    return of_script(defaults, found) | of_environment(env, found, extra_flags)
 
 
-def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+def of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+    """Return the checked defaults of a script; problems are added to ``found``."""
     family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}
     taken = {option.name for option in options_in(found.family)}
     checked = {}
@@ -261,14 +263,19 @@ def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     return checked
 
 
-def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]) -> dict[str, Any]:
+def of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str], family: str = "") -> dict[str, Any]:
+    """Return field -> value of MEGATRON_DEFAULTS; problems, notes and the rest of its flags are added to ``found``.
+
+    Args:
+        family: by whose flags it is read; empty: that of ``found``.
+    """
     text = env.get(VARIABLE, "")
     try:
         words = shlex.split(text)
     except ValueError as error:
         found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
         return {}
-    defaults = scan(words, extra_flags, found.family)
+    defaults = scan(words, extra_flags, family or found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]
     found.unknown |= {f"{VARIABLE}: {problem}": typed for problem, typed in defaults.unknown.items()}
     found.notes += defaults.notes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron.arguments import deepspeed_keys
 from megatron.arguments.flag_values import all_options, takes
 from megatron.arguments.foreign_flags import BY_VALUE, foreign_flags
-from megatron.config.model import ModelFamily
+from megatron.config.family import ModelFamily
 from megatron.config.option import Option
 from megatron.models.registry import FAMILIES
 
@@ -21,7 +21,8 @@ A value comes from its flag, else from the file of `--config`, else from the JSO
 flags in the environment variable MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`;
 pretrain_t5.py: `--activation relu` and `--layernorm-epsilon 1e-6`), else from the family (LLaMA: `--activation
 gated-silu`, an untied head, no dropout; MPT: no dropout), else it is the default. pretrain_gpt.py and pretrain_bert.py
-have Megatron's defaults ([migration.md](migration.md#programs)). A flag that is given and a JSON value that differ are
+have Megatron's defaults ([migration.md](migration.md#programs)). `--model` sets the architecture for all sources weaker
+than its own ([models.md](models.md#one-decoder)). A flag that is given and a JSON value that differ are
 an error, but for the optimizer's numbers, which the flags give, and the loss scale, which the JSON gives; "auto" in the
 JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every mistake of a
 command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts pass it by
@@ -64,6 +65,7 @@ PROGRAMS = {
     "bigscience": "BigScience",
     "cpm": "CPM",
     "gpt-neox": "GPT-NeoX",
+    "former": "earlier versions of this project",
     "forks": "forks of Megatron-LM",
 }
 """Program in the table of other trainers' flags -> its name in the page."""

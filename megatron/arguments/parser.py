@@ -12,14 +12,23 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments import config_file, deepspeed_json, flag_values, other_programs, run_script, translate
+from megatron.arguments import (
+    config_file,
+    deepspeed_json,
+    flag_values,
+    model_choice,
+    other_programs,
+    run_script,
+    translate,
+)
 from megatron.arguments.flag_values import all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.model_choice import ModelChoice
 from megatron.arguments.scan import Scan
 from megatron.arguments.shadowed_flags import shadowed_fields
-from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
+from megatron.arguments.validate import device_problems, find_problems, notes_of
 from megatron.config.config import Config
 from megatron.config.option import Option, options_of
-from megatron.errors import marked
+from megatron.errors import marked, raise_all
 from megatron.models.registry import family_of
 
 # Parsers of argparse whose errors are a line, without the usage in front of it.
@@ -62,6 +71,7 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     has_gpu: bool | None = None,
     family: str = "gpt2",
+    accepts_model: bool = False,
     checkpoint_args: CheckpointArgs | None = None,
 ) -> Config:
     """Return the checked Config of a command line; no process group, no torch.
@@ -73,7 +83,8 @@ def parse(
         extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
-        family: kind of model that the script trains, one of ``registry.FAMILIES``; flags of others are refused.
+        family: family that the script trains, one of ``registry.FAMILIES``; flags of others are rejected.
+        accepts_model: ``--model`` may name another decoder than ``family``.
         checkpoint_args: ``checkpoint.checkpoint_args.bring``, which reads sizes that nobody gave from what --load
             names; None: they are the defaults.
 
@@ -86,16 +97,36 @@ def parse(
     family_of(family)
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
-    extra_parser, extra_flags = _extra_parser(extra_args_provider, family)
+    choice = model_choice.choose(words, env, family) if accepts_model else ModelChoice(family=family, program=family)
+    family = choice.family
+    extra_parser, extra_flags = _extra_parser(extra_args_provider, family, accepts_model=accepts_model)
     if asked := {"-h", "--help", "--help-all"} & set(words):
-        is_whole = "--help-all" in asked
-        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}, is_whole=is_whole, env=env))
+        text = help_text(
+            extra_args_provider,
+            family,
+            defaults or {},
+            is_whole="--help-all" in asked,
+            env=env,
+            choice=choice,
+            accepts_model=accepts_model,
+        )
+        sys.stdout.write(text)
         raise SystemExit(0)
     found = scan(words, extra_flags, family)
     from_file = config_file.take(found, extra_flags)
-    defaults = other_programs.defaults_of(found, defaults or {})
-    defaults = flag_values.default_values(defaults, env, found, extra_flags)
-    defaults = from_file.weaker(defaults, found)
+    choice.replace_file(found, from_file.places)
+    if choice.problem:
+        found.problems.append(choice.problem)
+        found.values.pop(model_choice.FIELD, None)
+    of_program = other_programs.defaults_of(found, defaults or {})
+    of_program = flag_values.of_script(choice.taken(of_program), found)
+    of_environment = flag_values.of_environment(env, found, extra_flags, choice.recipe)
+    if not accepts_model:
+        given = {**of_environment, **({} if from_file.is_of_run else found.values)}
+        found.problems += [model_choice.NOT_ACCEPTED] if given.get(model_choice.FIELD) else []
+    defaults = from_file.weaker(choice.merge(of_program, of_environment), found)
+    if choice.source == model_choice.COMMAND_LINE:  # also where the configuration of a run leaves no other defaults
+        defaults = {**defaults, **choice.settings}
     translate.skip_train(found, defaults)
     json = from_file.deepspeed or _read_json(found, defaults)
     if from_file.json:
@@ -134,6 +165,7 @@ def parse(
         without_effect = {**found.ignored, **config.shadowed}
         found.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
+    problems += model_choice.problems_of(choice, config)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(own)):
@@ -148,18 +180,23 @@ def help_text(
     *,
     is_whole: bool = False,
     env: Mapping[str, str] = MappingProxyType({}),
+    choice: ModelChoice | None = None,
+    accepts_model: bool = True,
 ) -> str:
     """Return the text of --help: by section a line for each flag that has a ``short`` and acts in ``family``.
 
     Args:
         is_whole: return that of --help-all: every flag that acts in ``family``, with all there is to say.
         env: environment of a run script, whose defaults and variables are shown.
+        choice: the model of ``--model``, of ``family``.
+        accepts_model: show ``--model``.
     """
+    choice = choice or ModelChoice(family=family, program=family)
     trained = family_of(family)
-    program = run_script.command(env) or f"bash {trained.run_script}"
-    of_script = flag_values.default_values({}, env, Scan(family), ())
+    program = run_script.command(env) or f"bash {trained.run_command}"
+    of_script = flag_values.of_environment(env, Scan(family), (), choice.recipe)
     of_script = {name: run_script.shown(value) for name, value in of_script.items()}
-    defaults = {**trained.config.DEFAULTS, **defaults, **of_script}
+    defaults = {**trained.config.DEFAULTS, **choice.merge(choice.taken(defaults), of_script)}
     parser = RaisingParser(
         prog=program,
         usage=f"{program} [flags]",
@@ -173,6 +210,8 @@ def help_text(
     for name, section in all_sections().items():
         options = [option for option in options_of(section) if takes(family, name, option)]
         options = [option for option in options if is_whole or option.short]
+        if not accepts_model:
+            options = [option for option in options if option.name != model_choice.FIELD]
         if options:
             about = (section.__doc__ or "").splitlines()[0].replace("`", "") if is_whole else None
             group = parser.add_argument_group(name, about)
@@ -212,12 +251,15 @@ def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> Non
         group.add_argument(flag, dest=f"{option.name}_{value}", action="store_true", help=about)
 
 
-def _extra_parser(provider: ExtraArgs | None, family: str) -> tuple[argparse.ArgumentParser, list[str]]:
+def _extra_parser(
+    provider: ExtraArgs | None, family: str, *, accepts_model: bool
+) -> tuple[argparse.ArgumentParser, list[str]]:
     parser = RaisingParser(add_help=False, allow_abbrev=False)
     if provider is not None:
         provider(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     ours = {flag for option in options_in(family) for flag in option.flags}
+    ours -= set() if accepts_model else {model_choice.FLAG}
     taken = sorted(ours & set(flags))
     raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
     return parser, flags

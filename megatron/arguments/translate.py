@@ -29,11 +29,12 @@ from megatron.arguments.precedence import LENGTHS
 from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
-from megatron.config.batch import BatchConfig, BatchSizes, parse_rampup
+from megatron.config.batch import BatchConfig
+from megatron.config.batch_rampup import BatchSizes, parse_rampup
 from megatron.config.data import EACH, MOCK_DATA, TOKENIZERS
+from megatron.config.logging import PROFILE_ALONE
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.run import PROFILE_ALONE
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 

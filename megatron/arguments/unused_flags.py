@@ -7,9 +7,11 @@ from typing import Any
 
 from megatron.arguments.deepspeed_keys import FP16, NOT_READ
 from megatron.config.config import Config
-from megatron.config.data import EACH, OWN_DATA, PATHS, parse_paths, parse_schedule
+from megatron.config.data import EACH, OWN_DATA, PATHS
+from megatron.config.data_paths import parse_paths, parse_schedule
+from megatron.config.debug import DEBUG_IN_TRAINING, DUMP_ONLY
+from megatron.config.logging import LOGGING_IN_TRAINING
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import DEBUG_IN_TRAINING, DUMP_ONLY, LOGGING_IN_TRAINING
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.arguments import unused_flags
-from megatron.config import batch, decoder, run, seq_length
+from megatron.arguments import run_checks, seq_length_checks, unused_flags
+from megatron.config import decoder, run_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
 from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
-from megatron.errors import ConfigError
+from megatron.errors import raise_all
 from megatron.mpu.topology import axes_text, sizes_text
 from tds.schedule import read_schedule
 from tds.schedule.simulate import bubble, candidates
@@ -200,16 +200,6 @@ FALLBACKS = ("bf16", "fp16", "fp32")
 """Number formats in the order in which they are taken when the one before is excluded."""
 
 
-def raise_all(problems: list[str]) -> None:
-    """Raise one ConfigError with a numbered list, or return when the list is empty."""
-    unique = list(dict.fromkeys(problems))
-    if len(unique) == 1:
-        raise ConfigError(unique[0])
-    if unique:
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(unique, 1))
-        raise ConfigError(f"{len(unique)} problems in the configuration:\n{lines}")
-
-
 def find_problems(config: Config, world_size: int) -> list[str]:
     """Return every problem that can be seen without a device, data or tokenizer."""
     ranges = list(_range_problems(config))
@@ -266,7 +256,7 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
         yield str(error)
         return
     micro = config.batch.batch_size
-    wrong = batch.indivisible(sizes, micro * replicas)
+    wrong = run_length.indivisible(sizes, micro * replicas)
     if wrong:
         yield (
             f"every size on the way of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
@@ -375,12 +365,12 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from _tied_rate_problems(config)
     yield from sequence_parallel_problems(config)
     yield from context_parallel_problems(config)
-    yield from seq_length.schedule_problems(config)
+    yield from seq_length_checks.schedule_problems(config)
     yield from unused_flags.unused_flag_problems(config)
-    yield from run.stability_problems(config)
+    yield from run_checks.stability_problems(config)
     yield from zero_problems(config)
-    yield from run.debug_problems(config)
-    yield from run.logging_problems(config)
+    yield from run_checks.debug_problems(config)
+    yield from run_checks.logging_problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 
@@ -464,11 +454,6 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         notes.append(
             "--microbatch-group-size-per-virtual-pipeline-stage acts on several chunks in a loop: nothing changes"
         )
-    if config.parallel.overlap_forward_backward and not config.parallel.overlaps_passes:
-        notes.append(
-            "--overlap-forward-backward (--overlap-moe-expert-parallel-comm) acts on pipelines of 2 stages or more "
-            "without recompute: nothing changes"
-        )
     if config.parallel.has_pipeline and m < p and config.parallel.pipeline_schedule_file is None:
         idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
         notes.append(
@@ -493,7 +478,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *notes,
         *config.own.notes(config),
         *unused_flags.notes(config, world_size),
-        *run.stability_notes(config, world_size),
+        *run_checks.stability_notes(config, world_size),
         *zero_notes(config, world_size),
         *context_parallel_notes(config),
         *decoder.window_notes(config),

@@ -15,7 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.data import EACH, join_words
+from megatron.config.data import EACH
+from megatron.config.data_paths import join_words
 from megatron.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")

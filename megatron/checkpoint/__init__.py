@@ -7,28 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tds.deprecated_paths import look_up
+from tds.lazy_imports import lazy_attribute
 
-_HOMES = {
+_NAMES = {
+    "megatron.checkpoint.async_saving": ("AsyncSaver", "Committed", "Staged"),
     "megatron.checkpoint.folders": ("check_writable",),
-    "megatron.checkpoint.loading": (
-        "Checkpoint",
-        "check_model",
-        "compare_model_config",
-        "open_checkpoint",
-        "open_latest",
-    ),
-    "megatron.checkpoint.metadata": ("TensorRecord",),
-    "megatron.checkpoint.saving": ("AsyncSaver", "Committed", "Staged", "save"),
+    "megatron.checkpoint.loading": ("open_checkpoint", "open_latest"),
+    "megatron.checkpoint.model_match": ("check_model", "compare_model_config"),
+    "megatron.checkpoint.opened_checkpoint": ("Checkpoint",),
+    "megatron.checkpoint.saving": ("save",),
+    "megatron.checkpoint.tensor_record": ("TensorRecord",),
     "megatron.models.common.parameters": ("named_parameters",),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-_FORMER = {
-    "BackgroundSaver": "megatron.checkpoint.saving.AsyncSaver",
-    "Durable": "megatron.checkpoint.saving.Committed",
-}
-"""Names that were here -> what they are now, for one release."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, name, _FORMER, _HOME)
+    return lazy_attribute(__name__, name, _MODULES)

@@ -10,9 +10,12 @@ import torch
 
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in, list_checkpoints, newest_first, step_of
 from megatron.checkpoint.huggingface.folder import new_folder, require_free
-from megatron.checkpoint.loading import WEIGHTS, Checkpoint, compare_model_config, open_checkpoint, read_whole
-from megatron.checkpoint.metadata import TensorRecord
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.model_match import compare_model_config
+from megatron.checkpoint.one_process import WEIGHTS, read_whole
+from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.saving import save
+from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard

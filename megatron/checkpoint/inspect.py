@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import metadata
-from megatron.checkpoint.loading import WEIGHTS, Checkpoint, read_whole
-from megatron.checkpoint.metadata import DTYPE_NAMES
+from megatron.checkpoint.one_process import WEIGHTS, read_whole
+from megatron.checkpoint.opened_checkpoint import Checkpoint
+from megatron.checkpoint.tensor_record import DTYPE_NAMES
 
 # What a checkpoint holds, in numbers: where the run stood, which layout saved it, and each tensor's size and norm.
 

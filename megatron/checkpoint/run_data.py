@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.arguments import config_file, flag_values
 from megatron.arguments.flag_values import options_in, scan
+from megatron.arguments.model_choice import choose
 from megatron.arguments.scan import Scan
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.checkpoint_args import source_of
@@ -106,13 +107,16 @@ def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
     """Return True if a start with the flags ``words`` continues a run on other data than the sample data.
 
     Args:
-        name: of the run, such as gpt2.
+        name: of the run without ``--model``, such as gpt2.
         words: flags of the training program.
         env: environment with MEGATRON_DEFAULTS.
     """
-    found = scan(words, (), name if name in FAMILIES else "gpt2")
+    program = name if name in FAMILIES else "gpt2"
+    choice = choose(words, env, program)
+    name = name if choice.family == program else choice.family
+    found = scan(words, (), choice.family)
     config_file.take(found)
-    flags = {**flag_values.default_values({}, env, found, ()), **found.values}
+    flags = {**flag_values.of_environment(env, found, (), choice.recipe), **found.values}
     path = None if flags.get("finetune") else source_of(flags, name)
     saved = None if path is None else settings_of(path)
     corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []

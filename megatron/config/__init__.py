@@ -9,13 +9,13 @@ from megatron.config.batch import BatchConfig as BatchConfig
 from megatron.config.checkpoint import CheckpointConfig as CheckpointConfig
 from megatron.config.config import Config as Config
 from megatron.config.data import DataConfig as DataConfig
-from megatron.config.model import FamilyConfig as FamilyConfig
+from megatron.config.debug import DebugConfig as DebugConfig
+from megatron.config.family import FamilyConfig as FamilyConfig
+from megatron.config.family import ModelFamily as ModelFamily
 from megatron.config.model import ModelConfig as ModelConfig
-from megatron.config.model import ModelFamily as ModelFamily
 from megatron.config.optimizer import OptimizerConfig as OptimizerConfig
 from megatron.config.optimizer import PrecisionConfig as PrecisionConfig
 from megatron.config.parallel import ParallelConfig as ParallelConfig
-from megatron.config.run import DebugConfig as DebugConfig
 from megatron.config.run import RunConfig as RunConfig
 
 _MOVED = {

@@ -10,14 +10,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import decoder
-from megatron.config.batch import BatchConfig, RunLength
+from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.model import FamilyConfig, ModelConfig
+from megatron.config.debug import DebugConfig
+from megatron.config.family import FamilyConfig
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import DebugConfig, LoggingConfig, RunConfig, StabilityConfig
+from megatron.config.run import RunConfig
+from megatron.config.run_length import RunLength
+from megatron.config.stability import StabilityConfig
 from megatron.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(

@@ -259,6 +259,16 @@ REFITTED = (
     *experts.REFITTED,
 )  # fmt: skip
 """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
+ARCHITECTURE = (
+    "hidden_bias", "untie_embeddings", "activation", "layernorm_epsilon", "apply_residual_connection_post_layernorm",
+    "position_embedding_type", "rotary_base", "rotary_scaling", "rotary_scaling_factor",
+    "rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast",
+    "rotary_beta_slow", "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max",
+    "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
+    "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
+)  # fmt: skip
+"""Fields that ``--model`` sets: the parts of a decoder, without its sizes and without dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
 """Those that change nothing where they are the hidden size: a model that has them so is the one without."""
 

@@ -108,6 +108,11 @@ TRAINING = (
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
 )  # fmt: skip
 """Those that change how a model is trained and not what it computes."""
+ARCHITECTURE = (
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_shared_expert_gate",
+)  # fmt: skip
+"""Those that ``--model`` sets: the parts of the router and of the shared expert, without sizes."""
 REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",

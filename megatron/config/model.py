@@ -1,25 +1,28 @@
-"""ModelConfig (sizes), FamilyConfig (base of a family's section, with the checks of a decoder), tokens per loss
-chunk.
-"""
+"""ModelConfig: sizes of the model and the arithmetic of its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
-from megatron.config.batch import BatchConfig
-from megatron.config.data import DataConfig
-from megatron.config.decoder import DecoderFeatures, feature_problems, unused_features
-from megatron.config.option import Option, option
-
-# What the model is: sizes and the arithmetic of its layers.
+from megatron.config.decoder import DecoderFeatures
+from megatron.config.option import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderFeatures):
     """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
 
+    architecture: str = option(
+        "",
+        "the decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
+        "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe); sets norms, positions, activation, "
+        "biases and other parts, but no sizes",
+        flag="--model",
+        shown_default="the program's, or that of the run in --config",
+        short="decoder: gpt2, llama, mpt, qwen3, ...",
+        family_kind="decoder",
+        elsewhere="it selects the decoder that pretrain_gpt2.py trains; leave it out",
+    )
     num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
     hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
     num_attention_heads: int = option(4, "attention heads a", minimum=1, short="attention heads a")
@@ -134,214 +137,3 @@ class ModelConfig(DecoderFeatures):
             )
         multiple = self.make_vocab_size_divisible_by * tensor
         return -(-self.vocab_size // multiple) * multiple
-
-
-# What a family of models is: the base of its section, and the line by which it is registered.
-
-
-@dataclass(frozen=True, kw_only=True)
-class FamilyConfig:
-    """The base of ``LlamaConfig`` and its like; as it is, the section of a decoder without flags of its own.
-
-    A family's own flags are the fields of its class. What it says of the flags of others is in the tables below.
-    """
-
-    KIND: ClassVar[str] = "decoder"
-    """decoder: predicts the next token of a text; encoder; encoder-decoder."""
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    """Field of any section -> its default in this family."""
-    ADVICE: ClassVar[Mapping[str, str]] = {}
-    """Field of another section that does not act in this family -> what a run that gives it is told to do.
-
-    A field of the model's or the data's section that stands here is refused; one of another family's section is refused
-    anyway, and its own ``elsewhere`` is said where none stands here.
-    """
-    HOLDS: ClassVar[Mapping[str, str]] = {}
-    """Flag of another section that does not act in this family -> why what it asks for holds here: it is accepted."""
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Flag of another trainer -> the reason for rejecting it that replaces the note in ``foreign_flags.tsv``."""
-    IDENTITY: ClassVar[tuple[str, ...]] = ()
-    """Own fields that two runs must share for one's weights to fit the other."""
-    REFITTED: ClassVar[tuple[str, ...]] = ()
-    """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
-    NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
-    """Fields of the model's section that they need not share in this family."""
-    SIDES: ClassVar[tuple[str, ...]] = ()
-    """Own fields that hold the layers of the sides, where the layers are not in one row; 0 stands for --num-layers."""
-    READS_SPAN_FILES: ClassVar[bool] = False
-    """Whether a corpus may be a set of CPM's three files."""
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        return self.KIND == "encoder-decoder"
-
-    @property
-    def pads_samples(self) -> bool:
-        """Whether samples may end in padding that is kept apart from their text."""
-        return False
-
-    def has_max_positions(self, model: ModelConfig) -> bool:
-        """Return whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
-        return True
-
-    def summary(self, model: ModelConfig) -> str:
-        """Return what is said of the model behind its sizes."""
-        is_grouped = model.num_query_groups != model.num_attention_heads
-        return f"{model.num_query_groups} heads of keys" if is_grouped else ""
-
-    def total_layers(self, model: ModelConfig) -> int:
-        """Return the transformer layers, of both sides."""
-        return sum(getattr(self, side) for side in self.SIDES) if self.SIDES else model.num_layers
-
-    def sequence_lengths(self, batch: BatchConfig) -> tuple[int, ...]:
-        """Return the tokens that the model reads of a sample: one length, or those of encoder and decoder."""
-        return (batch.seq_length,)
-
-    def text_length(self, batch: BatchConfig) -> int:
-        """Return the tokens of a corpus that one sample takes."""
-        return batch.seq_length
-
-    def resolved(self, model: ModelConfig, data: DataConfig) -> FamilyConfig:
-        """Return this section with the numbers that follow from others."""
-        return self
-
-    def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at this section alone."""
-        yield from ()
-
-    def model_problems(self, config: Any) -> Iterator[str]:
-        """Yield what cannot be of the model alone, wherever the settings of ``config``, a ``Config``, come from."""
-        if self.KIND == "decoder":
-            yield from feature_problems(config)
-
-    def check(self, config: Any) -> Iterator[str]:
-        """Yield what cannot be in ``config``, a ``Config``, and what was given and cannot act.
-
-        As it is: a sequence that is longer than the model's positions, and of a decoder what cannot go together.
-        """
-        yield from self.model_problems(config)
-        if self.KIND == "decoder":
-            yield from unused_features(config)
-        length, positions = config.batch.seq_length, config.model.max_position_embeddings
-        if length > positions and config.model.has_position_ids:
-            yield (
-                f"--seq-length must not exceed --max-position-embeddings, got {length} and {positions}. "
-                "Raise --max-position-embeddings, or shorten the sequence"
-            )
-
-    def notes(self, config: Any) -> Iterator[str]:
-        """Yield what comes from defaults, cannot act, and does no harm."""
-        yield from ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelFamily:
-    """The line of a family in ``megatron.models.registry``; stands in its folder's config.py as ``FAMILY``.
-
-    Args:
-        name: of its folder, of its section in a configuration, and in checkpoints.
-        title: its name in messages.
-        program: that trains it, from the root of the repository.
-        config: its section.
-        length: of a sample, where a plan is not told one; of an encoder-decoder, what the encoder reads.
-        vocabulary: the same of its tokens.
-        recipe: what its run script says of the model where the user does not: plans begin with the same.
-        follows: own field or field of the model that follows from others -> its flag: told with a plan.
-        heads: width -> heads of published sizes that the rule of widths does not give.
-        variables: variable of its run script -> the field that it sets, beside those that all have.
-        benchmark_flags: what the small models that the planner times have beside the recipe; none drops anything.
-        layer_lists: kind of unit -> the attribute of the model that holds its layers.
-    """
-
-    name: str
-    title: str
-    program: str
-    config: type[FamilyConfig]
-    length: int = 2048
-    vocabulary: int = 50304
-    recipe: tuple[str, ...] = ()
-    follows: Mapping[str, str] = field(default_factory=dict)
-    heads: Mapping[int, int] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    benchmark_flags: str = ""
-    layer_lists: Mapping[str, str] = field(default_factory=lambda: {"layer": "layers"})
-
-    @property
-    def kind(self) -> str:
-        """decoder, encoder or encoder-decoder."""
-        return self.config.KIND
-
-    @property
-    def run_script(self) -> str:
-        """The script that starts its program."""
-        return self.program.replace("pretrain_", "run_").replace(".py", ".sh")
-
-    @property
-    def package(self) -> str:
-        """The folder that holds its parts, as a dotted name."""
-        return self.config.__module__.rpartition(".")[0]
-
-    @property
-    def prefix(self) -> str:
-        """What the names of its classes begin with: Llama of LlamaConfig, LlamaModel, LlamaModelPipe."""
-        return self.config.__name__.removesuffix("Config")
-
-    @property
-    def has_section(self) -> bool:
-        """Whether it has flags of its own."""
-        return bool(fields(self.config))
-
-    def takes(self, option: Option, section: str, *, is_own: bool) -> bool:
-        """Return whether a run takes a flag of ``section``.
-
-        Args:
-            is_own: the section is that of a family, this one or another.
-        """
-        if is_own:
-            return section == self.name
-        return option.name not in self.config.ADVICE and option.family_kind in ("", self.kind)
-
-    def advice(self, option: Option) -> str:
-        """Return what a run, which does not take this flag, is told to do."""
-        return self.config.ADVICE.get(option.name, option.elsewhere)
-
-
-# For how many tokens at a time the loss makes logits: one rule for training and for the estimate of its memory.
-#
-# It looks at the micro-batch and the whole vocabulary, never at the layout or the schedule, so that all layouts compute
-# the same sums. A chunk is small on a CPU, where it shall stay in the caches, and larger on other devices, where the
-# gradient of the table is read and written once for each chunk.
-#
-# Chunks hold the gradient of the table, [v, h], beside logits of c tokens, in place of logits and softmax of n:
-#
-# | bytes / v of one rank | together | in chunks | less from |
-# |---|---|---|---|
-# | fp32 | 8 n | 4 c + 4 h, of several ranks 8 c + 4 h | n = c + h / 2 |
-# | 16 bits | 10 n | 6 c + 6 h, of several ranks 10 c + 6 h | n = c + 0.6 h |
-# | ... for each micro-batch that waits for its backward | 4 n | 4 h | n = h |
-#
-# Where ``n > c + h`` chunks hold less in each of these, and it is the rule. It leaves out the gradient of the hidden
-# states, n h numbers on every rank, which counts where v/t is no more than a few h; the
-# estimate of memory (``megatron.models.common.decoder_cost``) has all.
-
-WHOLE = 0
-"""What ``tokens_at_once`` returns where the logits of all tokens are made together and kept for backward."""
-SMALL = 2**22
-"""Logits of a micro-batch, over the whole vocabulary, up to which they are made together unless a flag says more."""
-ON_CPU, ELSEWHERE = 256, 4096
-"""Tokens of a chunk unless a flag says more; see docs/experiments.md."""
-
-
-def tokens_at_once(asked: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool) -> int:
-    """Return the tokens of the largest chunk of a micro-batch of ``num_tokens``, or WHOLE.
-
-    Args:
-        asked: tokens of a chunk at most, 0 to make all logits together, None to decide here.
-    """
-    if asked is None:
-        chunk = ON_CPU if is_on_cpu else ELSEWHERE
-        is_worth_it = num_tokens * vocab_size > SMALL and num_tokens > chunk + hidden_size
-        asked = chunk if is_worth_it else WHOLE
-    if asked == WHOLE or num_tokens == 0:
-        return WHOLE
-    return -(-num_tokens // -(-num_tokens // asked))  # chunks of one size, as far as it divides

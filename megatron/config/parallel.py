@@ -13,7 +13,6 @@ from megatron.config.pipeline_layout import parse_layout
 from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
     AUTO,
-    EARLIER,
     IN_A_V,
     IN_FILE,
     MANY_CHUNKS,
@@ -158,13 +157,6 @@ class ParallelConfig:
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
-    overlap_forward_backward: bool = option(
-        False,
-        "the forward of one micro-batch runs beside the backward of another, so that one computes while the other "
-        "waits for its experts or tensor ranks; 1f1b, interleaved, zb-v, dualpipev or a schedule of a file, on CPUs; "
-        "the numbers are the same",
-        aliases=("--overlap-moe-expert-parallel-comm",),
-    )
     gradient_accumulation_fusion: bool = option(
         False,
         "products of linear layers add the gradients of their weights to where these lie, and make none apart: less "
@@ -275,12 +267,6 @@ class ParallelConfig:
         return self.pipe_parallel_size > 1
 
     @property
-    def overlaps_passes(self) -> bool:
-        """Whether forwards run beside backwards; with recompute, whose layers run in both, they take turns."""
-        recomputes = self.checkpoint_activations or self.recompute_granularity is not None
-        return self.overlap_forward_backward and self.has_pipeline and not recomputes
-
-    @property
     def schedule(self) -> str:
         """The schedule's name, said or by default."""
         if self.pipeline_schedule_file is not None:
@@ -381,8 +367,6 @@ class ParallelConfig:
                 "--gradient-accumulation-fusion adds to gradients within the backward of a layer, which a layer that "
                 "--compile compiles does not do. Leave one of them out"
             )
-        if self.overlaps_passes:
-            yield from self._pair_problems()
         is_sound = self.has_pipeline and self._auto_problem() is None
         names = candidates(self.schedule, self.chunks, self.placement) if is_sound else ()
         if self.compile and (split := [name for name in names if splits(name)]):
@@ -391,17 +375,6 @@ class ParallelConfig:
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
                 f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
-
-    def _pair_problems(self) -> Iterator[str]:
-        """Yield what cannot be where two passes run at once."""
-        flag = "--overlap-forward-backward (--overlap-moe-expert-parallel-comm)"
-        if self.schedule not in EARLIER and self.pipeline_schedule_file is None:
-            yield (
-                f"{flag} needs one of the schedules {', '.join(EARLIER)}, got --pipeline-schedule {self.schedule}. "
-                "Use one of these, or leave the flag out"
-            )
-        if self.compile:
-            yield f"{flag} runs layers in two threads, which --compile cannot. Leave one of them out"
 
     def _file_problem(self) -> str | None:
         """Return what is wrong with a file of a schedule, looking at the layout alone."""

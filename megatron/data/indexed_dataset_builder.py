@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron import files, object_store
 from megatron.data import file_io, index_format
+from megatron.data.dataset_metadata import DatasetMetadata
 from megatron.data.file_io import StreamedFile, read_sizes
-from megatron.data.index_format import DatasetMetadata, index_chunks
+from megatron.data.index_writer import index_chunks
 from megatron.errors import DataError
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import Documents, count_of, documents_key, number_type, sizes_of
+from megatron.data.documents import Documents, count_of, documents_key, number_type, sizes_of
 from megatron.data.permutation import Permutation
 from megatron.data.sample_index import Piece, TokenSource
 from megatron.errors import DataError

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import (
+from megatron.data.documents import (
     Documents,
-    IndexedDataset,
     Piece,
     TokenSource,
     count_of,
@@ -23,6 +22,7 @@ from megatron.data.indexed_dataset import (
     numbers_at,
     sizes_of,
 )
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError, SampleError
 

@@ -13,11 +13,14 @@ from typing import cast
 import numpy as np
 
 from megatron import log
+from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
 from megatron.data.conversations import Conversation, RecordFile, parse_record
-from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
-from megatron.data.gpt_dataset import SHORTEST_PACKED, GPTDataset
-from megatron.data.indexed_dataset import Documents, IndexedDataset
+from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.documents import Documents
+from megatron.data.gpt_builder import SHORTEST_PACKED
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ChatTemplate
 

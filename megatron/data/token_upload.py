@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron import files, log, object_store
-from megatron.data import index_format
+from megatron.data import dataset_metadata
 from megatron.errors import DataError
 
 ORDER = (".bin", ".meta.json", ".idx")
@@ -46,7 +46,7 @@ def upload(prefix: str, target: str) -> None:
     try:
         for suffix in reversed(ORDER):
             object_store.remove(target + suffix)
-        sidecar = index_format.read(Path(prefix + ".meta.json"))
+        sidecar = dataset_metadata.read(Path(prefix + ".meta.json"))
         known = {".bin": sidecar.bin_crc32, ".idx": sidecar.idx_crc32} if sidecar else {}
         for suffix, path in paths.items():
             crc32 = known[suffix] if suffix in known else files.size_and_crc(path)[1]

@@ -11,8 +11,9 @@ the model reads one new token of each row at a time. ``tools/generate.py`` is th
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from tds.lazy_imports import lazy_attribute
 
 if TYPE_CHECKING:
     from megatron.generate.decode import generate_gpt2, generate_t5
@@ -22,17 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["Sampling", "generate_gpt2", "generate_t5", "keys_of", "load", "open_model"]
 
 _MODULES = {
-    "Sampling": "sampling",
-    "generate_gpt2": "decode",
-    "generate_t5": "decode",
-    "keys_of": "sampling",
-    "load": "load_model",
-    "open_model": "load_model",
+    "Sampling": "megatron.generate.sampling",
+    "generate_gpt2": "megatron.generate.decode",
+    "generate_t5": "megatron.generate.decode",
+    "keys_of": "megatron.generate.sampling",
+    "load": "megatron.generate.load_model",
+    "open_model": "megatron.generate.load_model",
 }
 """Where each name is: imported when it is asked for, so that the command's --help needs no torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron.generate.{_MODULES[name]}"), name)
+    return lazy_attribute(__name__, name, _MODULES)

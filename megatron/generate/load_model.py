@@ -16,13 +16,14 @@ from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.tokenizer import fields_of, has_tokenizer
 from megatron.checkpoint.huggingface.weights import Pretrained
-from megatron.checkpoint.loading import WEIGHTS, open_folder
+from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
 from megatron.models.common.generation import ModelStage
 from megatron.models.common.language_model import Head
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
@@ -236,7 +237,7 @@ def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     own = {name for name, _ in named_parameters(whole.module)}
     others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
     if others:
-        programs = ", ".join(family.program for family in registry.FAMILIES.values() if family.kind in WRITES)
+        programs = ", ".join(family.command for family in registry.FAMILIES.values() if family.kind in WRITES)
         raise CheckpointError(
             f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
             f"it a model of a script of its own? Only those of {programs} generate text here"

@@ -53,7 +53,7 @@ def _launch(options: Options) -> int:
     from megatron.launch.agent import PROGRESS, LaunchAgent
     from megatron.launch.elastic import JobEnded
     from megatron.launch.rendezvous import NodeRendezvous
-    from megatron.training.rendezvous import make_room
+    from megatron.runtime.rendezvous import make_room
 
     listener = _open_port(options) if options.is_elastic or options.node_rank == 0 else None
     if listener is not None:
@@ -99,7 +99,7 @@ def _launch(options: Options) -> int:
 def _elastic(options: Options, listener: socket.socket, progress: Path, signals: Signals) -> ElasticRendezvous:
     from megatron.launch.control import Control
     from megatron.launch.elastic import ElasticRendezvous
-    from megatron.training import failure
+    from megatron.runtime import progress_file
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the nodes' places: no store is asked
     facts = {
@@ -117,7 +117,7 @@ def _elastic(options: Options, listener: socket.socket, progress: Path, signals:
         timeout_s=options.init_timeout_s,
         silence_s=silence_s,
         signals=signals,
-        durable=partial(failure.committed_step, progress),
+        durable=partial(progress_file.committed_step, progress),
     )
 
 

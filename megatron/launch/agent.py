@@ -26,7 +26,7 @@ from megatron.launch.options import Options
 from megatron.launch.outcome import RESTARTED, Restarts, job_result
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import LaunchRendezvous
-from megatron.training import failure
+from megatron.runtime import progress_file
 
 PROGRESS = "progress"
 """The progress file, in the folder of the launcher."""
@@ -93,7 +93,7 @@ class LaunchAgent(SimpleElasticAgent):
             "MEGATRON_RUN_ID": self._node.run_id,
             "MEGATRON_FAILURE_FILE": str(self._of_this_start().failure_file),
             "MEGATRON_STARTED": str(self._started),
-            failure.PROGRESS_FILE_VARIABLE: str(self._progress),
+            progress_file.PROGRESS_FILE_VARIABLE: str(self._progress),
             "TORCHELASTIC_RUN_ID": self._node.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._node.number),

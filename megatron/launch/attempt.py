@@ -14,7 +14,7 @@ from megatron.launch import processes
 from megatron.launch.options import Options
 from megatron.launch.outcome import End, Exit, NodeBoard, first_stuck, root_cause
 from megatron.launch.processes import RESUMABLE, Signals
-from megatron.training import failure
+from megatron.runtime import launcher_files, rank_status
 
 # How often the kernel's OOM killer has struck here: what can be known of it without reading the kernel's log.
 #
@@ -75,18 +75,18 @@ def _count(path: Path) -> int | None:
 # What a rank that has ended left beside the failure file.
 
 
-def position_of(failure_file: Path, rank: int) -> failure.Position:
+def position_of(failure_file: Path, rank: int) -> rank_status.Position:
     """Return its place, what it was at last and whether its run had ended; empty if it did not come so far."""
     try:
-        return failure.read_position(Path(failure.page_of(str(failure_file), rank)).read_bytes())
+        return rank_status.read_position(Path(rank_status.page_of(str(failure_file), rank)).read_bytes())
     except OSError:
-        return failure.Position()
+        return rank_status.Position()
 
 
 def show_trace(failure_file: Path, rank: int) -> None:
     """Show what a crash in native code has left, each line with the rank's number."""
     try:
-        trace = Path(failure.trace_of(str(failure_file), rank)).read_text(errors="replace")
+        trace = Path(launcher_files.trace_of(str(failure_file), rank)).read_text(errors="replace")
     except OSError:
         return
     if trace.strip():
@@ -100,7 +100,7 @@ def show_trace(failure_file: Path, rank: int) -> None:
 # sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
 # MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save
 # and leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave
-# beside it is in megatron/training/failure.py, and so is where they are at.
+# beside it is in megatron/runtime/exit_guard.py, and so is where they are at.
 
 QUIET_S = 0.2
 """After a failure the others may notice by themselves for this long."""
@@ -174,7 +174,7 @@ class RankGroup:
             exits=self._exits,
             late=self._late(),
             was_asked_to_stop=self._stop_deadline is not None,
-            is_said=failure.is_reported(str(self.failure_file)),
+            is_said=launcher_files.is_reported(str(self.failure_file)),
             is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
         )
 
@@ -183,7 +183,7 @@ class RankGroup:
 
         Others may have been ended by the launcher, where a node was lost at that moment.
         """
-        return all(one.state == failure.REGROUP for one in self._exits if one.status == RESUMABLE)
+        return all(one.state == rank_status.REGROUP for one in self._exits if one.status == RESUMABLE)
 
     def _late(self) -> str:
         late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
@@ -203,7 +203,7 @@ class RankGroup:
         for one in self.ranks:
             if one.reap() and one.status is not None:
                 ended = self._exit_of(one, one.status)
-                if ended.status or ended.state != failure.IDLE:
+                if ended.status or ended.state != rank_status.IDLE:
                     self._exits.append(ended)
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
@@ -211,7 +211,7 @@ class RankGroup:
         if status < 0 and not self._was_signalled:
             show_trace(self.failure_file, one.rank)
         hint = explain_kill(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._was_signalled else ""
-        words = failure.words_of(str(self.failure_file), one.rank) if status > 0 else ""
+        words = launcher_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
         at = min(one.ended_at, last.said_at or one.ended_at) - self._began
         return Exit(
             rank=one.rank, pid=one.pid, status=status, at=at, was_signalled=self._was_signalled,
@@ -224,7 +224,7 @@ class RankGroup:
             f"launch: {self._signals.first_name}: the ranks finish their step, save and leave; "
             "a second signal ends them at once"
         )
-        failure.note_asked(str(self.failure_file), self._signals.first_name)
+        launcher_files.note_asked(str(self.failure_file), self._signals.first_name)
         for one in self.ranks:
             one.terminate()
 

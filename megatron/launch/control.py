@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron.training import failure
+from megatron.runtime import progress_file
 
 BEAT_S = 0.5
 ASK_S = 1.0
@@ -274,7 +274,7 @@ class Control:
         return [*self.members.values(), *([self.leader] if self.leader else [])]
 
     def _beat(self, now: float) -> None:
-        durable = failure.committed_step(self._progress) if self.leads else None
+        durable = progress_file.committed_step(self._progress) if self.leads else None
         with self._lock:
             for peer in self._connected():
                 if now - peer.heard_at > self._silence_s:
@@ -330,7 +330,7 @@ class Control:
         elif peer is self.leader and "end" in message:
             self.inbox.append(message)
         elif peer is self.leader and message.get("beat") is not None:
-            failure.write_committed_step(self._progress, int(message["beat"]))
+            progress_file.write_committed_step(self._progress, int(message["beat"]))
 
     def _take_in(self, peer: Peer, message: Message) -> None:
         node = message["join"]

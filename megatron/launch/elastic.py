@@ -32,7 +32,7 @@ from megatron.launch.control import BEAT_S, RUNS, Control, ask
 from megatron.launch.outcome import POLL_S, Exit, NodeBoard, deciding, exits_of
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import LaunchRendezvous
-from megatron.training.exit_signals import REGROUP_VARIABLE
+from megatron.runtime.exit_signals import REGROUP_VARIABLE
 
 ASK_AGAIN_S = 0.5
 

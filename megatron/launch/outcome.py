@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from megatron.launch.processes import RESUMABLE, Signals
-from megatron.training import failure
+from megatron.runtime import progress_file, rank_status
 
 # Which rank caused the end of a job, and the job's exit code.
 #
@@ -57,7 +57,7 @@ class Exit:
     hint: str = ""
     """What may be behind it; the launcher alone says it."""
     state: str = ""
-    """Whether its run had ended, and whether it has said that the others wait for it (training/failure.py)."""
+    """Whether its run had ended, and whether it has said that the others wait for it (runtime/rank_status.py)."""
 
     @property
     def weight(self) -> int:
@@ -73,7 +73,7 @@ class Exit:
     @property
     def is_late(self) -> bool:
         """Whether it has left since it got no further itself, for which the others waited."""
-        return self.status == 4 and self.state == failure.LATE
+        return self.status == 4 and self.state == rank_status.LATE
 
     @property
     def is_consequence(self) -> bool:
@@ -285,7 +285,7 @@ class NodeBoard:
 # Whether a job that has failed starts again: --max-restarts, and progress.
 #
 # A start makes progress when a checkpoint becomes durable whose step is above that of the last one before it, which may
-# have been a step back; rank 0 tells of it in the progress file (megatron/training/failure.py). ``FRUITLESS``
+# have been a step back; rank 0 tells of it in the progress file (megatron/runtime/exit_guard.py). ``FRUITLESS``
 # starts in a row without progress end the job: what ends them will end the next one too.
 
 FRUITLESS = 3
@@ -310,7 +310,7 @@ class Restarts:
     @property
     def durable(self) -> int | None:
         """The step of the newest checkpoint that this job has written, or None."""
-        return failure.committed_step(self._progress)
+        return progress_file.committed_step(self._progress)
 
     def against(self, code: int, *, is_node_0: bool) -> str:
         """Return why there is no start after one that ended with ``code``, or "" if there may be.

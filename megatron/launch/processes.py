@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 
 from megatron import log
 from megatron.child_process import die_with_parent
-from megatron.training.exit_signals import is_same_press
+from megatron.runtime.exit_signals import is_same_press
 
 # Starting, signalling and reaping the processes of one node.
 #

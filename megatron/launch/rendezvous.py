@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.outcome import NodeBoard
 from megatron.launch.processes import Signals
-from megatron.training.rendezvous import missing_of
+from megatron.runtime.rendezvous import missing_of
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0

@@ -4,7 +4,7 @@
 
 | part | has | of a decoder without the file |
 |---|---|---|
-| cost | ``costs(config, is_on_cpu)``; no torch | ``common.decoder_cost`` |
+| cost | ``costs(config, is_on_cpu)``; no torch | ``megatron.costs.decoder_cost`` |
 | model | ``model_args(config)``, ``<Prefix>Model(args, place)``, ``weight_init(config)``, | ``common.decoder`` |
 | | ``example_inputs(config, words)``, of a decoder ``GENERATION`` | |
 | pipeline | ``<Prefix>ModelPipe``, ``layer_specs`` | ``common.pipeline`` |
@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.config.config import SECTIONS
-from megatron.config.model import ModelFamily
+from megatron.config.family import ModelFamily
 from megatron.config.pipeline_layout import layout_bounds, parse_layout
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
@@ -35,7 +35,7 @@ from megatron.models.t5.config import FAMILY as T5
 FAMILIES: dict[str, ModelFamily] = {}
 """Name -> family, in the order of docs/flags.md."""
 COMMON = "megatron.models.common"
-PLAIN = {"model": f"{COMMON}.decoder", "pipeline": f"{COMMON}.pipeline", "cost": f"{COMMON}.decoder_cost"}
+PLAIN = {"model": f"{COMMON}.decoder", "pipeline": f"{COMMON}.pipeline", "cost": "megatron.costs.decoder_cost"}
 """Part -> what a decoder without such a file has in its place: the plain decoder's."""
 
 

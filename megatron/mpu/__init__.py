@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tds.deprecated_paths import look_up
+from tds.lazy_imports import lazy_attribute
 
-_HOMES = {
+_NAMES = {
     "megatron.mpu.topology": (
         "Topology",
         "Coordinate",
@@ -59,13 +59,13 @@ _HOMES = {
         "divide",
     ),
     "megatron.mpu.cross_entropy": ("vocab_parallel_cross_entropy",),
+    "megatron.mpu.philox_dropout": ("PhiloxDropout",),
     "megatron.mpu.random": (
         "DropoutStreams",
         "DropoutKey",
         "checkpoint",
-        "PhiloxDropout",
     ),
-    "tds.gradients": ("clip_coefficient", "is_counted_in_norm"),
+    "tds.grad_norm": ("clip_coefficient", "is_counted_in_norm"),
     "megatron.mpu.initialize": (
         "initialize_model_parallel",
         "model_parallel_is_initialized",
@@ -100,18 +100,12 @@ _HOMES = {
         "broadcast_data",
     ),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-_FORMER = {
-    "CountedDropout": "megatron.mpu.random.PhiloxDropout",
-    "Position": "megatron.mpu.random.DropoutKey",
-    "counts_here": "tds.gradients.is_counted_in_norm",
-}
-"""Names that were here -> what they are now, for one release."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, name, _FORMER, _HOME)
+    return lazy_attribute(__name__, name, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    return sorted(_MODULES)

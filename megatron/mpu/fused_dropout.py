@@ -27,8 +27,8 @@ def is_there() -> bool:
 class Mask:
     """Which elements are dropped: those whose word of Philox-4x32-10 is below ``probability`` of all words.
 
-    Counters are those of ``megatron.mpu.random.PhiloxDropout``; ``first`` has the row, sample, plane and column with
-    which a tensor begins. Tensors of hidden states [s, b, h], or with ``is_attention`` [b, a, s, s_k].
+    Counters are those of ``PhiloxDropout``; ``first`` has the row, sample, plane and column with which a tensor begins.
+    Tensors of hidden states [s, b, h], or with ``is_attention`` [b, a, s, s_k].
     """
 
     key: int
@@ -103,7 +103,7 @@ def keyed_dropout(
         ranks: the seed, and the ranks of ``DropoutStreams.key``.
         by_kernel: ``DropoutStreams.by_kernel``; else masks are those of torch's generator.
     """
-    from megatron.mpu.random import hashed  # not at the top: that file imports this one
+    from megatron.mpu.random_key import hashed  # not at the top: that file imports this one
 
     key = hashed((ranks[0], *position.tolist(), *ranks[1:], int(layer), site), 7)
     x = x.contiguous()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.mpu.topology import Topology
-from tds.gradients import runs_beside_backward
 
 Value = TypeVar("Value")
 
@@ -43,30 +41,6 @@ class Group:
         if self.size > 1:
             dist.broadcast_object_list(box, src=self.ranks[0], group=self.handle)
         return box[0]
-
-
-class Handles(NamedTuple):
-    """Two process groups of the same ranks: for all that runs in turn, and for forwards beside it."""
-
-    in_turn: Any
-    beside: Any
-
-
-class PairedGroup(Group):
-    """A group for layers whose forward may run beside a backward, in a thread of its own.
-
-    ``handle`` is the process group for the thread that asks, so that each has one order of collectives on all ranks.
-    It is made of ``Handles``.
-    """
-
-    def _for_this_thread(self) -> Any:
-        both: Handles = vars(self)["handles"]
-        return both.beside if runs_beside_backward() else both.in_turn
-
-    def _keep(self, both: Handles) -> None:
-        vars(self)["handles"] = both
-
-    handle = property(_for_this_thread, _keep)  # type: ignore[assignment]
 
 
 SINGLE = Group(ranks=(0,), rank=0)
@@ -106,15 +80,12 @@ def single_grid() -> Grid:
     return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
 
-def build_grid(
-    topology: Topology, rank: int, timeout: timedelta | None = None, *, is_on_host: bool = True, has_pairs: bool = False
-) -> Grid:
+def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, *, is_on_host: bool = True) -> Grid:
     """Create the process groups of ``topology``. Collective: every rank calls it with the same topology.
 
     Args:
         timeout: a rank that does not answer for so long is an error; None takes torch's default.
         is_on_host: the default group sends what lies in the host's memory, as that of a run on CPUs.
-        has_pairs: forwards run beside backwards: groups within a stage are of two process groups each.
     """
     if topology.world_size == 1:
         return single_grid()
@@ -124,8 +95,6 @@ def build_grid(
         "expert": _own_group(topology.expert_groups(), topology, rank, timeout, made),
         "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, made),
     }
-    if has_pairs:
-        own |= _paired(own, topology, rank, timeout)
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
     tensor = topology.groups("tensor")
     on_host = own["tensor"] if is_on_host else _own_group(tensor, topology, rank, timeout, {}, backend="gloo")
@@ -145,26 +114,6 @@ def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
             if len(ranks) > 1:
                 found.setdefault(ranks, own.handle if ranks == own.ranks else dist.GroupMember.NON_GROUP_MEMBER)
     return found
-
-
-def _paired(own: Mapping[str, Group], topology: Topology, rank: int, timeout: timedelta | None) -> dict[str, Group]:
-    """Return the groups within a stage with process groups for forwards that run beside a backward. Collective."""
-    made: dict[tuple[int, ...], Any] = {}
-    sets = {name: topology.groups(*axes) for name, axes in AXES.items() if "pipe" not in axes}
-    sets |= {"expert": topology.expert_groups(), "expert_data": topology.expert_groups(of_replicas=True)}
-    found: dict[str, Group] = {}
-    for name, every in sets.items():
-        beside = _own_group(every, topology, rank, timeout, made)
-        if beside.size > 1:
-            found[name] = PairedGroup(beside.ranks, beside.rank, Handles(own[name].handle, beside.handle))
-    return found
-
-
-def handles_of(group: Group) -> list[Any]:
-    """Return all process groups of ``group``."""
-    if isinstance(group, PairedGroup):
-        return list(vars(group)["handles"])
-    return [] if group.handle is None else [group.handle]
 
 
 def _own_group(

@@ -29,8 +29,6 @@ def initialize_model_parallel(
     timeout: timedelta | None = None,
     context: int = 1,
     expert: int = 1,
-    *,
-    has_pairs: bool = False,
 ) -> Grid:
     """Build and keep the grid of all ranks of the default process group. Collective.
 
@@ -38,7 +36,6 @@ def initialize_model_parallel(
         device: where this rank's tensors live; the CPU unless given.
         timeout: of every group; torch's default unless given.
         expert: neighbours along data and context that share out the experts of a layer.
-        has_pairs: forwards run beside backwards, as of ``build_grid``.
 
     Raises:
         ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide what
@@ -48,8 +45,7 @@ def initialize_model_parallel(
     _device = device or torch.device("cpu")
     if dist.is_initialized():
         topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1), context, expert)
-        is_on_host = _device.type == "cpu"
-        _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=is_on_host, has_pairs=has_pairs)
+        _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
         Topology.of_world(1, tensor, max(pipe, 1), context, expert)
         _grid = single_grid()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+import tds.grad_norm
 import tds.gradients
 from megatron.mpu.groups import SINGLE, Group
 
@@ -142,4 +143,4 @@ def global_norm(
     Args:
         holders: replicas each of which has other parts of the gradients.
     """
-    return tds.gradients.global_norm(gradients, [holders.handle, model.handle], device)
+    return tds.grad_norm.global_norm(gradients, [holders.handle, model.handle], device)

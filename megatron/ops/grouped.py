@@ -102,7 +102,7 @@ class _Return(torch.autograd.Function):
 # | loop | one for each expert with rows | on the host, which waits for a device |
 # | grouped | ``torch.nn.functional.grouped_mm``; the weights are laid side by side first | on the device |
 #
-# Which of them runs: ``benchmarks/experts.py`` has the ratio. fp64 has no grouped product.
+# Which of them runs. fp64 has no grouped product.
 
 LOOP, GROUPED = "loop", "grouped"
 WAY: str | None = None

@@ -14,8 +14,9 @@ from megatron.mpu.groups import Group
 from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import reduce_scatter_single
 from tds.fused_linear import add_product
+from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import Bucket, BucketSchedule
-from tds.gradients import accurate_dtype, multiply, refuse_sparse
+from tds.gradients import multiply, refuse_sparse
 
 # Gradients of a step, added up over its micro-batches where they are summed over the replicas.
 #

@@ -25,8 +25,9 @@ from megatron.optim.zero.partition import (
     partition_of,
 )
 from tds.fused_linear import add_product
+from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
-from tds.gradients import WIDE, accurate_dtype, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
+from tds.gradients import WIDE, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.
@@ -485,7 +486,7 @@ class OverlappedMainGradients(BufferedGradients):
 # every tensor rank. With --sequence-parallel each sees a part of the positions there, and its gradient is a summand.
 # They are added up once a step, behind the sums over micro-batches, replicas and tied copies, in the type of those, in
 # one message: a copy of a few vectors for each layer, a table of positions [max_positions, h], BERT's transform [h, h].
-# The copy is there when the activations are not, and ``megatron.models.common.memory`` leaves it out.
+# The copy is there when the activations are not, and ``megatron.costs.memory`` leaves it out.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 

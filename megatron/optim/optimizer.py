@@ -29,8 +29,9 @@ from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
 from tds.fused_linear import can_add_products
+from tds.grad_norm import accurate_dtype, clip_coefficient, global_norm, is_counted_in_norm
 from tds.gradient_reducer import Bucket, BucketSchedule
-from tds.gradients import accurate_dtype, clip_coefficient, global_norm, is_counted_in_norm, is_reduced_apart
+from tds.gradients import is_reduced_apart
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron import device
-from megatron.models.common.memory import peak_flops
+from megatron.costs.memory import peak_flops
 from megatron.planner.layer_benchmarks import LayerTimings, slowest, timed, with_pieces
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import (

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.costs.cost import Costs
+from megatron.costs.memory import Memory
 from megatron.models import registry
-from megatron.models.common.cost import Costs
-from megatron.models.common.memory import Memory
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total

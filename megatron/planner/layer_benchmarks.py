@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron import device
 from megatron.arguments import parse
 from megatron.config import Config
+from megatron.costs.memory import State
 from megatron.models import ParallelContext, registry
-from megatron.models.common.memory import State
 from megatron.models.registry import FAMILIES, build_model, load
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer

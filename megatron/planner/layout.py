@@ -9,8 +9,8 @@ from typing import Any
 from megatron.arguments.flag_values import all_options, scan
 from megatron.arguments.validate import find_problems
 from megatron.config.option import Option
-from megatron.models.common import memory
-from megatron.models.common.memory import SavedActivations
+from megatron.costs import memory
+from megatron.costs.memory import SavedActivations
 from megatron.models.registry import FAMILIES
 from megatron.mpu.topology import Coordinate, Topology
 from tds.schedule import Placement
@@ -247,7 +247,7 @@ def _spelled(option: Option, value: Any) -> list[str]:
 def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
     """Return the lines for a shell: variables, and the run script with its flags."""
     assignments = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
-    start = f"bash {FAMILIES[config.family].run_script} {shlex.join(flags(config, layout))}"
+    start = f"bash {FAMILIES[config.family].run_command} {shlex.join(flags(config, layout))}"
     return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + start]
 
 

@@ -12,8 +12,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron.costs.memory import PEAK_TFLOPS
 from megatron.errors import ConfigError
-from megatron.models.common.memory import PEAK_TFLOPS
 
 # How often a unit's products and its passes over memory count: by closed forms, or as whole layers took them.
 #

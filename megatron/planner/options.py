@@ -15,10 +15,13 @@ from typing import Any
 from megatron import hub
 from megatron.arguments import config_file, parse
 from megatron.arguments.flag_values import all_options, scan
+from megatron.arguments.model_choice import PROGRAM, choose
 from megatron.arguments.parser import OneLineParser
 from megatron.arguments.scan import Scan
 from megatron.config import Config
+from megatron.config.family import DECODER_FAMILY
 from megatron.errors import ConfigError
+from megatron.models.architectures import model_types
 from megatron.models.registry import FAMILIES
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.machine import SHEETS, Machine, check_nodes, machine_of
@@ -202,7 +205,10 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
 
 
 def family_of_load(rest: Sequence[str]) -> str | None:
-    """Return the family of the run whose config.json --config names, or of the model that --load names, or None."""
+    """Return the family of the run or model that --config names, or of the model that --load names, or None."""
+    choice = choose(rest, {}, DECODER_FAMILY)
+    if choice.source != PROGRAM:
+        return choice.family
     flags = dict(scan(rest).values)
     if "config" in flags:
         with suppress(ConfigError):
@@ -296,7 +302,12 @@ def checked(
         ConfigError: all problems at once.
     """
     config = parse(
-        [*words, "--dry-run"], world_size=world_size, env={}, family=family, checkpoint_args=lambda *_: dict(brought)
+        [*words, "--dry-run"],
+        world_size=world_size,
+        env={},
+        family=family,
+        accepts_model=FAMILIES[family].kind == "decoder",
+        checkpoint_args=lambda *_: dict(brought),
     )
     own = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", "config", *LAYOUT, *TAKEN}
     for section in (config.model, config.own):
@@ -346,7 +357,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", choices=tuple(FAMILIES), help="family of the model")
+    parser.add_argument("--model", choices=(*FAMILIES, *model_types()), help="family or Hugging Face model type")
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices in all (default: those of one node)")
     parser.add_argument("--gpu", metavar="NAME", help=f"kind of device: {', '.join(SHEETS)} (default h100-80g)")
     parser.add_argument("--machine", type=Path, metavar="FILE", help="device and links as --calibrate measured them")

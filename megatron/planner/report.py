@@ -131,7 +131,7 @@ def pasted(found: Estimate, question: Question) -> Iterator[str]:
         if removed := sorted(field.replace("_", "-") for field in question.file_fields & unset):
             yield f"to remove from it: {', '.join(removed)}"
         on_node = min(question.machine.devices_per_node, found.layout.world_size)
-        script = FAMILIES[question.config.family].run_script
+        script = FAMILIES[question.config.family].run_command
         yield "to start it:"
         yield f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} --config {path}"
         return

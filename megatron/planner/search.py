@@ -9,7 +9,7 @@ from itertools import islice, product
 from typing import Any
 
 from megatron.config import Config
-from megatron.models.common.memory import BYTES, Memory, State
+from megatron.costs.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
 from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bubble, placement_for

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.newton_schulz import newton_schulz_flops
-from megatron.models.common.cost import Costs, Product, Work
-from megatron.models.common.memory import BYTES, Kept, State
+from megatron.costs.cost import Costs, Product, Work
+from megatron.costs.memory import BYTES, Kept, State
 from megatron.planner.layout import Layout
 from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, EfficiencyFactors, Link, Machine, Wire
 from tds.schedule import V

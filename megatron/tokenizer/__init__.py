@@ -1,6 +1,7 @@
 """One small interface over the tokenizer libraries."""
 
 from megatron.tokenizer.build import TYPES, build, with_gigatoken
-from megatron.tokenizer.tokenizer import Tokenizer, word_starts
+from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.word_starts import word_starts
 
 __all__ = ["TYPES", "Tokenizer", "build", "with_gigatoken", "word_starts"]

@@ -13,8 +13,10 @@ import awkward  # noqa: F401 - without it gigatoken gives lists that it says not
 import gigatoken
 import numpy as np
 
+from megatron.tokenizer.continued_text import without_prefix
+from megatron.tokenizer.control_tokens import Spellings
 from megatron.tokenizer.huggingface import LibraryTokenizer
-from megatron.tokenizer.tokenizer import Arrays, Spellings, without_prefix
+from megatron.tokenizer.tokenizer import Arrays
 
 _MOST_BYTES = 32 << 20
 """Text between two renewals: 120 MB of words even where every one is new."""

@@ -1,154 +1,31 @@
-"""Tokenizers of the `tokenizers` library: JSON, GPT-2 BPE, WordPiece; a cache of known words."""
+"""LibraryTokenizer: tokenizers run by the ``tokenizers`` library."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from megatron import log
 from megatron.errors import DataError
 from megatron.tokenizer import identity as tokenizer_identity
-from megatron.tokenizer.build import read_vocabulary
-from megatron.tokenizer.tokenizer import (
-    EOD_NAMES,
-    UNK_NAMES,
-    Arrays,
-    Tokenizer,
-    as_arrays,
-    as_lists,
+from megatron.tokenizer.continued_text import (
     behind_first_word,
     splits_words,
     strips_end,
     with_blanks_in_front,
     without_prefix,
 )
-
-# Byte-level BPE by remembered words: several times as fast as the library alone where spaces part the words.
-#
-# GPT-2's pattern never joins what stands before a space with the space. So a text may be cut before each space that a
-# word follows, and a word with its space has the same tokens wherever it stands: they are looked up, the library sees
-# new words only. Text with few spaces, as Chinese, has too many different words for that and goes to the library as it
-# is.
-
-SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
-_WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
-_LONGEST_MEAN = 12
-_CACHE_CHARACTERS = 1 << 22
-ENTRY_CHARACTERS = 16
-"""What an entry of a memory of words counts besides its own characters: some 200 bytes are spent on each."""
-
-
-def are_independent(description: str) -> bool:
-    """Whether words may be encoded one by one: BPE over bytes with GPT-2's pattern and nothing besides."""
-    fields = json.loads(description)
-    before = fields.get("pre_tokenizer") or {}
-    return (
-        fields["model"].get("type") == "BPE"
-        and not fields["model"].get("dropout")
-        and fields.get("normalizer") is None
-        and before.get("type") == "ByteLevel"
-        and not before.get("add_prefix_space")
-        and before.get("use_regex", True)
-        and all(token["special"] for token in fields.get("added_tokens") or [])
-    )
-
-
-class KnownWords:
-    """Encodes texts by their words.
-
-    Args:
-        encode: the library's way, for new words and for texts with few spaces.
-    """
-
-    def __init__(self, encode: Callable[[list[str]], Arrays]) -> None:
-        self._encode = encode
-        self._tokens: dict[str, bytes] = {}
-        self._num_characters = 0
-
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the int32 tokens of all ``texts``, and the number of tokens of each."""
-        cut = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
-        self._learn(set(chain.from_iterable(cut)).difference(self._tokens))
-        encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in cut]
-        sizes = np.fromiter(map(len, encoded), np.int64, len(encoded)) // 4
-        self._forget({words[0] for words in cut if len(words) == 1})
-        return np.frombuffer(bytearray().join(encoded), np.int32), sizes
-
-    def _learn(self, new: set[str]) -> None:
-        words = list(new)
-        tokens, sizes = self._encode(words)
-        stops = np.cumsum(sizes) * 4
-        data = tokens.tobytes()
-        for word, start, stop in zip(words, [0, *stops.tolist()], stops.tolist(), strict=False):
-            self._tokens[word] = data[start:stop]
-        self._num_characters += _size(words)
-
-    def _forget(self, whole_texts: set[str]) -> None:
-        for text in whole_texts:
-            del self._tokens[text]
-        self._num_characters -= _size(whole_texts)
-        if self._num_characters > _CACHE_CHARACTERS:
-            self._tokens.clear()
-            self._num_characters = 0
-
-
-def _size(words: Collection[str]) -> int:
-    return sum(map(len, words)) + ENTRY_CHARACTERS * len(words)
-
-
-def _has_words(text: str) -> bool:
-    return text.count(" ") * _LONGEST_MEAN >= len(text)
-
-
-# Text that a normaliser makes into the spelling of a control token: full-width letters, capitals and the like.
-
-
-class HiddenSpellings:
-    """Finds where tokens of a text are control tokens though it does not spell them.
-
-    Args:
-        description: the JSON text of the ``tokenizers`` library.
-        control: the ids of control tokens by name.
-    """
-
-    def __init__(self, description: str, control: Mapping[str, int]) -> None:
-        self._ids = np.zeros(0, np.int32)
-        if not control:
-            return
-        fields = json.loads(description)
-        unknown = {*UNK_NAMES, fields["model"].get("unk_token")}
-        if fields["model"].get("unk_id") is not None:
-            unknown.add(fields["model"]["vocab"][fields["model"]["unk_id"]][0])
-        ids = {token for name, token in control.items() if len(name) > 1 and name not in unknown}
-        ids -= {token for name, token in control.items() if name in unknown}
-        self._ids = np.array(sorted(ids) if fields.get("normalizer") is not None else [], np.int32)
-
-    def texts_with(self, tokens: np.ndarray, sizes: np.ndarray) -> list[int]:
-        """Return the numbers of the texts among whose tokens a control token is."""
-        if not len(self._ids):
-            return []
-        found = np.flatnonzero(np.isin(tokens, self._ids))
-        return np.unique(np.searchsorted(np.cumsum(sizes), found, side="right")).tolist()
-
-    def cut(self, text: str, encoding: tokenizers.Encoding) -> list[str]:
-        """Return ``text`` cut behind the first character of what became a control token."""
-        never = set(self._ids.tolist())
-        spans = zip(encoding.ids, encoding.offsets, strict=True)
-        starts = sorted({start for token, (start, stop) in spans if token in never and stop - start > 1})
-        cuts = [0, *(start + 1 for start in starts), len(text)]
-        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-
-# Tokenizers that the ``tokenizers`` library runs: its own JSON files, and GPT-2's vocab.json with merges.txt.
+from megatron.tokenizer.control_tokens import EOD_NAMES
+from megatron.tokenizer.hidden_spellings import HiddenSpellings
+from megatron.tokenizer.known_words import KnownWords, are_independent
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
 
 
 class LibraryTokenizer(Tokenizer):
@@ -369,54 +246,3 @@ def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([name for name in EOD_NAMES if library.token_to_id(name) is not None])
     return LibraryTokenizer(library.to_str(), [vocab, merges])
-
-
-# BERT's WordPiece vocabularies.
-
-_UNK = "[UNK]"
-_CONTROL = ("[PAD]", _UNK, "[CLS]", "[SEP]", "[MASK]")
-_MAX_WORD_CHARACTERS = 100
-
-
-def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that makes text lower case, without accents."""
-    return from_bert_files(path, is_lower_case=True)
-
-
-def from_cased_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that leaves text as it is."""
-    return from_bert_files(path, is_lower_case=False)
-
-
-def from_bert_files(path: Path, is_lower_case: bool | None = None) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one.
-
-    Where ``is_lower_case`` is None it makes text lower case and drops accents if ``tokenizer_config.json`` beside it
-    says ``"do_lower_case": true``; if it says nothing, then if no token of the vocabulary has a letter in upper case.
-    Chinese characters are words of their own.
-    """
-    vocab = path / "vocab.txt" if path.is_dir() else path
-    if not vocab.exists():
-        raise DataError(f"--tokenizer-type BertWordPiece needs vocab.txt or a folder with it, got {path}")
-    ids = read_vocabulary(vocab, _UNK)
-    if is_lower_case is None:
-        is_lower_case = _is_lower_case(vocab.parent / "tokenizer_config.json", ids)
-    library = tokenizers.Tokenizer(
-        models.WordPiece(ids, unk_token=_UNK, max_input_chars_per_word=_MAX_WORD_CHARACTERS)  # type: ignore[call-arg]
-    )
-    library.normalizer = normalizers.BertNormalizer(lowercase=is_lower_case)
-    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece()
-    library.add_special_tokens([name for name in _CONTROL if name in ids])
-    return LibraryTokenizer(library.to_str(), [vocab], f"BertWordPiece lower case: {is_lower_case}")
-
-
-def _is_lower_case(config: Path, tokens: Iterable[str]) -> bool:
-    if config.exists():
-        try:
-            value = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{config} must be a JSON object; reading it failed: {error}") from error
-        if value is not None:
-            return bool(value)
-    return not any(token != token.lower() for token in tokens if not token.startswith("["))

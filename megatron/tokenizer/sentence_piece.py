@@ -1,12 +1,9 @@
-"""SentencePiece models, T5's own among them."""
+"""SentencePiece tokenizers, T5's among them."""
 
 from __future__ import annotations
 
-import sys
-import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,132 +11,10 @@ import numpy as np
 import sentencepiece
 
 from megatron.errors import DataError
-from megatron.tokenizer.tokenizer import Arrays, Spellings, Tokenizer, all_names, as_arrays, with_blanks_in_front
-
-# The few fields of a SentencePiece ``.model`` file that must be read or changed: a protocol buffer, walked by hand.
-#
-# The file is a list of fields. Field 1, once per piece, is a message with the piece's text in field 1 and its type in
-# field 3. Field 3 is a message that says what is done to a text first.
-
-_PIECE, _TEXT, _TYPE = 1, 1, 3
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-_CONTROL = 3
-_NORMALIZER, _DUMMY_PREFIX = 3, 3
-_SCORE = 2
-_TRAINER = 2
-_DECISIVE = {_TRAINER: (3, 24, 35), _NORMALIZER: (2, 3, 4, 5)}
-"""Fields that decide the ids: model type, whitespace as suffix, byte fallback; character map, prefix, spaces."""
-_DEFAULTS = {"2.3": "01", "2.24": "00", "2.35": "00", "3.2": "", "3.3": "01", "3.4": "01", "3.5": "01"}
-
-
-def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
-    """Return the model with the pieces ``names`` declared as control pieces: no text is encoded as one."""
-    wanted = {name.encode() for name in names}
-    changed = bytearray(model)
-    for field, start, stop in _fields(model, 0, len(model)):
-        if field != _PIECE:
-            continue
-        parts = {part: (first, last) for part, first, last in _fields(model, start, stop)}
-        first, last = parts.get(_TEXT, (0, 0))
-        if model[first:last] in wanted and _TYPE in parts:
-            changed[parts[_TYPE][0]] = _CONTROL
-    return bytes(changed)
-
-
-def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
-    """Return the model with a space put in front of each text, or none.
-
-    A message that comes twice is merged, the later value holds: so field 3 of field 3 is appended.
-    """
-    return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
-
-
-def model_facts(model: bytes) -> Iterator[Any]:
-    """Yield what decides the ids: pieces, algorithm, normalization; not how and from what the model was trained."""
-    pieces, settings = list[list[Any]](), dict[str, str]()
-    for field, start, stop in _fields(model, 0, len(model)):
-        if field == _PIECE:
-            parts = {part: model[first:last].hex() for part, first, last in _fields(model, start, stop)}
-            kind = int(parts.get(_TYPE, "01"), 16)
-            pieces.append([bytes.fromhex(parts.get(_TEXT, "")).decode("utf-8", "replace"), parts.get(_SCORE, ""), kind])
-        elif field in _DECISIVE:
-            for part, first, last in _fields(model, start, stop):
-                if part in _DECISIVE[field]:
-                    settings[f"{field}.{part}"] = model[first:last].hex()
-    yield pieces
-    yield {name: value for name, value in settings.items() if value != _DEFAULTS.get(name)}
-
-
-def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, start and stop of the value of each field of the message."""
-    while start < stop:
-        key, start = _varint(data, start)
-        end = _value_end(data, key & 7, start)
-        if key & 7 == _BYTES:
-            _, start = _varint(data, start)
-        yield key >> 3, start, end
-        start = end
-
-
-def _value_end(data: bytes, wire_type: int, start: int) -> int:
-    value, behind = _varint(data, start) if wire_type in (_VARINT, _BYTES) else (0, start)
-    return behind + {_VARINT: 0, _EIGHT_BYTES: 8, _BYTES: value, _FOUR_BYTES: 4}[wire_type]
-
-
-def _varint(data: bytes, start: int) -> tuple[int, int]:
-    value = shift = 0
-    while data[start] & 0x80:
-        value |= (data[start] & 0x7F) << shift
-        shift += 7
-        start += 1
-    return value | data[start] << shift, start + 1
-
-
-# SentencePiece for pieces of a text that stand behind another piece.
-#
-# Most models put a space in front of a text, and drop spaces at both ends and all but one of several. A piece that goes
-# on within a word must get no space, one that begins behind a space must get just one.
-
-_MAYBE_BLANK = ("Cc", "Cf", "Zl", "Zp", "Zs")
-
-
-class Continued:
-    """Encodes pieces that go on where another piece of the same text stopped.
-
-    Args:
-        model: the content of the ``.model`` file.
-    """
-
-    def __init__(self, model: bytes) -> None:
-        self._within_word = sentencepiece.SentencePieceProcessor(model_proto=with_dummy_prefix(model, False))
-        self._behind_blank = sentencepiece.SentencePieceProcessor(model_proto=with_dummy_prefix(model, True))
-        self._drops_blanks = not self._within_word.encode(" ")
-
-    @cached_property
-    def _blanks(self) -> str:
-        """The characters of which the model leaves nothing where they stand alone."""
-        every = map(chr, range(sys.maxunicode + 1))
-        maybe = [character for character in every if unicodedata.category(character) in _MAYBE_BLANK]
-        return "".join(one for one, ids in zip(maybe, self._within_word.encode(maybe), strict=True) if not ids)
-
-    def blanks_in_front(self, pieces: Iterable[str]) -> Iterable[str]:
-        """Return the pieces of a text so that none ends in blanks which the model would drop."""
-        return with_blanks_in_front(pieces, self._blanks) if self._drops_blanks else pieces
-
-    def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each of ``texts``."""
-        for text in texts:
-            library = self._behind_blank if self._begins_with_blank(text) else self._within_word
-            yield library.encode(text)
-
-    def _begins_with_blank(self, text: str) -> bool:
-        if not self._drops_blanks:
-            return False
-        blanks = text[: len(text) - len(text.lstrip(self._blanks))]
-        return bool(blanks) and self._within_word.encode(f"a{blanks}a") != self._within_word.encode("aa")
-
-
-# SentencePiece models.
+from megatron.tokenizer.continued_pieces import Continued
+from megatron.tokenizer.control_tokens import Spellings, all_names
+from megatron.tokenizer.sentence_piece_model import model_facts, with_control_pieces
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -251,53 +126,3 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         return as_arrays(list(self._continued.encode(texts)))
-
-
-# T5's own SentencePiece model, with the sentinels behind its pieces as T5 and Hugging Face have them.
-
-NUM_SENTINELS = 100
-_NAME = "<extra_id_{}>"
-
-
-class T5SentencePieceTokenizer(SentencePieceTokenizer):
-    """A T5 ``.model`` of n pieces and 100 sentinels: ``<extra_id_0>`` is n + 99, ``<extra_id_99>`` is n.
-
-    A model that has ``<extra_id_0>`` among its pieces, as some later ones do, keeps its own.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._appended: dict[str, int] = {}
-        super().__init__(path, settings="T5SentencePiece")
-        if super().token_to_id(_NAME.format(0)) is None:
-            top = self._library.get_piece_size() + NUM_SENTINELS - 1
-            self._appended = {_NAME.format(number): top - number for number in range(NUM_SENTINELS)}
-            self.__dict__.pop("control_tokens", None)  # found without them
-
-    @property
-    def vocab_size(self) -> int:
-        return self._library.get_piece_size() + len(self._appended)
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._appended.get(token, super().token_to_id(token))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._decode_parts(ids))
-
-    def _decode_parts(self, ids: Sequence[int]) -> Iterator[str]:
-        size = self._library.get_piece_size()
-        for is_sentinel, group in groupby(ids, lambda token: token >= size):
-            if is_sentinel:
-                yield from (_NAME.format(self.vocab_size - 1 - token) for token in group)
-            else:
-                yield self._library.decode(list(group))
-
-
-def from_t5_files(path: Path) -> T5SentencePieceTokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder with ``spiece.model``."""
-    model = path / "spiece.model" if path.is_dir() else path
-    if not model.exists():
-        other = " Its tokenizer.json is read with --tokenizer-type TokenizersJSON." * (path / "tokenizer.json").exists()
-        raise DataError(
-            f"--tokenizer-type T5SentencePiece needs a .model file or a folder with spiece.model, got {path}.{other}"
-        )
-    return T5SentencePieceTokenizer(model)

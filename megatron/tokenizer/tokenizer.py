@@ -1,13 +1,10 @@
-"""Tokenizer: the interface, control tokens and their spellings, continued pieces, word starts."""
+"""Tokenizer: the interface of all tokenizers."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -17,144 +14,19 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.tokenizer import identity as tokenizer_identity
+from megatron.tokenizer.control_tokens import (
+    _NEW_NAMES,
+    _NOT_OF_CHATS,
+    BY_NAME,
+    EOD_NAMES,
+    FORMER_EOD_NAMES,
+    PAD_NAMES,
+    SENTINEL_NAMES,
+    UNK_NAMES,
+    Spellings,
+    all_names,
+)
 from megatron.tokenizer.sibling_files import SiblingFiles, read_siblings
-
-# Parts that go on where another part of the same text stopped: what a ``tokenizers`` JSON text must be for them.
-#
-# Many tokenizers put a space in front of a text, and some drop spaces at both ends. Where a text was cut, its second
-# part must not get a space, and its first must not lose one, or the text would come back otherwise than it was.
-
-_FIRST_WORD = re.compile(r"\S*")
-
-
-def without_prefix(description: str) -> str:
-    """Return the JSON text of the same tokenizer that puts no space in front of a text and drops none."""
-    fields = json.loads(description)
-    for name in ("normalizer", "pre_tokenizer"):
-        fields[name] = _changed(fields.get(name))
-    return json.dumps(fields, ensure_ascii=False)
-
-
-def _changed(part: Any) -> Any:
-    if isinstance(part, list):
-        return [step for step in map(_changed, part) if step is not None]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") in ("Prepend", "Strip"):
-        return None
-    never = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {name: never[name] if name in never else _changed(value) for name, value in part.items()}
-
-
-def strips_end(description: str) -> bool:
-    """Whether the tokenizer drops the spaces at the end of a text."""
-    return '"strip_right": true' in json.dumps(json.loads(description).get("normalizer"))
-
-
-def with_blanks_in_front(pieces: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
-    """Yield the pieces of a text, the blanks at the end of each moved to the front of the next; the last are dropped.
-
-    Args:
-        blanks: the characters that are blanks; those of ``str.isspace`` if not given.
-    """
-    characters = None if blanks is None else "".join(blanks)
-    carried = ""
-    for piece in pieces:
-        whole = carried + piece
-        kept = whole.rstrip(characters)
-        carried = whole[len(kept) :]
-        if kept:
-            yield kept
-
-
-def splits_words(description: str) -> bool:
-    """Whether the tokenizer splits at spaces first, as T5's does: then each word has a space put in front."""
-    return '"WhitespaceSplit"' in json.dumps(json.loads(description).get("pre_tokenizer"))
-
-
-def behind_first_word(text: str) -> tuple[str, str]:
-    """Return what goes on with the word before, and the rest from the next space on."""
-    found = _FIRST_WORD.match(text)
-    stop = found.end() if found else 0
-    return text[:stop], text[stop:]
-
-
-# Names of control tokens: what those of a vocabulary are called, whoever made it.
-
-EOD_NAMES = (
-    *("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
-    *("<EOS_TOKEN>", "[EOS]", "[SEP]"),
-)
-"""Names of the end-of-document token; the first one in the vocabulary is used. See ``Tokenizer.eod_name``."""
-_NOT_OF_CHATS = ("[SEP]",)
-FORMER_EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
-"""Names from which versions up to 8c23b9e6 took the first one in the vocabulary, also a tag such as Gemma's </s>."""
-_NEW_NAMES = ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>")
-"""Names that versions up to 8c23b9e6 did not look for; the file digest of an identity leaves them out."""
-BY_NAME = "by-name"
-"""Value of --eod-token that selects the rule of ``FORMER_EOD_NAMES``, which older runs keep."""
-PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-"""Names of the padding token, as above."""
-UNK_NAMES = ("<unk>", "[UNK]", "<|unk|>")
-"""Names of the token for what the vocabulary does not have, as above."""
-SENTINEL_NAMES = ("<extra_id_{}>", "<s_{}>")
-"""Names of the tokens that stand for spans, T5's and CPM's; those of one kind, counted from 0 without a gap."""
-FIM_NAMES = (
-    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
-    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
-    ("<PRE>", "<MID>", "<SUF>"),
-)
-"""Names of the three tokens of fill-in-the-middle, by spelling."""
-OTHER_NAMES = (
-    *("<s>", "<bos>", "<eos>", "</d>", "<cls>", "<sep>", "<mask>", "<bod>", "<eop>"),
-    *("[CLS]", "[MASK]", "[BOS]", "[EOS]", "[gMASK]"),
-    *("<|startoftext|>", "<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|sep|>", "<|cls|>"),
-    *("<fim_pad>", "<|fim_pad|>", "<EOT>"),
-)
-"""Names of other control tokens."""
-_MOST_SENTINELS = 512
-
-
-def all_names() -> Iterator[str]:
-    """Yield each name that a control token may have."""
-    yield from (*EOD_NAMES, *PAD_NAMES, *UNK_NAMES, *OTHER_NAMES)
-    yield from (name for spelling in FIM_NAMES for name in spelling)
-    yield from (name.format(number) for name in SENTINEL_NAMES for number in range(_MOST_SENTINELS))
-
-
-# Text that spells a control token: where it does, and how to cut it so that no part does.
-
-
-class Spellings:
-    """The spellings of some control tokens.
-
-    Args:
-        names: of two characters or more; a name of one character cannot be cut.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = tuple(sorted(names, key=lambda name: (-len(name), name)))
-        any_name = "|".join(map(re.escape, self.names))
-        self._common_start = os.path.commonprefix(self.names)
-        self._any = re.compile(any_name)
-        self._each_start = re.compile(f"(?={any_name})")
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-    def is_in(self, text: str) -> bool:
-        """Whether ``text`` spells a control token."""
-        return bool(self.names) and self._common_start in text and self._any.search(text) is not None
-
-    def cut(self, text: str) -> list[str]:
-        """Return ``text`` cut behind the first character of each spelling, those that overlap too."""
-        if not self.is_in(text):
-            return [text]
-        cuts = [0, *(found.start() + 1 for found in self._each_start.finditer(text)), len(text)]
-        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-
-# What every tokenizer of this project can do, and the parts that all kinds share.
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """int32 tokens of several texts one after the other, and int64 number of tokens of each."""
@@ -470,65 +342,3 @@ def as_lists(arrays: Arrays) -> list[list[int]]:
     stops = np.cumsum(sizes).tolist()
     ids = tokens.tolist()
     return [ids[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-
-
-# Which tokens of a vocabulary begin a word, for masking whole words.
-#
-# | vocabulary | a token begins a word that begins |
-# |---|---|
-# | byte-level BPE | with a blank, with a Chinese character, or with neither letter nor digit |
-# | SentencePiece | with U+2581, or as above |
-# | CPM-1 | with U+2581, which stands in front of jieba's words |
-# | WordPiece | not with ## |
-# | others, as CPM-2 | anyhow |
-#
-# A byte within a character begins none, so no character is cut. Chinese has no blanks: with CPM-1 its words are
-# jieba's, whole, as Chinese-BERT-wwm has those of a word cutter; elsewhere each token of it is a word of its own.
-#
-# Source: Cui et al. 2021, "Pre-training with whole word masking for Chinese BERT".
-
-_MARK = "\u2581"
-_CHINESE = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-_GOES_ON = re.compile(r"[^\W_]|'")
-_CHINESE_BYTES = range(0xE3, 0xEA)
-"""First bytes of U+3000 ... U+9FFF in UTF-8."""
-
-
-def word_starts(tokenizer: Tokenizer) -> np.ndarray:
-    """Return bool[vocabulary], whether a token begins a word: the table at the top of this file."""
-    begins = _RULES[tokenizer.spelling]
-    pieces = (tokenizer.piece(token) for token in range(tokenizer.vocab_size))
-    return np.array([piece is None or begins(piece) for piece in pieces], bool)
-
-
-def _of_text(text: str) -> bool:
-    return text.startswith(_MARK) or bool(_CHINESE.match(text)) or not _GOES_ON.match(text)
-
-
-def _of_bytes(piece: str) -> bool:
-    raw = bytes(_BYTES.get(character, 0x20) for character in piece)
-    text = raw.decode("utf-8", "ignore")
-    if text and raw.startswith(text[0].encode()):
-        return _of_text(text)
-    return raw[:1] == b"" or raw[0] in _CHINESE_BYTES  # part of a character: its first byte, or a later one
-
-
-def _byte_characters() -> dict[int, str]:
-    """Return the character that stands for each byte in a byte-level BPE: itself where it can be seen, else U+0100 on.
-
-    Source: Radford et al. 2019, code of GPT-2.
-    """
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in seen]
-    return {byte: chr(byte) for byte in seen} | {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
-
-
-_BYTES = {character: byte for byte, character in _byte_characters().items()}
-_RULES: dict[str, Callable[[str], bool]] = {
-    "bytes": _of_bytes,
-    "text": _of_text,
-    "words": lambda piece: piece.startswith(_MARK),
-    "continued": lambda piece: not piece.startswith("##") or len(piece) == 2,
-    "": lambda piece: True,
-}
-"""``Tokenizer.spelling`` -> whether a piece begins a word."""

@@ -33,7 +33,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron import log
 from megatron.errors import DataError
-from megatron.tokenizer.huggingface import SPACE
+from megatron.tokenizer.known_words import SPACE
 from megatron.tokenizer.train_progress import TrainingProgress
 
 EOD = "<|endoftext|>"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tds.deprecated_paths import look_up
+from tds.lazy_imports import lazy_attribute
 
-_HOME = {
+_MODULES = {
     "pretrain": "megatron.training.entrypoint",
     "get_args": "megatron.training.global_vars",
     "get_chat_template": "megatron.training.global_vars",
@@ -21,11 +21,7 @@ _HOME = {
     "Callback": "megatron.training.trainer",
     "start": "megatron.training.train",
 }
-_FORMER = {
-    "settle": "megatron.training.device_setup.configure_device",
-}
-"""Names that were here -> what they are now, for one release."""
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, name, _FORMER, _HOME)
+    return lazy_attribute(__name__, name, _MODULES)

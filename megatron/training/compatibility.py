@@ -19,7 +19,7 @@ from megatron.arguments.flag_values import options_in
 from megatron.checkpoint import former
 from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
-from megatron.data.blended_dataset import CONTENT, SAMPLES, TOKENIZER
+from megatron.data.blend_resume import CONTENT, SAMPLES, TOKENIZER
 from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
 from megatron.tokenizer.identity import is_same

@@ -1,10 +1,17 @@
-"""--checkpoint-format deepspeed."""
+"""``--checkpoint-format deepspeed``: the state of a run in the files of DeepSpeed's engine.
+
+The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files; the optimizer's
+state in them is that of ``MixedPrecisionOptimizer.state_dict``. Client state is one key, "megatron": the ``state`` of
+the run as in our own format, and the states of the generators of the replicas whose weights a file holds. All of it
+is plain values and tensors.
+
+Such files hold slices of one layout. They load where tensor size, pipeline size and the cut into stages are those
+that saved them; on other sizes of a pipeline the weights do.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -13,120 +20,19 @@ from typing import Any
 
 import torch
 
-from megatron import device, files, log
-from megatron.checkpoint import Checkpoint, folders, metadata
-from megatron.checkpoint.folders import ALL, RetentionPolicy, remove_old
-from megatron.checkpoint.loading import open_first
-from megatron.checkpoint.metadata import FileFacts, Manifest
+from megatron import device, files
+from megatron.checkpoint import Checkpoint
+from megatron.checkpoint.metadata import FileFacts
 from megatron.checkpoint.rank_errors import gather_verdict
+from megatron.checkpoint.retention import ALL, RetentionPolicy
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
-from megatron.mpu.groups import Group
 from megatron.mpu.topology import Topology
 from megatron.training.compatibility import layout_text
-from megatron.training.initialize import World
+from megatron.training.deepspeed_folders import FORMAT, clean_up, commit, prepare
 from megatron.training.train_state import RestoreOptions, TrainState, restore_scaler
-from tds.engine.checkpointing import make_safe
-
-# A run folder in DeepSpeed's own layout (``--checkpoint-format deepspeed``): its names, its commit, the way back.
-#
-# | name | is |
-# |---|---|
-# | ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed passes over |
-# | ``global_step20-1`` | the same step saved once more: nothing is written over |
-# | ``latest`` | the name that DeepSpeed loads; our loader goes by the manifests |
-# | ``.tmp-...``, ``.deleted-...`` | a save or a removal that was killed; the next save removes it |
-#
-# The rename of the temporary folder is the commit; ``latest`` follows in one step. So a kill at any moment leaves the
-# checkpoint before, whole, for both loaders. DeepSpeed by itself writes into the folder that it names, and names it
-# while other ranks still write.
-
-FORMAT = "deepspeed"
-_TAG = re.compile(r"global_step(\d+)(-\d+)?")
-_STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
-
-
-def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
-    if _TAG.fullmatch(source.resolve().name) and (source / metadata.MANIFEST_NAME).exists():
-        return [source]
-    named = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in named if (path / metadata.MANIFEST_NAME).exists())
-
-
-def foreign_tags_in(source: Path) -> list[Path]:
-    """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
-    return [path for path in _named(source) if not (path / metadata.MANIFEST_NAME).exists()] if source.is_dir() else []
-
-
-def is_of_this_format(checkpoint: Checkpoint) -> bool:
-    """Tell whether ``checkpoint`` holds DeepSpeed's files."""
-    return checkpoint.state.get("format") == FORMAT
-
-
-def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
-    """Return the last one saved in ``source`` that verifies; those passed over are named. Collective.
-
-    Args:
-        strict: nothing is passed over.
-
-    Raises:
-        CheckpointError: none verifies.
-    """
-    return open_first(gather_verdict(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
-
-
-def prepare(root: Path, step: int) -> Path:
-    """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
-    files.make_folder(root)
-    folders.remove_stale(root, _STALE)
-    temporary = root / f".tmp-global_step{step}-{os.getpid()}"
-    files.make_folder(temporary)
-    return temporary
-
-
-def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
-    """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
-    root = temporary.parent
-    content = Manifest(folders.last_sequence(_named(root)) + 1, step, state, facts, {})
-    files.write_bytes(temporary / metadata.MANIFEST_NAME, metadata.manifest_to_bytes(content))
-    files.sync_folder(temporary)
-    target = _free_name(root, step)
-    folders.commit_checkpoint(temporary, target)
-    return target
-
-
-def clean_up(path: Path, keep: RetentionPolicy) -> None:
-    """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
-    root = path.parent
-    try:
-        files.replace_bytes(root / folders.LATEST, path.name.encode())
-        remove_old(tags_in(root), keep)
-    except OSError as error:
-        log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints are as they were")
-
-
-def _named(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
-
-
-def _free_name(root: Path, step: int) -> Path:
-    path, number = root / f"global_step{step}", 0
-    while path.exists():
-        number += 1
-        path = root / f"global_step{step}-{number}"
-    return path
-
-
-# ``--checkpoint-format deepspeed``: a run's state in the files that DeepSpeed's engine writes, and back.
-#
-# The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files; the optimizer's
-# state in them is that of ``MixedPrecisionOptimizer.state_dict``. Client state is one key, "megatron": the ``state`` of
-# the run as in our own format, and the states of the generators of the replicas whose weights a file holds. All of it
-# is plain values and tensors.
-#
-# Such files hold slices of one layout. They load where tensor size, pipeline size and the cut into stages are those
-# that saved them; on other sizes of a pipeline the weights do.
+from megatron.training.world import World
+from tds.engine.safe_load import make_safe
 
 CLIENT = "megatron"
 _CUTS = ("pipeline_chunks", "partition_method")

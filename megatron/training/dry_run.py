@@ -8,13 +8,12 @@ from typing import Any
 
 from megatron import log
 from megatron.arguments.flag_values import with_variables
-from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.data import EACH
 from megatron.config.experts import expert_layers
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.data.mock_dataset import MockTokenizer
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, raise_all
 from megatron.log import human_bytes, human_count
 from megatron.models import registry
 from megatron.models.t5.config import t5_units
@@ -22,8 +21,8 @@ from megatron.mpu.topology import Topology
 from megatron.training import auto_placement, plan_checks
 from megatron.training.console import TrainingConsole
 from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
-from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
 from megatron.training.schedule_rows import epoch_rows, schedule_rows
+from megatron.training.vocabulary import tokens_of, with_tokenizer, with_vocabulary
 from tds.partition import chunks_on
 from tds.schedule import V
 from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, is_auto
@@ -397,7 +396,6 @@ def _range_text(start: int, stop: int) -> str:
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     schedule, chunks, *lie = schedule_of(config, bounds, stages).values()
-    has_pairs = config.parallel.overlaps_passes
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie, has_pairs=has_pairs)
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
     whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"

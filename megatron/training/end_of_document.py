@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megatron import log, object_store
 from megatron.config import Config
-from megatron.data import index_format
+from megatron.data import dataset_metadata
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.control_tokens import BY_NAME
 from megatron.tokenizer.identity import is_same
-from megatron.tokenizer.tokenizer import BY_NAME
 
 
 def choose_eod(tokenizer: Tokenizer, config: Config) -> None:
@@ -63,12 +63,12 @@ def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]
             yield prefix, sidecar.eod_id
 
 
-def _sidecar(prefix: str) -> index_format.DatasetMetadata | None:
+def _sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
     name = prefix + ".meta.json"
     if not object_store.is_remote(prefix):
-        return index_format.read(Path(name))
+        return dataset_metadata.read(Path(name))
     size = object_store.size_of(name)
-    return None if size is None else index_format.parse(object_store.read_range(name, 0, size), name)
+    return None if size is None else dataset_metadata.parse(object_store.read_range(name, 0, size), name)
 
 
 def _named(tokenizer: Tokenizer, token: int) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron import accelerators
 from megatron.config import Config
+from megatron.costs.memory import BYTES, Memory, Zero, waiting_of
 from megatron.models import registry
-from megatron.models.common.memory import BYTES, Memory, Zero, waiting_of
 from megatron.mpu.topology import Topology
 from tds.schedule import Costs, simulate
 from tds.schedule.simulate import by_default, candidates, order_named, placement_for
@@ -42,7 +42,6 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         waiting=waiting_of(config),
         is_compiled=config.parallel.compile,
         **schedule_of(config, bounds, topology.pipe),
-        has_pairs=config.parallel.overlaps_passes,
     )
 
 
@@ -107,7 +106,7 @@ def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int])
 
     Args:
         bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
-        counted: as ``megatron.training.report.count_parameters`` returns it.
+        counted: as ``megatron.training.start_table.count_parameters`` returns it.
     """
     stages = config.parallel.num_stages
     schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()

@@ -1,4 +1,7 @@
-"""The same steps in any layout, compared."""
+"""The same steps in any layout, compared.
+
+Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,15 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.data.mock_dataset import MockTokenizer, MockTokens, RandomDocuments
-from megatron.models.registry import has_part, load
 from megatron.mpu.shard import Shard, shard_of
 from megatron.training import global_vars
 from megatron.training.data import RunData
-from megatron.training.global_vars import tokens_of
-from megatron.training.initialize import World
+from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_engine, make_streams
+from megatron.training.step_engine import ForwardStep, StepEngine
 from megatron.training.train import debugging_callbacks
-from megatron.training.train_step import ForwardStep, StepEngine
 from megatron.training.trainer import Trainer
-
-
-def mock_tokenizer(config: Config) -> MockTokenizer:
-    """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
-    one = MockTokenizer(1)
-    appended = tokens_of(one, config).vocab_size - one.vocab_size
-    return MockTokenizer((config.model.vocab_size or 0) - appended)
-
-
-def random_data(config: Config, seed: int | None = None, tokenizer: Any = None) -> Any:
-    """Return a data set of random samples for the model of ``config``.
-
-    Args:
-        seed: None: that of the run.
-        tokenizer: whose ids they are; None: of a vocabulary of which nothing else is known.
-    """
-    tokenizer = tokenizer or mock_tokenizer(config)
-    seed = config.run.seed if seed is None else seed
-    if not has_part(config.family, "data"):
-        return MockTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
-    texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)
-    return load(config.family, "data").random_dataset(config, texts, tokens, seed)
-
-
-# Run a few steps in any layout and keep what must be equal in all of them: losses, gradient norms, every gradient.
-#
-# Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
+from megatron.training.world import World
 
 SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by symmetry
 

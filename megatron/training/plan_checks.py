@@ -20,14 +20,21 @@ from megatron.checkpoint.checkpoint_args import RUNS, source_of
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.config import Config
 from megatron.config.data import FIM_TOKENS
+from megatron.costs.memory import Memory
 from megatron.errors import CheckpointError, DataError
 from megatron.log import human_bytes
-from megatron.models.common.memory import Memory
 from megatron.models.registry import FAMILIES
 from megatron.training.estimates import DRIVER_FILES
-from megatron.training.global_vars import missing_tokenizer, tokens_of
+from megatron.training.global_vars import missing_tokenizer
+from megatron.training.vocabulary import tokens_of
 
-OWN_PROGRAMS = frozenset([*PROGRAMS, *(Path(family.program).name for family in FAMILIES.values())])
+OWN_PROGRAMS = frozenset(
+    [
+        *PROGRAMS,
+        *(Path(family.program).name for family in FAMILIES.values()),
+        *(f"pretrain_{name}.py" for name in FAMILIES),
+    ]
+)
 """Programs of this repository, whose data sets need a tokenizer."""
 EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

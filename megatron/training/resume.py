@@ -11,10 +11,11 @@ from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.huggingface.tokenizer import tokenizer_difference
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError, marked
-from megatron.training import deepspeed_checkpoint
+from megatron.training import deepspeed_checkpoint, deepspeed_folders
+from megatron.training.checkpoint_source import is_deepspeed_folder
 from megatron.training.compatibility import warn_of_weights
-from megatron.training.run_folder import is_deepspeed_folder
-from megatron.training.train_state import RestoreOptions, TrainState, check_fits, open_for, restore, weight_records
+from megatron.training.state_records import weight_records
+from megatron.training.train_state import RestoreOptions, TrainState, check_fits, open_for, restore
 from megatron.training.trainer import Trainer
 
 # Starting from the weights in a Hugging Face folder, in any layout.
@@ -69,14 +70,14 @@ def open_source(trainer: Trainer, source: Path) -> Checkpoint:
     """Return the checkpoint that ``source`` means, in whichever format. Collective."""
     strict = trainer.config.checkpoint.strict_load
     if is_deepspeed_folder(source):
-        return deepspeed_checkpoint.open_newest(source, trainer.world.grid.host, strict=strict)
+        return deepspeed_folders.open_newest(source, trainer.world.grid.host, strict=strict)
     return open_for(source, trainer.world, strict=strict)
 
 
 def restore_from(trainer: Trainer, checkpoint: Checkpoint, taken: RestoreOptions) -> TrainState:
     """Put the state of ``checkpoint``, in whichever format, into model and optimizer. Collective."""
     fingerprint = trainer.data.fingerprint if trainer.data.order is None else None
-    if deepspeed_checkpoint.is_of_this_format(checkpoint):
+    if deepspeed_folders.is_of_this_format(checkpoint):
         with marked(is_of_this_rank=False):
             check_fits(checkpoint, trainer.config, fingerprint, taken)
         return deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, trainer.config, trainer.world, taken)

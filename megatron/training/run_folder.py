@@ -1,4 +1,4 @@
-"""The run folder: name, settings, versions; source of --load; is it seen by all nodes."""
+"""The run folder: name, settings, versions, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,233 +8,31 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron import files, hub, log, object_store
+from megatron import files, log, object_store
 from megatron.checkpoint import check_writable, remote
-from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in, last_sequence
-from megatron.checkpoint.huggingface import weights
-from megatron.checkpoint.metadata import MANIFEST_NAME, manifest_from_bytes
-from megatron.checkpoint.shard_file import FileVisibility
+from megatron.checkpoint.folders import CHECKPOINTS, last_sequence
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.training import deepspeed_checkpoint
-from megatron.training.initialize import World, run_on_rank_0
-
-# What --load and --resume may name, and where a run folder's checkpoints lie, in both formats.
-
-RUNS = Path("runs")
-NATIVE = "native"
-LOADED = "loaded"
-"""Folder in a run folder of what was downloaded from the store of another run."""
-
-
-def newest_run(name: str, family: str = "") -> Path:
-    """Return the run folder ``runs/<name>-*`` with the newest checkpoint.
-
-    Args:
-        family: family of the model, for the message.
-
-    Raises:
-        CheckpointError: none of them has a checkpoint.
-    """
-    newest = _newest_of(RUNS.glob(f"{name}-*"))
-    if newest is None:
-        other = _newest_of(run for run in RUNS.glob("*") if _family_of(run) == family)
-        named = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
-        raise CheckpointError(
-            f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
-            f"{named}, or start without --resume."
-        )
-    return newest
-
-
-def _family_of(run: Path) -> str | None:
-    """Return the family of the model in the config.json of a run folder, None if there is none."""
-    try:
-        return str(json.loads((run / "config.json").read_text(encoding="utf-8"))["family"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _newest_of(runs: Iterable[Path]) -> Path | None:
-    """Return the run folder with the newest checkpoint, None if none of them has a checkpoint."""
-    saved = {run: newest for run in runs if (newest := _newest_save(run))}
-    return max(saved, key=lambda run: saved[run], default=None)
-
-
-def saves_in(folder: Path, flags: CheckpointConfig) -> Path:
-    """Return where in a run folder its checkpoints lie: DeepSpeed's in the folder itself."""
-    return folder if flags.is_deepspeed else folder / CHECKPOINTS
-
-
-def saved_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run folder, of either format, whole or not."""
-    return [path for found in _formats_in(folder).values() for path in found]
-
-
-def is_deepspeed_folder(source: Path) -> bool:
-    """Tell whether ``source`` is, or holds, checkpoints in DeepSpeed's layout, and none in ours."""
-    return not any(checkpoints_in(source).glob("step-*")) and bool(deepspeed_checkpoint.tags_in(source))
-
-
-def format_of(folder: Path, flags: CheckpointConfig) -> str:
-    """Return the format in which a run saves into ``folder``: as the flags say, else as the folder's checkpoints are.
-
-    Raises:
-        ConfigError: the folder holds checkpoints of the other one; nobody could say which is newer.
-    """
-    held = [name for name, found in _formats_in(folder).items() if found]
-    chosen = flags.checkpoint_format or (held[0] if held else NATIVE)
-    if held not in ([], [chosen]) and not flags.eval_only:
-        raise ConfigError(
-            f"a run folder holds checkpoints of one format, got {' and '.join(held)} ones in {folder} and "
-            f"--checkpoint-format {chosen}. Give --save another folder (--load may name this one), or the same format"
-        )
-    return chosen
-
-
-def _formats_in(folder: Path) -> dict[str, list[Path]]:
-    """Return the checkpoints in a run folder by their format."""
-    native = [*(folder / CHECKPOINTS).glob("step-*")]
-    return {NATIVE: native, deepspeed_checkpoint.FORMAT: deepspeed_checkpoint.tags_in(folder)}
-
-
-def require_checkpoint(source: Path) -> None:
-    """Check that ``source``, a run folder, a folder of checkpoints or a checkpoint, holds one, whole or not.
-
-    A Hugging Face folder will do as well.
-
-    Raises:
-        CheckpointError: it is not there, or holds none.
-    """
-    if is_deepspeed_folder(source) or weights.is_folder(source):
-        return
-    place = checkpoints_in(source)
-    if not place.is_dir():
-        found_instead = "a file" if place.exists() else "not there"
-        raise CheckpointError(
-            hub.load_problem(source) or f"--load must name a folder of checkpoints; {place} is {found_instead}"
-        )
-    if not (place / MANIFEST_NAME).exists() and not any(place.glob("step-*")):
-        message = f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020"
-        if deepspeed_checkpoint.foreign_tags_in(source):
-            message += (
-                ". What DeepSpeed wrote without --checkpoint-format deepspeed does not say where a run stood; "
-                "tools/import_checkpoint.py takes the weights"
-            )
-        raise CheckpointError(message)
-
-
-def is_run_folder(source: Path) -> bool:
-    """Return whether ``source`` is a run's folder, not its folder of checkpoints or one of these."""
-    if (source / CHECKPOINTS).is_dir():
-        return True
-    return is_deepspeed_folder(source) and deepspeed_checkpoint.tags_in(source) != [source]
-
-
-def _newest_save(run: Path) -> float | None:
-    """Return when the newest checkpoint of a run folder was written, None if it has none."""
-    return max((path.stat().st_mtime for path in saved_in(run)), default=None)
-
-
-# What the starts of one job, as the launcher counts it, know of each other.
-
-_BY_LAUNCH = ".by-launch"  # runs/.by-launch/<job>: the folder and the source that its first start chose
-
-
-def job() -> str | None:
-    """Return the launcher's name for this job, which its restarts share; None without our launcher."""
-    return os.environ.get("MEGATRON_RUN_ID") or None
-
-
-def has_saved(folder: Path) -> bool:
-    """Return whether this job has saved into ``folder``, in which an earlier one may have, too."""
-    return job() is not None and any(_job_of(path) == job() for path in saved_in(folder))
-
-
-def _job_of(checkpoint: Path) -> str | None:
-    path = checkpoint / MANIFEST_NAME
-    try:
-        return manifest_from_bytes(path.read_bytes(), path).state.get("job")
-    except (OSError, CheckpointError):
-        return None
-
-
-def _note_file() -> Path | None:
-    """Return where a launch that may start the job again notes what was chosen: another run may be the newest then."""
-    launch = job()
-    return RUNS / _BY_LAUNCH / launch if launch and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else None
-
-
-def noted_choice() -> tuple[Path, Path | None] | None:
-    """Return the folder and the source that an earlier start of this launch chose."""
-    note = _note_file()
-    if note is None or not note.exists():
-        return None
-    folder, *source = note.read_text().splitlines()
-    return Path(folder), Path(source[0]) if source else None
-
-
-def note_choice(folder: Path, source: Path | None) -> None:
-    """Write down what this start has chosen, for those that may follow."""
-    note = _note_file()
-    if note is not None:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_bytes(note, "\n".join(str(path) for path in (folder, source) if path is not None).encode())
-
-
-# Do all nodes see the folder that rank 0 has chosen? Found at the start, not at the first save.
-
-
-def check_shared(folder: Path, world: World) -> None:
-    """Check that the first rank of each node sees a file that rank 0 leaves in ``folder``. Collective.
-
-    On a network file system the file is waited for as long as those of a checkpoint are.
-
-    Raises:
-        ConfigError: a node does not see it; on all ranks alike.
-    """
-    host = world.grid.host
-    if host.size == 1:
-        return
-    probe = run_on_rank_0(world, lambda: _leave_probe(folder))
-    if world.local_rank == 0:
-        FileVisibility().wait_for(probe)
-    is_blind = world.local_rank == 0 and not probe.exists()
-    hosts = host.gather_objects(platform.node() if is_blind else None)
-    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in hosts if name is not None})))
-
-
-def _leave_probe(folder: Path) -> Path:
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
-    except OSError as error:
-        raise ConfigError(f"--save must name a folder that can be written, got {folder}: {error}") from error
-    os.close(descriptor)
-    return Path(name)
-
-
-def _judge(probe: Path, blind: list[str]) -> None:
-    """Take the probe away; one that has gone already, with the leftovers of another start, proves nothing."""
-    try:
-        probe.unlink()
-    except OSError:
-        return
-    if blind:
-        raise ConfigError(
-            f"--save must be a folder that all nodes share; node {', '.join(blind)} does not see what rank 0 writes to "
-            f"{probe.parent} on {platform.node()}. Name a folder of a file system that all of them mount there"
-        )
-
-
-# The folder that holds all of a run: settings, versions, metrics, pictures, checkpoints.
+from megatron.training.checkpoint_source import (
+    LOADED,
+    NATIVE,
+    RUNS,
+    format_of,
+    is_run_folder,
+    newest_run,
+    require_checkpoint,
+    saved_in,
+)
+from megatron.training.job_starts import has_saved, note_choice, noted_choice
+from megatron.training.rank_0 import run_on_rank_0
+from megatron.training.shared_folder import check_shared
+from megatron.training.world import World
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from typing import Any
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.file_lock import FileLock
-from megatron.training.initialize import World, run_on_rank_0
-from megatron.training.run_folder import job
+from megatron.training.job_starts import job
+from megatron.training.rank_0 import run_on_rank_0
+from megatron.training.world import World
 
 NAME = "run.lock"
 RESTART_WAIT_S = 150.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron import object_store
 from megatron.config import Config
-from megatron.config.data import parse_paths
+from megatron.config.data_paths import parse_paths
 
 _HEADER = struct.Struct("<9sQB")
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}

@@ -1,240 +1,44 @@
-"""setup_model_and_optimizer: model, initial weights, ZeRO-3 construction, optimizer, engine."""
+"""The engine of a run: model, initial weights, optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import tds
-from megatron import device, log
+from megatron import log
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.checkpoint import named_parameters
-from megatron.config import Config, OptimizerConfig
+from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.common.router import Routers
 from megatron.models.registry import load
-from megatron.mpu.groups import Grid, Group, groups_by_ranks
-from megatron.mpu.random import DropoutStreams, PhiloxDropout
-from megatron.mpu.shard import init_empty_weights, is_uninitialized
+from megatron.mpu.groups import groups_by_ranks
+from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.random import DropoutStreams
 from megatron.optim import (
-    GradScaler,
-    LRScheduler,
     MixedPrecisionOptimizer,
-    MuonArgs,
-    OffloadConfig,
-    ParamInit,
-    build_optimizer,
 )
-from megatron.optim.param_rates import RateTable
-from megatron.training import device_setup
+from megatron.training import fused_kernels
 from megatron.training.compile import compile_layers
-from megatron.training.device_setup import check_agreement, dropout_warning
-from megatron.training.initialize import World
-from megatron.training.train_step import ForwardStep, PipelineStepEngine, SingleStageEngine, StepEngine
+from megatron.training.deepspeed_mpu import DeepSpeedMpu
+from megatron.training.device_setup import check_agreement
+from megatron.training.kernel_rows import dropout_warning
+from megatron.training.layout_checks import check_context_is_cut, check_sequence_is_cut
+from megatron.training.optimizer_setup import check_rates, make_optimizer
+from megatron.training.pipeline_engine import PipelineStepEngine
+from megatron.training.single_stage_engine import SingleStageEngine
+from megatron.training.step_engine import ForwardStep, StepEngine
+from megatron.training.world import World
+from megatron.training.zero3_init import build, is_asked_for, not_sent, param_init_of
 from tds.deepspeed_api import sharing_groups
 from tds.device import move
-from tds.gradients import is_reduced_apart
 from tds.module import PartitionError
 from tds.schedule import LOOP
-
-# Building a model for ZeRO 3, which cuts each weight as soon as it has its values: nobody ever holds the whole model.
-#
-# The host makes modules whose weights have no memory yet (``megatron.mpu.shard``). The optimizer takes them one by one
-# (``ParamInit``): a weight is filled on the host, its parts go to the device, and its memory goes back. So
-# a rank's host holds one weight at a time, beside what modules have filled themselves, and its device the parts.
-#
-# Weights that a module fills itself, biases and norms among them, are those of the first replica, as DeepSpeed has it;
-# what is filled by its name is the same on all replicas anyway. DeepSpeed sends neither, for nothing is left to send.
-
-CHUNK_BYTES = 32 * 2**20
-"""Of the values that are sent at a time."""
-SINGLE_PLACE = "single memory location"
-"""What torch says of writing to a tensor whose elements share memory."""
-
-
-def is_asked_for(config: Config, world: World) -> bool:
-    """Return whether each replica keeps parts of the weights alone."""
-    settings = config.optimizer
-    return settings.zero_stage == 3 and (world.grid.data_context.size > 1 or settings.offload_parameters)
-
-
-def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn.Module:
-    """Return what ``provider`` builds, where weights arrive later without memory for those to be filled by name.
-
-    Raises:
-        ConfigError: it writes to such a weight.
-    """
-    try:
-        with init_empty_weights() if arrives else nullcontext():
-            return provider()
-    except RuntimeError as error:
-        if not arrives or SINGLE_PLACE not in str(error):
-            raise
-        raise ConfigError(
-            "with --zero-stage 3 the weights of megatron.mpu's layers are filled after the model is built, got a "
-            "model_provider that writes to one. Nothing would be left of that in other stages either: leave it out, or "
-            "set the weight as an nn.Parameter of your own"
-        ) from error
-
-
-def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
-    """Return how the weights of ``module`` come, which lie on the host; None where all come together."""
-    if not is_asked_for(config, world):
-        return None
-    names = {parameter: name for name, parameter in named_parameters(module)}
-
-    def fill(parameter: torch.nn.Parameter) -> None:
-        if is_uninitialized(parameter):
-            initialize([(names[parameter], parameter)], seed=config.run.seed, rule=rule)
-        else:
-            send_first(parameter.detach(), world.device, world.grid.data_context)
-
-    return ParamInit(world.device, fill)
-
-
-@torch.no_grad()
-def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None:
-    """Let ``values`` on the host be those of the first rank of ``group``, over ``device``. Collective."""
-    if group.size == 1:
-        return
-    flat = values.contiguous().view(-1)
-    for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
-        sent = chunk.to(device)
-        dist.broadcast(sent, group.ranks[0], group=group.handle)
-        chunk.copy_(sent)
-    values.copy_(flat.view_as(values))
-
-
-@contextmanager
-def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Keep DeepSpeed from sending weights that are cut, or of experts, to the replicas: it leaves what has a mark."""
-    parameters = list(module.parameters())
-    cut = [p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)]
-    for parameter in cut:
-        parameter.ds_optim_param = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for parameter in cut:
-            del parameter.ds_optim_param  # type: ignore[attr-defined]
-
-
-# Our grid as the ``mpu`` object that DeepSpeed's engine asks for its groups.
-
-
-class DeepSpeedMpu:
-    """The methods that ``deepspeed.initialize(mpu=...)`` calls; data and context are one axis to it.
-
-    DeepSpeed takes a missing handle for the whole world, so a group of one gets a real process group here. Collective.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._data = _handle(grid, grid.data_context)
-        self._tensor = _handle(grid, grid.tensor)
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self._grid.data_context.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._grid.data_context.size
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self._grid.tensor.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._grid.tensor.size
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-
-def _handle(grid: Grid, group: Group) -> Any:
-    if group.handle is not None:
-        return group.handle
-    own = None
-    for rank in range(grid.topology.world_size):
-        handle = dist.new_group([rank])
-        if rank == grid.rank:
-            own = handle
-    return own
-
-
-# ``--sequence-parallel`` acts on models whose layers were built for it, and on no others.
-
-
-def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
-    """Check that the layers of ``module``, a model or a stage, cut the sequence as the flag says.
-
-    Raises:
-        ConfigError: they do although nobody asked for it, or the other way round.
-    """
-    if any(map(_cuts, module.modules())) == is_asked_for:
-        return
-    if is_asked_for:
-        raise ConfigError(
-            f"--sequence-parallel acts on layers that are built for it, got none in {type(module).__name__}. Build it "
-            "with megatron.models.ParallelContext(group, streams, sequence_parallel=True), or leave the flag out"
-        )
-    raise ConfigError(
-        f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. "
-        "Give the flag, or build them without"
-    )
-
-
-def _cuts(module: torch.nn.Module) -> bool:
-    place = getattr(module, "place", None)
-    return bool(getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False))
-
-
-def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
-    """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
-
-    Raises:
-        ConfigError: it is not: tokens of other ranks would not be seen.
-    """
-    built = {place.context.size for each in module.modules() if (place := getattr(each, "place", None)) is not None}
-    if size > 1 and built != {size}:
-        raise ConfigError(
-            f"--context-parallel-size {size} acts on layers that are built for it, got "
-            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build it with "
-            "megatron.models.ParallelContext(..., context=mpu.get_grid().context), or leave the flag out"
-        )
-
-
-# DeepSpeed's AdamW for weights on the CPU, compiled on this machine when it is first used.
-
-
-def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` as of ``torch.optim.AdamW``.
-
-    Raises:
-        ConfigError: it cannot be compiled here.
-    """
-    try:
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-    except Exception as error:  # whatever the compiler, its loader or their files say
-        raise ConfigError(
-            f"--cpu-adam deepspeed compiles an extension, which failed here: {type(error).__name__}: {error}. It needs "
-            "a C++ compiler (g++) and ninja. Use --cpu-adam torch, which needs none"
-        ) from error
-
-
-# From configuration and a user's functions to an engine that can step.
 
 
 def make_streams(config: Config, world: World) -> DropoutStreams:
@@ -293,7 +97,7 @@ def build_weights(
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
     check_context_is_cut(module, config.parallel.context_parallel_size)
     check_rates(config, module, world)
-    device_setup.use_norms(config, module)
+    fused_kernels.use_norms(config, module)
     param_init = param_init_of(config, module, world, weight_rule(config))
     if param_init is None:
         put_in_place(config, module, world)
@@ -352,100 +156,3 @@ def weight_rule(config: Config) -> Rule:
     """Return the scale of initial weights, by name, for the family of ``config``."""
     rule: Rule = load(config.family, "model").weight_init(config)
     return rule
-
-
-def make_optimizer(
-    config: Config, module: torch.nn.Module, world: World, param_init: ParamInit | None = None
-) -> MixedPrecisionOptimizer:
-    """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
-    settings, precision = config.optimizer, config.precision
-    table = RateTable.of(config)
-    named = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
-    return build_optimizer(
-        module.parameters(),
-        name=settings.optimizer,
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        epsilon=settings.adam_eps,
-        momentum=settings.sgd_momentum,
-        dtype=device.DTYPES[_known(precision.dtype)],
-        clip_grad=settings.clip_grad,
-        scaler=make_scaler(config),
-        model=world.grid.model,
-        tensor=world.grid.tensor,
-        data=world.grid.data_context,
-        expert_data=world.grid.expert_data,
-        zero_stage=settings.zero_stage,
-        overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
-        offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
-        adam=_adam(config),
-        param_init=param_init,
-        reduce_bucket_size=config.parallel.reduce_bucket_size,
-        allgather_bucket_size=config.parallel.allgather_bucket_size,
-        prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
-        fuses_accumulation=config.parallel.gradient_accumulation_fusion,
-        muon=_muon(settings),
-        bf16_states=settings.bf16_states,
-        rates={parameter: rate for _, parameter, rate in named if rate is not None},
-    )
-
-
-def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
-    """Check that the tables of rates name parameters of the model, on whichever stage. Collective.
-
-    Raises:
-        ConfigError: a pattern fits none; the same on every rank.
-    """
-    table = RateTable.of(config)
-    if table.named or table.decays:
-        every = world.grid.host.gather_objects([name for name, _ in named_parameters(module)])
-        table.check_names(name for names in every for name in names)
-
-
-def _muon(settings: OptimizerConfig) -> MuonArgs:
-    return MuonArgs(**{each.name: getattr(settings, f"muon_{each.name}") for each in fields(MuonArgs)})
-
-
-def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return what AdamW is, where it is not torch's."""
-    if config.optimizer.cpu_adam == "deepspeed":
-        return deepspeed_adam
-    return device_setup.apex_adam if device_setup.uses_adam(config) else None
-
-
-def make_scaler(config: Config) -> GradScaler:
-    """Return the loss scale: dynamic or fixed for fp16, 1 for every other precision."""
-    precision = config.precision
-    if precision.dtype != "fp16":
-        return GradScaler()
-    if precision.loss_scale:
-        return GradScaler(scale=precision.loss_scale)
-    return GradScaler(
-        scale=2.0**precision.initial_scale_power,
-        is_dynamic=True,
-        window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        floor=precision.min_scale,
-    )
-
-
-def make_learning_rate(config: Config) -> LRScheduler:
-    """Return the learning-rate schedule; its lengths are samples if ``config.optimizer.lr_follows_samples``."""
-    settings = config.optimizer
-    return LRScheduler(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        style=settings.lr_decay_style,
-        decay_updates=settings.lr_decay_samples or settings.lr_decay_iters,
-        warmup_length=settings.warmup_length,
-        wsd_decay_fraction=settings.wsd_decay_fraction,
-        wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
-        wsd_style=settings.lr_wsd_decay_style,
-    )
-
-
-def _known(dtype: str | None) -> str:
-    if dtype is None:
-        raise RuntimeError("the precision is not resolved yet: call config.resolve_dtype first")
-    return dtype

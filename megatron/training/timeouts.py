@@ -27,11 +27,11 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.config import Config
 from megatron.errors import PeerError
-from megatron.mpu.groups import Grid, handles_of
-from megatron.training import failure
-from megatron.training.initialize import World
+from megatron.mpu.groups import Grid
+from megatron.runtime import exit_guard, rank_status
+from megatron.training.world import World
 from tds.engine.engine import PipelineEngine
-from tds.p2p.communicator import collective_scope
+from tds.p2p.collective_scope import collective_scope
 from tds.p2p.process_groups import limit_groups
 from tds.watchdog.alarm import Alarms, own_store
 from tds.watchdog.diagnosis import Report
@@ -131,7 +131,7 @@ class Sections:
     def _enter(self, name: str, *, is_noted: bool = True) -> None:
         before, self.name = self._limit_of(self.name), name
         if is_noted:
-            failure.heartbeat_note(name)
+            rank_status.heartbeat_note(name)
         if self._watch is None:
             return
         self._watch.progress += 1
@@ -145,7 +145,7 @@ class Sections:
 
     def _where(self) -> str:
         """Return in words what this rank is in; asked by the watch's threads."""
-        at = failure.heartbeat_now()
+        at = rank_status.heartbeat_now()
         if self.name in (FIRST_STEP, STEP):
             return f"in {at or self.name}"
         return self.name if at in (None, self.name) else f"{self.name}, {at}"
@@ -177,14 +177,15 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
     """
     is_named = found.startswith(name)
     if is_named:
-        failure.note_state(failure.LATE)  # the launcher, too, is to name this rank
+        rank_status.note_state(rank_status.LATE)  # the launcher, too, is to name this rank
     message = found if is_named else f"{found}. This rank {own.words}"
     limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
-    failure.leave(PeerError(f"{message}. It may get no further for {limit}"), name, linger)
+    exit_guard.leave(PeerError(f"{message}. It may get no further for {limit}"), name, linger)
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
-    return [(axis, handle) for axis in AXES for handle in handles_of(getattr(grid, axis))]
+    groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
+    return [(axis, handle) for axis, handle in groups if handle is not None]
 
 
 def _is_attended() -> bool:

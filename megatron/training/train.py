@@ -13,12 +13,14 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.arguments import resolve_dtype
 from megatron.arguments.unused_flags import format_problems
-from megatron.arguments.validate import raise_all
 from megatron.config import Config
 from megatron.config.parallel import TRACE_IN_RUN
+from megatron.errors import raise_all
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
-from megatron.training import auto_placement, failure, global_vars, initialize, report, run_folder, run_lock
+from megatron.runtime import rank_status
+from megatron.runtime.exit_signals import StopRequests
+from megatron.training import auto_placement, global_vars, initialize, run_folder, run_lock, start_table
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.compile_meter import CompileMeter
 from megatron.training.callbacks.console import Console
@@ -36,14 +38,13 @@ from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.callbacks.straggler import StragglerWarning
 from megatron.training.callbacks.wandb import Wandb
 from megatron.training.data import DatasetsProvider, evaluated_splits, open_data
-from megatron.training.exit_signals import StopRequests
-from megatron.training.global_vars import with_tokenizer
-from megatron.training.initialize import World
 from megatron.training.run_folder import Place
 from megatron.training.setup import build_engine, make_streams
+from megatron.training.step_engine import ForwardStep, StepEngine
 from megatron.training.timeouts import OPENING_DATA, Sections
-from megatron.training.train_step import ForwardStep, StepEngine
 from megatron.training.trainer import Callback, Trainer
+from megatron.training.vocabulary import with_tokenizer
+from megatron.training.world import World
 
 
 def start(
@@ -67,7 +68,7 @@ def start(
     """
     here = initialize.start(config, lambda: stop.signal_name)
     names["who"] = here.name
-    failure.name_rank(here.name)
+    rank_status.name_rank(here.name)
     log.configure(here.rank)
     run_settings = config.run
     stop.limit(run_settings.exit_interval, run_settings.exit_duration_in_mins, started, run_settings.kill_switch_path)
@@ -106,7 +107,7 @@ def run(
         config = with_format(config, place)
         with run_lock.held(place.folder, here):
             checkpointer = Checkpointer(place, getattr(tokenizer, "identity", None))
-            counted = report.count_parameters(engine.module, here)
+            counted = start_table.count_parameters(engine.module, here)
             every = [checkpointer, *debuggers, *step_callbacks(config, counted, before)]
             every += [*callbacks, *reporting_callbacks(config, counted)]
             Trainer(config, here, engine, data, place.folder, every, stop=stop, phases=phases).fit()
@@ -132,7 +133,7 @@ def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) ->
     """Yield what acts on the steps of a run, or measures them; what is imported here is for those who ask for it.
 
     Args:
-        counted: as ``megatron.training.report.count_parameters`` returns it.
+        counted: as ``megatron.training.start_table.count_parameters`` returns it.
         bytes_before: held by this rank before the model was made.
     """
     is_training, batch, stability = not config.checkpoint.eval_only, config.batch, config.stability

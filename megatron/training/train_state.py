@@ -1,147 +1,48 @@
-"""TrainState: counters, weights, optimizer, scaler, RNG as records; save, restore; what a run remembers of its
+"""TrainState: everything that a run saves and restores: counters, weights, optimizer, random states.
+
 saves.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from megatron import device, log
+from megatron import log
 from megatron.checkpoint import (
-    AsyncSaver,
     Checkpoint,
     TensorRecord,
     check_model,
     former,
-    named_parameters,
     open_latest,
     save,
 )
 from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.folders import checkpoints_in
-from megatron.checkpoint.loading import fill, is_resized
+from megatron.checkpoint.resized_vocab import fill, is_resized
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, marked
-from megatron.models.common.parameters import named_modules
-from megatron.models.common.router import named_routers
-from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training.compatibility import data_settings_changed, layout_text, machine
-from megatron.training.initialize import World
-
-# The tensors of a run's state as records: weights, the optimizer's moments, random states.
-
-
-def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO a part of each weight."""
-    for name, parameter in named_parameters(module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
-        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
-
-
-def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the state that the inner optimizer keeps of each weight, but its count of steps."""
-    for name, parameter in named_parameters(module):
-        if not parameter.requires_grad:
-            continue
-        master = optimizer.master_of(parameter)
-        state = optimizer.inner.state.get(master, {})
-        for key, value in sorted(state.items()):
-            if isinstance(value, torch.Tensor) and key != "step":
-                shard = _shard_of_state(key, value, master)
-                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
-
-
-def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:
-    """Yield what routers remember of the last global batch: the tokens of each expert."""
-    is_owner = world.grid.data_context.rank == 0 and world.grid.tensor.rank == 0
-    for name, router in named_routers(named_modules(module)).items():
-        counts = router.tokens_per_expert
-        yield TensorRecord(f"routers/{name}.tokens_per_expert", counts, Shard(tuple(counts.shape)), is_owner)
-
-
-def rng_records(world: World) -> Iterator[TensorRecord]:
-    """Yield the states of torch's generators on this rank, which are nobody else's."""
-    for kind, state in device.rng_states(world.kind).items():
-        yield TensorRecord(_rng_name(kind, world), state, Shard(tuple(state.shape)), True)
-
-
-def restore_rng(checkpoint: Checkpoint, world: World) -> None:
-    """Give torch's generators the states that ``checkpoint`` holds of this rank; one that it lacks stays."""
-    states = device.rng_states(world.kind)
-    for kind, state in states.items():
-        name = _rng_name(kind, world)
-        if name in checkpoint.names():
-            states[kind] = checkpoint.read(name, Shard(tuple(state.shape)))
-    device.set_rng_states(states)
-
-
-def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
-    """Return how many updates the inner optimizer has made: Adam's bias correction depends on it."""
-    for state in optimizer.inner.state.values():
-        if "step" in state:
-            return int(state["step"])
-    return 0
-
-
-def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
-    """Let the inner optimizer have made so many updates."""
-    for state in optimizer.inner.state.values():
-        if "step" in state:
-            is_number = not isinstance(state["step"], torch.Tensor)  # DeepSpeed's Adam on the CPU has one
-            state["step"] = steps if is_number else torch.full_like(state["step"], float(steps))
-
-
-def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
-    """Let the inner optimizer create its state, all zeros, without moving a weight: no rate, no decay, no gradient."""
-    groups = optimizer.param_groups
-    kept = [(group["lr"], group["weight_decay"]) for group in groups]
-    for group in groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
-        for master in group["params"]:
-            master.grad = torch.zeros_like(master)
-    optimizer.update_masters()
-    optimizer.zero_grad()
-    for group, (lr, weight_decay) in zip(groups, kept, strict=True):
-        group["lr"], group["weight_decay"] = lr, weight_decay
-
-
-def _shard_of_state(key: str, value: torch.Tensor, master: torch.Tensor) -> Shard:
-    """Return where ``value`` lies in its global tensor.
-
-    It has the master's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
-    mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
-    """
-    shard, local = shard_of(master), tuple(master.shape)
-    if len(value.shape) != len(local) or any(
-        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
-    ):
-        raise RuntimeError(
-            f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
-            f"{tuple(value.shape)} for {local}: it cannot be saved"
-        )
-    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
-    whole = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
-    if shard.partition_dim is None or is_mean[shard.partition_dim]:
-        return Shard(whole)
-    return Shard(whole, shard.partition_dim, shard.start, shard.length)
-
-
-def _rng_name(kind: str, world: World) -> str:
-    return f"rng/{kind}/{world.rank:05d}"
-
-
-# Everything that a run needs to go on exactly: counters, weights, optimizer, loss scale, random states.
+from megatron.training.state_records import (
+    make_moments,
+    optimizer_records,
+    optimizer_steps,
+    restore_rng,
+    rng_records,
+    router_records,
+    set_optimizer_steps,
+    weight_records,
+)
+from megatron.training.world import World
 
 Written = TypeVar("Written")
 
@@ -459,80 +360,3 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config)
             "tokens, or --finetune to start from the weights."
         )
     log.info(f"the data are not those of the checkpoint ({differences}); continuing after the same number of tokens")
-
-
-# Which checkpoints of a run folder are on a run's way, and which on one that it has left or never took.
-
-_NAME = "branch"  # in the state of a checkpoint
-
-
-@dataclass
-class CheckpointLineage:
-    """The way of a run, in sequence numbers of its folder's checkpoints. Rank 0 knows it.
-
-    Attributes:
-        earlier: up to this number they are of an earlier run, from which this one has not gone on.
-        left: first and last of those that were there when the run went on from an older one.
-    """
-
-    earlier: int = 0
-    left: list[list[int]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> CheckpointLineage:
-        """Return the way to a checkpoint with this state."""
-        return cls(**state.get(_NAME, {}))
-
-    def go_on_from(self, sequence: int, last: int) -> None:
-        """The run goes on from the checkpoint ``sequence`` of its way, and ``last`` is the last one there."""
-        if last > sequence:
-            self.left.append([sequence + 1, last])
-
-    def has(self, sequence: int) -> bool:
-        """Tell whether the checkpoint is on the way."""
-        return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint's state says of it; nothing where the folder has no other way."""
-        return {_NAME: asdict(self)} if self.earlier or self.left else {}
-
-
-# What a run remembers of its saves: when the last one was, what they cost, and which one failed.
-
-
-@dataclass
-class Saves:
-    """One for each run, on every rank.
-
-    Attributes:
-        background: writes while training goes on; None: saves are written at once.
-        last_at: ``time.monotonic()`` of the last save, also one that failed, or of the start.
-        stalled_s: seconds in which the training has waited for saves since they were last told.
-        failure: of the last save, if it failed, and its step.
-        lineage: which checkpoints of the folder are this run's; known on rank 0.
-    """
-
-    background: AsyncSaver | None = None
-    last_at: float = field(default_factory=time.monotonic)
-    stalled_s: float = 0.0
-    failure: CheckpointError | None = None
-    failed_step: int = -1
-    lineage: CheckpointLineage = field(default_factory=CheckpointLineage)
-
-    def share_since_last(self, stall_s: float) -> float:
-        """Return ``stall_s`` as a share of the time since the save before, and begin to count anew."""
-        self.stalled_s += stall_s
-        now = time.monotonic()
-        share = stall_s / max(now - self.last_at, stall_s, 1e-9)
-        self.last_at = now
-        return share
-
-    def drain_stalled_s(self) -> float:
-        """Return the seconds of waiting for saves since the last call."""
-        stalled_s, self.stalled_s = self.stalled_s, 0.0
-        return stalled_s
-
-    def note_failure(self, error: CheckpointError, step: int) -> None:
-        """Remember that the save of ``step`` failed; by time the next one is as far off as after one that did not."""
-        self.failure, self.failed_step = error, step
-        self.last_at = time.monotonic()

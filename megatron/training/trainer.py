@@ -15,14 +15,18 @@ from megatron.config import Config
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
-from megatron.training.data import RunData, TimedBatches, epochs_values, tokens_values
-from megatron.training.exit_signals import REGROUP, StopRequests
-from megatron.training.failure import asked_through_launcher
-from megatron.training.initialize import World
-from megatron.training.setup import make_learning_rate
+from megatron.runtime.exit_signals import REGROUP, StopRequests
+from megatron.runtime.launcher_files import asked_through_launcher
+from megatron.training.batch_iterators import TimedBatches
+from megatron.training.data import RunData
+from megatron.training.data_resume import epochs_values, tokens_values
+from megatron.training.optimizer_setup import make_learning_rate
+from megatron.training.step_engine import StepEngine
+from megatron.training.step_result import StepResult
+from megatron.training.step_samples import StepSamples
 from megatron.training.timeouts import OPENING_DATA, STEP, Sections
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepEngine, StepResult, StepSamples
+from megatron.training.world import World
 
 ANOTHER = "another rank was asked to stop"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from tds.deepspeed_alias import without_prints
 from tds.deepspeed_api import TORCH_DISTRIBUTED_DEFAULT_PORT, deepspeed
-from tds.engine.build import UNSUPPORTED, accepted
 from tds.engine.engine import PipelineEngine
+from tds.engine.pipeline_json import UNSUPPORTED, accepted
 
 
 @functools.wraps(deepspeed.initialize, assigned=("__doc__",))

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds.action_times import Work, costs_of, durations_of, medians
 from tds.log import log_rank_0
-from tds.p2p.communicator import collective_scope
+from tds.p2p.collective_scope import collective_scope
 from tds.schedule import Costs, Placement, V, choose, schedule_named
 from tds.schedule.simulate import AUTO, SCHEDULES, SPLITTING, candidates, is_auto
-from tds.timers import Work, costs_of, durations_of, medians
 
 STEPS_OF_TRIAL = 2
 """Of each schedule that is tried; the last of them is measured."""

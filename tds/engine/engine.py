@@ -9,31 +9,28 @@ from typing import Any
 
 import torch
 
+from tds.bubble_timer import Row
 from tds.deepspeed_api import BaseEngine, PipelineError, grid_of, limit_waits
 from tds.device import is_host, keep_freed
-from tds.engine import build, evaluate, monitor
+from tds.engine import build, evaluate, pipeline_json, step_report
 from tds.engine.checkpointing import LayerCheckpoints
 from tds.engine.engine_parts import EngineParts
 from tds.engine.evaluate import agree
 from tds.engine.micro_batches import BatchSource, BothEndsSource, training_loader
-from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
+from tds.engine.monitor import EngineMonitor
 from tds.engine.recompute import recomputes_reentrantly
-from tds.engine.stage import Call
+from tds.engine.stage_call import Call
+from tds.engine.step_report import REDUCTION, STEP, StepReport
+from tds.grad_norm import clip, global_norm, is_counted_in_norm
 from tds.gradient_reducer import GradientReducer
-from tds.gradients import (
-    GradientSource,
-    clip,
-    global_norm,
-    is_counted_in_norm,
-    reduce_gradients,
-    sum_tied,
-)
+from tds.gradients import GradientSource, reduce_gradients, sum_tied
 from tds.log import log_rank_0
-from tds.loss import LossMeter, MeanLosses, read_with_norm
+from tds.loss import LossMeter
+from tds.loss_reduction import MeanLosses, read_with_norm
 from tds.p2p import boundary
-from tds.p2p.communicator import P2PCommunicator, collective_scope
+from tds.p2p.collective_scope import collective_scope
+from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import Action
-from tds.timers import Row
 from tds.torch_api import default_timeout
 
 # What follows the last backward: the loss of all replicas, the sums of gradients, the optimizer's step.
@@ -83,7 +80,7 @@ def finish(
     take_step(engine, gradients)
     engine.agg_train_loss, engine.agg_additional_losses = means.loss, means.additional or None
     if engine.monitor.enabled:
-        monitor.write_training(engine, means)
+        step_report.write_training(engine, means)
     return engine.agg_train_loss
 
 
@@ -260,7 +257,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.nominal_weight = 1.0
         self.mean_micro_batches: float | None = None
         self.agrees_on_data = True
-        self._compares_data = build.compares_data(self.pipeline_section)
+        self._compares_data = pipeline_json.compares_data(self.pipeline_section)
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
@@ -272,9 +269,9 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self._force_grad_boundary = False
         self._has_logged_split = False
         self.report = StepReport(self, lambda: self._seeing.bubble("report"))
-        limit_waits(self.module, build.wait_limit(self.pipeline_section, default_timeout()))
+        limit_waits(self.module, pipeline_json.wait_limit(self.pipeline_section, default_timeout()))
         build.refuse_unsupported(self)
-        build.check_keys(self.pipeline_section)
+        pipeline_json.check_keys(self.pipeline_section)
         build.log_unused_settings(self)
         build.configure_recompute(self)
         self._plan = build.make_plan(self)
@@ -282,7 +279,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self._reducer = build.make_reducer(self, self._gradients)
         self._trained_at_start = frozenset(trained(self))
         self._has_untaken_gradients = False
-        self._stage = build.make_stage(self, self._plan)
+        self._stage = build.make_stage(self)
         self._data_agreement = build.make_data_agreement(self, self._stage.exchange.links, self._compares_data)
         self._seeing = EngineMonitor(self, self._stage, self._plan)
         if self.training_data and self._reads_data():

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tds.loss import MeanLosses
+from tds.loss_reduction import MeanLosses
 
 
 class EngineParts(Protocol):

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from tds.deepspeed_api import checkpointing
 from tds.device import random_numbers_kept
-from tds.engine import monitor
+from tds.engine import step_report
 from tds.engine.engine_parts import EngineParts
-from tds.engine.stage import Call
-from tds.loss import LossMeter, LossReduction, all_reduce_loss
+from tds.engine.stage_call import Call
+from tds.loss import LossMeter
+from tds.loss_reduction import LossReduction, all_reduce_loss
 from tds.module import forwards_uncounted
-from tds.p2p.communicator import collective_scope
+from tds.p2p.collective_scope import collective_scope
 
 # What eval_batch returns, and what it must leave alone.
 
@@ -58,7 +59,7 @@ def evaluation_result(
             return call.outputs if is_last else None
         return mean_output(call.outputs, engine.grid)
     engine.means = means = agree(engine, call.meter).means()
-    monitor.write_evaluation(engine, means)
+    step_report.write_evaluation(engine, means)
     if reduce_output is None:
         return call.outputs if is_last else None
     if not (bcast_loss or is_last):

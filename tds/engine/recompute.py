@@ -22,8 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tds.deepspeed_api import checkpointing
 from tds.device import drawing_from, host_copy, random_states
 from tds.log import log_rank_0
-from tds.p2p.boundary import Structure, TensorMeta, entered, flatten
 from tds.p2p.communicator import PackedLayout, Slice
+from tds.p2p.local_boundary import entered
+from tds.p2p.structure import Structure, flatten
+from tds.p2p.tensor_meta import TensorMeta
 from tds.torch_api import changes_of
 
 

@@ -1,11 +1,9 @@
-"""Stage: which actions it runs in which order, a method for each; the state of one call."""
+"""Stage: one method per action of a schedule."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +11,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from tds.deepspeed_api import checkpointing
 from tds.device import to_device
-from tds.engine.micro_batches import BatchSource, describe_structure, stage_inputs
-from tds.engine.monitor import BACKWARD, FORWARD, untimed
+from tds.engine.batch_structure import describe_structure
+from tds.engine.micro_batches import stage_inputs
 from tds.engine.recompute import Recompute
+from tds.engine.stage_call import Call, InFlight, _key, program_of
+from tds.engine.step_report import BACKWARD, FORWARD
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.gradient_reducer import GradientReducer
 from tds.gradients import GradientSource
-from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
+from tds.loss import NO_LOSS_FN, has_loss_function
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import (
     Action,
@@ -27,177 +26,10 @@ from tds.schedule import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Message,
-    Order,
-    Placement,
-    ScheduleError,
-    forward_only,
-    overlap,
-    received,
-    schedule_named,
-    sent,
-    validate,
 )
-from tds.schedule.limits import Posts, receive_posts, send_window
-from tds.schedule.simulate import by_default
 
 if TYPE_CHECKING:
-    from tds.timers import Recorder
-
-# Which actions a stage runs: by the name of a schedule, a user's own order, or what "auto" settles on.
-
-
-class SchedulePlan:
-    """The orders of one stage.
-
-    Args:
-        schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
-            interleaved where a stage has several chunks, zb-v in a V.
-        group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
-        has_pairs: forwards run beside backwards, for which some schedules begin more of them.
-
-    Raises:
-        ValueError: no such name, or it does not go with ``placement`` or with pairs.
-    """
-
-    def __init__(
-        self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0, has_pairs: bool = False
-    ) -> None:
-        self.placement, self.stage, self.group_size, self.has_pairs = placement, stage, group_size, has_pairs
-        self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
-
-    def set(self, schedule: Any) -> None:
-        """Run ``schedule`` from the next call on."""
-        known = self.placement.num_chunks, self.placement.kind, self.group_size
-        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
-        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-        self._is_built_in = not callable(schedule)
-        if self.has_pairs and self._is_built_in:
-            self.order = overlap.with_earlier_forwards(self.order, self.name)
-        self._paired: dict[int, frozenset[Action]] = {}
-        self._actions: dict[int, list[Action]] = {}
-        self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
-
-    def training(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of a train_batch; a user's own order is proven to run first."""
-        if num_micro_batches not in self._actions:
-            self._prove(num_micro_batches)
-            self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
-        return self._actions[num_micro_batches]
-
-    def _prove(self, num_micro_batches: int) -> None:
-        if not self._is_built_in and num_micro_batches not in self._actions:
-            prove(self.order, self.name, num_micro_batches, self.placement)
-
-    def paired(self, num_micro_batches: int) -> frozenset[Action]:
-        """Return the forwards of a train_batch that run beside the backward behind them."""
-        if num_micro_batches not in self._paired:
-            stages = [
-                self.order(self.placement.num_stages, num_micro_batches, s) for s in range(self.placement.num_stages)
-            ]
-            found = overlap.pairs(stages, self.placement.num_chunks, self.placement.kind)
-            self._paired[num_micro_batches] = found[self.stage]
-        return self._paired[num_micro_batches]
-
-    def evaluation(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of an eval_batch."""
-        return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
-
-    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
-        """Return the limit of sends that wait, and when each receive is posted, for ``P2PCommunicator.set_limits``."""
-        key = num_micro_batches, is_training
-        if key not in self._limits:
-            if is_training:
-                self._prove(num_micro_batches)
-            order = self.order if is_training else _forwards(self.placement.num_chunks)
-            sizes = self.placement.num_stages, num_micro_batches, self.placement.num_chunks
-            window = send_window(order, *sizes, is_training, self.placement.kind)
-            posts = receive_posts(order, *sizes, self.placement.kind)
-            self._limits[key] = window, posts[self.stage]
-        return self._limits[key]
-
-
-@functools.lru_cache
-def _forwards(num_chunks: int) -> Order:
-    return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
-
-
-def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
-    """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
-    try:
-        num_stages = placement.num_stages
-        every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-        validate(every, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
-    except ScheduleError as error:
-        raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
-
-
-# One train_batch or eval_batch, as the stage that works on it sees it.
-
-
-@dataclass
-class Call:
-    """What a call needs and what it leaves.
-
-    ``reducer`` is None where there are no replicas to add up gradients over, or no gradients.
-    """
-
-    source: BatchSource
-    is_training: bool
-    meter: LossMeter
-    loss_fn: Callable[[Any, Any], Any] | None
-    gradients: GradientSource | None = None
-    reducer: GradientReducer | None = None
-    loss_scale: float = 1.0
-    on_micro_batch: Callable[[int], None] | None = None
-    on_action: Callable[[Action], None] | None = None
-    recomputes_reentrantly: bool = False
-    collects_losses: bool = True
-    part: Callable[[str], AbstractContextManager[None]] = untimed
-    outputs: list[Any] = field(default_factory=list)
-    last_output: Any = None
-
-
-@dataclass
-class InFlight:
-    """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
-
-    The outputs themselves are let go once sent: a gradient edge is enough to run the backward. The last stage has the
-    loss, whose gradient is None, which autograd takes for 1.
-    """
-
-    leaves: list[torch.Tensor]
-    roots: list[Any]
-
-
-@dataclass(frozen=True)
-class Program:
-    """What follows from the actions of a call on one stage.
-
-    Attributes:
-        messages: of each action: what it waits for and what it sends when done; None: the data, the loss.
-        last: the actions after which all gradients of their chunk are final.
-        put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
-        reads: a micro-batch is read from the data.
-    """
-
-    messages: dict[Action, tuple[Message | None, Message | None]]
-    last: frozenset[Action]
-    put_off: frozenset[tuple[int, int]]
-    reads: bool
-
-
-@functools.lru_cache(maxsize=16)
-def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
-    """Return what follows from ``actions``; found once for all calls that have the same."""
-    messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
-    last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
-    put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
-    reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
-    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
-
-
-# One stage at work: what each action of a schedule does here.
+    from tds.action_times import Recorder
 
 
 class Stage:
@@ -437,10 +269,6 @@ def _adding_note(words: Callable[[], str], is_needed: bool = True) -> Iterator[N
         if is_needed:
             error.add_note(words())
         raise
-
-
-def _key(action: Action) -> tuple[int, int]:
-    return action.micro_batch, action.chunk
 
 
 def _gradients(call: Call) -> GradientSource:

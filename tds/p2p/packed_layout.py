@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tds.p2p.boundary import TensorMeta
+from tds.p2p.tensor_meta import TensorMeta
 
 # From tensors to bytes and back: one message holds all tensors that cross a boundary, whatever their dtypes.
 #

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tds import torch_api
 from tds.device import is_host, sends_over_host
 from tds.p2p import host_copies
-from tds.p2p.communicator import Route, collective_scope
+from tds.p2p.collective_scope import collective_scope
+from tds.p2p.transport import Route
 from tds.schedule import Kind, Placement
 from tds.torch_api import set_timeout
 

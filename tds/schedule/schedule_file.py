@@ -24,8 +24,7 @@ from tds.schedule.validate import ScheduleError, validate
 # The form of ``torch.distributed.pipelining``: a line for each stage from 0 on, a cell for each action in its order, an
 # empty one where a stage idles. ``2F5`` is the forward of micro-batch 5 in piece 2 of the model; F forward, B whole
 # backward, I backward for the input, W backward for the weights. Messages are not written: they follow.
-# ``(0F7;7B3)OVERLAP_F_B``, of torch's DualPipeV, are these two in turn: whether they run at once is said by
-# "overlap_forward_backward".
+# A pair of torch's DualPipeV, ``(0F7;7B3)OVERLAP_F_B``, is read as its two actions, which run one after the other.
 #
 # What torch calls a rank is a stage here, and what it calls a stage is a piece of the model.
 

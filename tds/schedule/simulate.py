@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from tds.schedule.actions import LOOP, Action, Backward, BackwardInput, Forward, Order, Placement, V
 from tds.schedule.schedule_file import read_schedule
@@ -151,17 +150,6 @@ def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
     return (p - (m >= 2 * p) + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
 
 
-EARLIER = {"1f1b": None, "interleaved": 1, "zb-v": 0, "dualpipev": 0}
-"""The schedules that gain by forwards beside backwards (``tds.schedule.overlap``), with how many forwards earlier a
-stage begins then; None: as many as stages, less its own number."""
-
-
-def more_in_flight(name: str, num_stages: int, stage: int) -> int:
-    """Return how many more forwards a stage has in flight at most where forwards run beside backwards."""
-    more = EARLIER.get(name, 0)
-    return num_stages - stage if more is None else more
-
-
 def in_flight(
     num_stages: int,
     num_micro_batches: int,
@@ -170,14 +158,8 @@ def in_flight(
     stage: int,
     placement: str = LOOP,
     group_size: int = 0,
-    *,
-    has_pairs: bool = False,
 ) -> int:
-    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst.
-
-    Args:
-        has_pairs: forwards run beside backwards.
-    """
+    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
     if (path := file_of(schedule)) is not None:
         return read_schedule(path).peaks[stage]
     p, most = num_stages, num_chunks * num_micro_batches
@@ -185,8 +167,7 @@ def in_flight(
     in_a_v = min(2 * p, stage + 1 + num_micro_batches)
     held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
     held |= {"zb-v": in_a_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
-    more = more_in_flight(schedule, p, stage) if has_pairs else 0
-    return min(most, more + max(held[name] for name in candidates(schedule, num_chunks, placement)))
+    return min(most, max(held[name] for name in candidates(schedule, num_chunks, placement)))
 
 
 def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
@@ -280,11 +261,6 @@ class Span:
     end_s: float
 
 
-def are_pair(first: Span, second: Span) -> bool:
-    """Return whether ``second``, the next of its stage, begins while ``first`` runs: by more than times are rounded."""
-    return second.start_s < first.end_s - 1e-9
-
-
 @dataclass(frozen=True)
 class Timeline:
     """What each stage did when, planned or measured; what is no span is idle."""
@@ -302,13 +278,8 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """The time with an action, for each stage."""
-        return tuple(map(_covered_s, self.spans))
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether some actions of a stage run at one time."""
-        return any(are_pair(first, second) for stage in self.spans for first, second in pairwise(stage))
+        """The time of its actions, for each stage."""
+        return tuple(sum(span.end_s - span.start_s for span in stage) for stage in self.spans)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -319,15 +290,6 @@ class Timeline:
     def bubble(self) -> float:
         """The share of idle time in the step over all stages."""
         return 1 - sum(self.busy_s) / (self.num_stages * self.step_s) if self.step_s else 0.0
-
-
-def _covered_s(spans: Sequence[Span]) -> float:
-    """Return how long at least one of ``spans`` lasts, of which two at most do at a time."""
-    covered = until = 0.0
-    for span in sorted(spans, key=lambda each: each.start_s):
-        covered += max(span.end_s - max(span.start_s, until), 0.0)
-        until = max(until, span.end_s)
-    return covered
 
 
 def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1, placement: str = LOOP) -> Timeline:

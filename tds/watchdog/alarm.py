@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tds.torch_api import default_store
-from tds.watchdog import diagnosis
+from tds.watchdog import thread_stack
 from tds.watchdog.diagnosis import Report, verdict
 
 POLL_S = 0.2
@@ -124,7 +124,7 @@ def write_report(line: str, own: Report) -> None:
 
     It is one call, so that lines of several ranks do not mix.
     """
-    stack = "" if own.is_waiting else diagnosis.format_stack(diagnosis.main_frame())
+    stack = "" if own.is_waiting else thread_stack.format_stack(thread_stack.main_frame())
     sys.stderr.write(f"{line}\n{stack}")
     sys.stderr.flush()
 

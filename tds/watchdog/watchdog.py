@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tds.p2p import communicator
-from tds.watchdog import diagnosis
+from tds.p2p import collective_scope
+from tds.watchdog import flight_recorder, thread_stack
 from tds.watchdog.alarm import LINGER_S, PATIENCE_S, Alarms, write_report
 from tds.watchdog.diagnosis import Report, State, format_history, on_device, report
 
@@ -102,7 +102,7 @@ class Watchdog:
 
     def _together(self) -> str | None:
         """Return the collective that the main thread is in, in words."""
-        return communicator.current_collective()
+        return collective_scope.current_collective()
 
     def _may_last(self, state: State) -> float:
         """Return for how many seconds this rank may be at ``state``."""
@@ -164,7 +164,7 @@ class Watchdog:
         limit_s = self._may_last(state)
         if now - self._since <= limit_s or state == self._answered:
             return False
-        self._since = max(self._since, now - diagnosis.idle_s())
+        self._since = max(self._since, now - flight_recorder.idle_s())
         return now - self._since > limit_s
 
     # The listener.
@@ -202,7 +202,7 @@ class Watchdog:
 
     def _update(self, now: float) -> State:
         exchange = self.exchange
-        count = self._number, self.progress, len(exchange.waits), communicator.number_together()
+        count = self._number, self.progress, len(exchange.waits), collective_scope.number_together()
         state = State(self._phase(), exchange.action, exchange.waiting, self._together(), count)
         if state != self._seen:
             self._seen, self._since = state, now
@@ -254,7 +254,7 @@ class EngineWatchdog(Watchdog):
 
     def __init__(self, exchange: Any, store: Any, rank: int, names: Sequence[str], limit_s: float) -> None:
         self._now = OUTSIDE
-        self._own_collectives = communicator.Together(exchange.history)
+        self._own_collectives = collective_scope.Together(exchange.history)
         self._is_cut_off: str | None = None
         alarms = None if store is None else Alarms(store, rank, names)
         super().__init__(alarms, names[rank], limit_s, exchange, "tds watchdog")
@@ -270,7 +270,7 @@ class EngineWatchdog(Watchdog):
             explanation = self._explain(error)
             if explanation is None:
                 raise
-            raise communicator.PeerLost(f"{explanation}. {error}") from error
+            raise collective_scope.PeerLost(f"{explanation}. {error}") from error
         finally:
             self._now = OUTSIDE
             self._forget()
@@ -304,7 +304,7 @@ class EngineWatchdog(Watchdog):
         return self._now
 
     def _together(self) -> str | None:
-        return (communicator.outside if self._now == OUTSIDE else self._own_collectives).doing
+        return (collective_scope.outside if self._now == OUTSIDE else self._own_collectives).doing
 
     def _may_last(self, state: State) -> float:
         is_waiting = state.waiting is not None or state.together is not None
@@ -314,7 +314,7 @@ class EngineWatchdog(Watchdog):
         """On a device, whose operations the host only starts, with those that torch's flight recorder has."""
         if self.exchange.action_of_device() is None:
             return super()._past()
-        return [diagnosis.format_operations({}), *super()._past()]
+        return [flight_recorder.format_operations({}), *super()._past()]
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
@@ -397,32 +397,32 @@ class RunWatchdog(Watchdog):
 
     def _describe(self, own: Report, state: State) -> Report:
         """Add the phase, the operation that it waits in, and the line of the program."""
-        frame = diagnosis.main_frame()
-        operation = diagnosis.communication(frame)
+        frame = thread_stack.main_frame()
+        operation = thread_stack.communication(frame)
         words = own.words
         if own.is_waiting or state.action is not None:
             words += f", {state.phase.partition(', ')[0]}"
         if operation is not None and not own.is_waiting:
             words += f", waiting in {operation}"
         is_waiting = own.is_waiting or operation is not None or self._is_busy()
-        return Report(is_waiting, own.waits_for, own.since_s, f"{words}, at {diagnosis.format_place(frame)}")
+        return Report(is_waiting, own.waits_for, own.since_s, f"{words}, at {thread_stack.format_place(frame)}")
 
     def _past(self) -> list[str]:
-        return [diagnosis.format_operations(self._groups), *(super()._past() if self.exchange.history else [])]
+        return [flight_recorder.format_operations(self._groups), *(super()._past() if self.exchange.history else [])]
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
         self._finish(number, found)
         self._on_stuck(found or "a rank raised the alarm and left before it could say who did not come", own, linger)
 
 
-def peer_lost(error: BaseException | None) -> communicator.PeerLost | None:
+def peer_lost(error: BaseException | None) -> collective_scope.PeerLost | None:
     """Return the first error in the chain of causes that says that a peer is lost; None if none does."""
-    while error is not None and not isinstance(error, communicator.PeerLost):
+    while error is not None and not isinstance(error, collective_scope.PeerLost):
         error = error.__cause__
     return error
 
 
-def is_timeout(lost: communicator.PeerLost) -> bool:
+def is_timeout(lost: collective_scope.PeerLost) -> bool:
     """True if the backend's error behind ``lost`` is a wait that took too long; it has no class of its own for it."""
     cause = lost.__cause__
     while cause is not None:

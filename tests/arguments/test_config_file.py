@@ -359,6 +359,16 @@ def test_settings_of_a_run_that_have_no_effect_are_no_flags_without_effect(tmp_p
         again(tmp_path, text, "--muon-momentum 0.5")
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_a_removed_setting_of_a_run_is_dropped_and_reported_if_it_was_on(tmp_path, value):
+    settings = json.loads(written(tmp_path))
+    settings["parallel"]["overlap_forward_backward"] = value
+    settings["deepspeed"] = {"pipeline": {"overlap_forward_backward": value}}
+    config = again(tmp_path, json.dumps(settings))
+    assert asdict(config.parallel) == asdict(again(tmp_path, written(tmp_path)).parallel)
+    assert list(config.ignored) == (["--overlap-forward-backward"] if value else [])
+
+
 LENGTHS = ("train_samples", "train_tokens", "train_iters", "lr_decay_samples", "lr_decay_iters")
 
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.config import get_pipeline_config
 from megatron.arguments import deepspeed_keys
 from megatron.config import Config, engine_dict, parse
 from megatron.errors import ConfigError
-from tds.engine import build
+from tds.engine import pipeline_json
 from tds.schedule import SCHEDULE_NAMES, schedule_named
 from tds.schedule.simulate import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES
 
@@ -215,7 +215,7 @@ def test_the_schedules_and_keys_of_a_pipeline_are_those_that_tds_has():
         schedule_named(name)
     for name in MANY_CHUNKS:
         schedule_named(name, 2)
-    assert set(deepspeed_keys.INNER["pipeline"]) == set(build.KEYS)
+    assert set(deepspeed_keys.INNER["pipeline"]) == set(pipeline_json.KEYS)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
         ),
         ("", {"pipeline": {"schedule": "gpipe"}}, 1, '"pipeline" has no effect without a pipeline'),
         ("--pipe-parallel-size 2", {"pipeline": {"stages": 2}}, 2, "pipeline.stages has no effect: stages are set by"),
+        (
+            "--pipe-parallel-size 2",
+            {"pipeline": {"overlap_forward_backward": True}},
+            2,
+            "pipeline.overlap_forward_backward has no effect: each stage runs one forward or backward at a time",
+        ),
         ("--pipe-parallel-size 2", {"flops_profiler": {"enabled": True}}, 2, '"flops_profiler" has no effect'),
     ],
 )

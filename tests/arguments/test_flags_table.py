@@ -263,6 +263,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
     if option.choices:
         return next((choice for choice in option.choices if choice != option.default), option.choices[0])
     chosen = {
+        "architecture": "qwen3",
         "partition_method": "uniform",
         "data_path": "none",
         "mixture_schedule": "1e9: 0.5 0.5",
@@ -391,7 +392,7 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch)
     if option.name == "requested_global_batch_size":
         world_size = 1
     words += NEEDS.get(flag, []) + NEEDS_IN.get(family, NEEDS_IN["mpt"]).get(flag, [])
-    config = parse(words, world_size=world_size, env={}, family=family)
+    config = parse(words, world_size=world_size, env={}, family=family, accepts_model=flag == "--model")
     before, after = (getattr(each, option.name) for each in (without_flags(family), config.namespace()))
     is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it
     assert after != before or is_so or option.name == "data_impl"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.arguments.parser import parse
 from megatron.config import Config
-from megatron.config.batch import BatchSizes
+from megatron.config.batch_rampup import BatchSizes
 from megatron.errors import ConfigError
 
 STEP = "--batch-size 2 --gas 4 --seq-length 16"

@@ -8,9 +8,9 @@ import torch
 from megatron.arguments import parse
 from megatron.errors import ConfigError
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import Group
-from megatron.training.setup import check_sequence_is_cut
+from megatron.training.layout_checks import check_sequence_is_cut
 from tests.helpers.model_samples import small_sizes
 
 TWO = "--sequence-parallel --model-parallel-size 2 --num-attention-heads 4 --hidden-size 16"

@@ -14,7 +14,7 @@ from megatron.arguments.shadowed_flags import SHADOWS
 from megatron.config import Config, OptimizerConfig
 from megatron.config.option import options_of
 from megatron.errors import ConfigError
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 
 LEARNING_RATE = {
     "min_lr": ("1e-5", "2e-5"),
@@ -104,7 +104,6 @@ SHADOWED = {
     "pipeline_trace": "--pipeline-trace x",
     "check_data_agreement": "--check-data-agreement",
     "overlap_grad_reduce": "--no-overlap-grad-reduce",
-    "overlap_forward_backward": "--overlap-forward-backward",
     "gradient_accumulation_fusion": "--gradient-accumulation-fusion --bf16 --device cpu",
     "allgather_bucket_size": "--allgather-bucket-size 1000",
     "stage3_prefetch_bucket_size": "--stage3-prefetch-bucket-size 0 --zero-stage 2",
@@ -225,7 +224,8 @@ SHADOWED = {
 """Field -> flags next to which it has no effect on one rank; "t5:" names another family."""
 NEVER_SHADOWED = set(
     """
-    hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout hidden_dropout
+    architecture hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout
+    hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
@@ -250,7 +250,7 @@ Some of them have no effect on some machines or in some layouts (``reduce_bucket
 a matter of flags.
 """
 ON_THIS_LAYOUT = (
-    "cp_comm_type", "micro_batch_group_size", "overlap_grad_reduce", "overlap_forward_backward", "zero_stage",
+    "cp_comm_type", "micro_batch_group_size", "overlap_grad_reduce", "zero_stage",
     "gradient_accumulation_fusion", "partition_method", "train_data_path", "valid_data_path", "test_data_path",
     "drift_interval", "seq_length_schedule",
 )  # fmt: skip

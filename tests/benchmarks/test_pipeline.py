@@ -1,94 +1,88 @@
-"""The benchmark of pipelines runs from its options to its files."""
+"""The pipeline benchmark cuts every engine's model at the best cut, and its contenders train the same model."""
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from deepspeed.runtime.utils import partition_balanced
 
 from benchmarks import pipeline
+from benchmarks.contenders import GPTSizes
+from benchmarks.pipe.model import Case
+from benchmarks.pipeline import all_cuts, best_chunks, deepspeed_cuts, format_cut, line_up
+from tds.schedule import Costs, schedule_named, simulate
+from tds.schedule.simulate import SCHEDULES, placement_for
+
+SIZES = GPTSizes(num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
+CASE = Case(name="toy", sizes=SIZES, bar=0.9)
+LAYERS_S = [5.0, *[30.0, 45.0] * 8, 2.0, 210.0]
 
 
-def run(folder, *more: str) -> dict:
-    return pipeline.main(["--smoke", "--out", str(folder), "--start-method", "fork", *more])
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    return pipeline.main(["--smoke", "--out", str(folder), "--start-method", "fork", *words])
 
 
-@pytest.mark.slow  # tests/benchmarks/pipe tests the parts
-def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
-    result = run(tmp_path, "--cases", "main", "--micro-batches", "8", "--cuts", "1", "--only", "side", "torch", "1f1b")
-    rows = {each["contender"]: each for each in result["cases"]["m=8"]["rows"]}
-    assert any(name.startswith("ours 1f1b") for name in rows) and any(name.startswith("torch") for name in rows)
-    for name, each in rows.items():
-        assert each["cut"] in name, "a contender has not the cut that its name says"
-        assert each["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
-    told = [bar["told"] for bar in result["cases"]["m=8"]["bars"]]
-    assert any("faster 1F1B" in each for each in told) and any("simulate" in each for each in told)
-    lines = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
-    turns = [line for line in lines if line["what"] == "turn"]
-    assert len(turns) == 3 * len(rows) and sum(turn["counts"] for turn in turns) == 2 * len(rows)
-    assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 2 and (tmp_path / "speed.png").exists()
+def test_all_cuts_have_each_layer_once_and_no_empty_chunk() -> None:
+    cuts = all_cuts(5, 3)
+    assert len(cuts) == len(set(cuts)) == 6
+    assert all(bounds[0] == 0 and bounds[-1] == 5 and list(bounds) == sorted(set(bounds)) for bounds in cuts)
 
 
-@pytest.mark.slow
-def test_a_t5_from_options_to_files(tmp_path) -> None:
-    result = run(tmp_path, "--model", "t5", "--micro-batches", "8", "--cuts", "1", "--only", "side", "1f1b", "zb-h1")
-    case = result["cases"]["t5 m=8"]
-    rows = {each["contender"]: each for each in case["rows"]}
-    assert {name.split()[1] for name in rows if name.startswith("ours")} == {"1f1b", "zb-h1"}
-    for name, each in rows.items():
-        assert each["cut"] in name, "a contender has not the cut that its name says"
-        assert each["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
-    told = " ".join(bar["told"] for bar in case["bars"])
-    assert "two processes" in told and "apart by" in told and "simulate" in told and "memory" not in told
+def test_deepspeed_cuts_are_those_of_its_partition_methods() -> None:
+    specs = CASE.specs()
+    names = [spec.typename.__name__ for spec in specs]
+    cuts = deepspeed_cuts(specs, 2)
+    assert {format_cut(bounds, specs) for bounds in cuts} >= {"4+4", "4.5+3.5", "5+3", "5.5+2.5"}
+    for bounds, method in cuts.items():
+        if method.startswith("type:"):
+            pattern = re.compile(method.removeprefix("type:").lower(), re.IGNORECASE)  # as DeepSpeed reads it
+            weights = [int(bool(pattern.search(name))) for name in names]
+            assert tuple(partition_balanced(weights=weights, num_parts=2)) == bounds
 
 
-@pytest.mark.slow
-def test_each_round_prints_its_table_and_the_look_at_memory_is_bounded(tmp_path, capsys) -> None:
-    flags = ("--cases", "main", "--micro-batches", "8", "--cuts", "1", "--only", "ours 1f1b")
-    result = run(tmp_path, *flags, "--look-s", "0")
-    printed, progress = capsys.readouterr()
-    assert printed.count("after 1 of 2 rounds, m=8:") == 1 and printed.count("tokens/s") == 2
-    assert "no memory and no recorded steps after 0 s (--look-s): ours 1f1b" in progress
-    [row] = result["cases"]["m=8"]["rows"]
-    assert row["tokens_per_s"] > 0 and row["first_stage_bytes_before"] is None
+def test_the_best_chunks_are_the_fastest_by_simulation() -> None:
+    layers_s = [1.0] * 7 + [4.0]
+    case = Case(name="toy", sizes=SIZES, num_micro_batches=6)
+    for schedule in ("interleaved", "zb-h1", "zb-v"):
+        placement = placement_for(schedule)
+        order = schedule_named(schedule, 2, placement)
+        actions = [order(2, 6, stage) for stage in range(2)]
+        steps = {}
+        for bounds in all_cuts(8, 4):
+            thirds = tuple(sum(layers_s[a:b]) / 3 for a, b in itertools.pairwise(bounds))
+            steps[bounds] = simulate(actions, Costs(thirds, thirds, thirds), 2, placement).step_s
+        assert steps[best_chunks(case, layers_s, 2, schedule)] == min(steps.values())
 
 
-def test_cases_of_the_other_model_are_refused(tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--model", "t5", "--cases", "deep")
-    assert "must be of main" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
-    result = run(tmp_path, "--micro-batches", "4", "--cuts", "2")
-    assert set(result["cases"]) == {"m=4", "deep m=16", "tensor m=8"}
-    kinds = {each["contender"].split()[0] for each in result["cases"]["m=4"]["rows"]}
-    assert kinds == {"one", "side", "stock", "dualpipev", "torch", "ours"}
-    schedules = {each["contender"].split()[1] for each in result["cases"]["m=4"]["rows"] if "ours" in each["contender"]}
-    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev", "auto"}
+def test_every_schedule_runs_and_torch_runs_at_the_cuts_of_our_1f1b() -> None:
+    contenders = line_up(CASE, LAYERS_S)
+    cuts = {kind: {each.cut for each in contenders if each.name.startswith(kind)} for kind in ("torch", "ours 1f1b")}
+    assert cuts["torch"] == cuts["ours 1f1b"] >= {"5.5+2.5"}
+    assert {each.schedule for each in contenders if each.kind == "ours"} == set(SCHEDULES)
+    assert len({each.name for each in contenders}) == len(contenders)
+    assert {each.kind for each in contenders if each.keeps_freed} == {"alone", "side by side"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_schedule_trains_the_same_t5(tmp_path) -> None:
-    result = run(tmp_path, "--model", "t5", "--micro-batches", "4", "--cuts", "2")
-    rows = result["cases"]["t5 m=4"]["rows"]
-    assert {each["contender"].split()[0] for each in rows} == {"one", "side", "ours"}
-    schedules = {each["contender"].split()[1] for each in rows if "ours" in each["contender"]}
-    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev", "auto"}
+def test_every_contender_trains_the_same_model(tmp_path: Path) -> None:
+    result = run(tmp_path, "--micro-batches", "8")
+    rows = {row["contender"]: row for row in result["cases"]["m=8"]["rows"]}
+    assert {name.split()[0] for name in rows} == {"one", "side", "stock", "torch", "ours"}
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
+        assert row["tokens_per_s"] > 0 and bool(row["first_stage_bytes"]) == (row["contender"] != "one process")
+    texts = " ".join(bar["name"] for bar in result["cases"]["m=8"]["bars"])
+    assert "to side by side" in texts and "to torch's" in texts
+    assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 1
 
 
-@pytest.mark.slow
-def test_what_an_engine_takes_is_told_for_each_action_and_where(tmp_path, capsys) -> None:
-    found = run(tmp_path, "--overhead", "--micro-batches", "4", "--only", "1f1b", "--profile", "ours 1f1b")
-    assert set(found["m=4"]) == {"torch 1f1b", "ours 1f1b"}
-    told = capsys.readouterr().out
-    assert "for each of 16 actions" in told and "tottime" in told
-
-
-def test_a_profile_is_of_the_engines_alone(tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--profile", "ours 1f1b")
-    assert "--profile needs --overhead" in capsys.readouterr().err
+def test_two_contenders_from_options_to_files(tmp_path: Path) -> None:
+    result = run(tmp_path, "--micro-batches", "4", "--only", "side", "ours zb-h1")
+    rows = result["cases"]["m=4"]["rows"]
+    assert {row["contender"].split()[0] for row in rows} == {"side", "ours"} and not result["cases"]["m=4"]["bars"]
+    assert (tmp_path / "table.txt").is_file() and (tmp_path / "result.json").is_file()

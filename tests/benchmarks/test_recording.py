@@ -25,7 +25,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_ranks(ranks: int, *words: Any, **named: Any) -> list[Measured]:
         stages = config_of(words[1], is_smoke=words[2]).parallel.num_stages
-        steps = {"steps_s": [2.0] * 3, "cpu_s": [1.0] * 3, "busy_s": [0.0] * 3, "waited_s": [0.0] * 3}
+        steps = {"steps_s": [2.0] * 3}
         bytes_ = {"held_bytes": 60_000_000, "added_bytes": 40_000_000}
         return [Measured(rank * stages // ranks, **steps, **bytes_) for rank in range(ranks)]
 

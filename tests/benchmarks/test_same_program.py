@@ -301,9 +301,3 @@ def test_what_takes_no_turns_is_refused(words: str, message: str, capsys: pytest
     with pytest.raises(SystemExit):
         same_program_turns.main(words.split())
     assert message in capsys.readouterr().err
-
-
-def test_a_checkout_without_the_benchmark_is_named() -> None:
-    with pytest.raises(ImportError, match="PYTHONPATH must be a checkout that has one of json.nothing, no.such"):
-        same_program_turns.first_of("json.nothing", "no.such")
-    assert same_program_turns.first_of("no.such", "json.dumps") is json.dumps

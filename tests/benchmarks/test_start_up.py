@@ -70,11 +70,3 @@ def test_a_start_that_fails_or_never_steps_is_told() -> None:
         [sys.executable, "-c", "print('step 1', flush=True); import time; time.sleep(1)"], "step", 0
     )
     assert wall < time.perf_counter() - start - 0.5, "what comes behind the first step does not count"
-
-
-def test_what_takes_longer_than_its_limit_is_named() -> None:
-    found = {name: {"wall_s": limit, "limit_s": limit} for name, limit in start_up.LIMITS.items()}
-    assert set(start_up.starts(4, Path("folder"))) == set(found)
-    assert start_up.over_limit(found) == []
-    found["first step"]["wall_s"] = 12.5
-    assert start_up.over_limit(found) == ["first step: 12.5 s, limit 12.0"]

@@ -40,15 +40,14 @@ def check(sizes: Sizes, names: list[str]) -> None:
 
 @pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
-    check(sizes, step_time.EAGER[sizes.family])
+    check(sizes, [name for name in step_time.NAMES[sizes.family] if not name.endswith("-compiled")])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_compiled_contenders_have_the_same_losses_too(sizes: Sizes) -> None:
-    eager = step_time.EAGER[sizes.family]
-    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name not in eager)])
+    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name.endswith("-compiled"))])
 
 
 def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
@@ -67,8 +66,9 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     layers, head, attention = 2 * (12 * 32 * 32 + 13 * 32), 64 * 32 + 2 * 32, 2 * 32 * 16
     assert ours["mfu"] == pytest.approx(32 * 6 * (layers + head + attention) / 0.5 / 1e9)
     assert ours["mfu_whole"] == pytest.approx(32 * 6 * (layers + head + 2 * attention) / 0.5 / 1e9)
-    told = step_time.table(result)
-    assert "ours" in told and "met    speed of ours over plain: 1.500, at least 1.05" in told
+    rows = step_time.table(result).splitlines()
+    assert any(row.startswith("ours ") for row in rows)
+    assert any(row.startswith("met ") and "1.5, at least 1.05 speed of ours over plain" in row for row in rows)
 
 
 def test_flops_of_t5_are_those_of_the_note() -> None:
@@ -123,10 +123,8 @@ def test_what_is_to_be_reached_is_asked_of_those_who_took_part() -> None:
         "peak memory of ours over hf's": True,
         "peak memory of ours-compiled over hf's": False,
     }
-    assert [str(bar) for bar in bars("t5", "cpu", {"ours": ours, "hf": hf})] == [
-        "MISSED speed of ours over hf: 1.250, at least 1.3",
-        "met    peak memory of ours over hf's: 0.900, at most 1",
-    ]
+    t5 = {bar.name: (bar.is_met, bar.quartiles[1]) for bar in bars("t5", "cpu", {"ours": ours, "hf": hf})}
+    assert t5 == {"speed of ours over hf": (False, 1.25), "peak memory of ours over hf's": (True, 0.9)}
 
 
 @pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("t5", 0.42)])

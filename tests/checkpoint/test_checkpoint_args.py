@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from megatron.arguments import parse
-from megatron.checkpoint import checkpoint_args
-from megatron.checkpoint.checkpoint_args import bring, read_headers
+from megatron.checkpoint import settings_source
+from megatron.checkpoint.checkpoint_args import bring
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import config_to_huggingface, families_with_format
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
+from megatron.checkpoint.huggingface_args import read_headers
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.registry import FAMILIES, is_common_decoder
@@ -86,7 +87,7 @@ def test_a_folder_brings_every_size_ahead_of_the_recipe(name: str, tmp_path: Pat
     source = write(tmp_path / "hf", wanted)
     config = read(source, "--finetune", family)
     assert config.identity() == wanted.identity()
-    for field in checkpoint_args.OF_WEIGHTS:
+    for field in settings_source.OF_WEIGHTS:
         assert getattr(config.model, field) == getattr(wanted.model, field), field
     assert "num_layers" not in config.given and "vocab_size" not in config.given
     [note] = [note for note in config.notes if note.startswith("sizes of ")]

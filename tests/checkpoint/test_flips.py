@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import loading, open_checkpoint, open_latest, save
+from megatron.checkpoint import open_checkpoint, open_latest, save, verify
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone, world_of
@@ -17,7 +17,7 @@ from tests.helpers.harness import run_ranks
 
 NUM_FLIPS = 1000
 FLIPS_OF_EACH_REGION = 30
-SEGMENTS = (256, loading.SEGMENT_BYTES)  # bytes: a file in many of them, and in one
+SEGMENTS = (256, verify.SEGMENT_BYTES)  # bytes: a file in many of them, and in one
 MANIFEST_LINES = ("checksum", "version, sequence, step", "state", "files", "index")
 
 
@@ -107,7 +107,7 @@ def test_a_thousand_flipped_bits_are_all_found(
     assert len(flips) == NUM_FLIPS and {region for region, _, _ in flips} == set(regions)
     missed = []
     for number, (region, place, bit) in enumerate(flips):
-        monkeypatch.setattr(loading, "SEGMENT_BYTES", SEGMENTS[number % 2])
+        monkeypatch.setattr(verify, "SEGMENT_BYTES", SEGMENTS[number % 2])
         with Flipped(region.path, place, bit):
             try:
                 open_checkpoint(saved, SINGLE)
@@ -116,7 +116,7 @@ def test_a_thousand_flipped_bits_are_all_found(
                 assert region.path.name in str(error) and "damaged" in str(error)
     assert not missed
     for segment_bytes in SEGMENTS:  # with every bit back in its place
-        monkeypatch.setattr(loading, "SEGMENT_BYTES", segment_bytes)
+        monkeypatch.setattr(verify, "SEGMENT_BYTES", segment_bytes)
         assert_holds(open_checkpoint(saved, SINGLE), 20)
 
 

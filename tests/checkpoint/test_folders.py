@@ -6,7 +6,7 @@ import pytest
 
 from megatron import files
 from megatron.checkpoint import open_latest, save
-from megatron.checkpoint.folders import AUTOMATIC
+from megatron.checkpoint.retention import AUTOMATIC
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone

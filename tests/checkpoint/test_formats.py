@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import open_checkpoint, save
-from megatron.checkpoint.loading import read_whole
+from megatron.checkpoint.one_process import read_whole
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import records_for, whole_tensors, world_of
 from tests.helpers.harness import run_ranks

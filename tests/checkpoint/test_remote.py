@@ -15,8 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.checkpoint import open_checkpoint, remote, save
 from megatron.checkpoint.downloading import fetch_newest
-from megatron.checkpoint.folders import AUTOMATIC, RetentionPolicy
 from megatron.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME
+from megatron.checkpoint.retention import AUTOMATIC, RetentionPolicy
 from megatron.checkpoint.uploading import HF, QUEUE, Uploads
 from megatron.errors import CheckpointError, DataError
 from megatron.mpu.groups import SINGLE

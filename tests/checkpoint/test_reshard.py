@@ -18,7 +18,7 @@ from megatron.mpu.groups import SINGLE, Grid, Group
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training.train_state import make_moments, optimizer_records, weight_records
+from megatron.training.state_records import make_moments, optimizer_records, weight_records
 from tests.helpers.zero_weights import WHOLE, Weights, optimizer_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

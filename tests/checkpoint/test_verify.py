@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import files
-from megatron.checkpoint import loading, open_checkpoint
+from megatron.checkpoint import open_checkpoint, verify
 from megatron.errors import CheckpointError
 from tests.helpers.checkpoint_samples import assert_holds, save_alone, world_of
 from tests.helpers.harness import run_ranks
@@ -25,7 +25,7 @@ def test_a_segment_is_read_and_no_more(tmp_path_factory, size, chunk, cut):
 
 def _verify_in_segments(rank, root, size):
     """Return which bytes of the shard this rank read, and what it said of the checkpoint."""
-    loading.SEGMENT_BYTES = 100
+    verify.SEGMENT_BYTES = 100
     read, segment_crc = [], files.segment_crc
 
     def noted(path, start, stop):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import open_checkpoint, shard_file
+from megatron.checkpoint import file_visibility, open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from tests.helpers.checkpoint_samples import assert_holds, save_alone
@@ -24,7 +24,7 @@ _MOUNTS = """\
 def mounts(tmp_path_factory, monkeypatch):
     """Let the path that is given lie on NFS."""
     table = tmp_path_factory.mktemp("mounts") / "mountinfo"
-    monkeypatch.setattr(shard_file, "MOUNTS", table)
+    monkeypatch.setattr(file_visibility, "MOUNTS", table)
 
     def mount(path):
         table.write_text(f"{_MOUNTS}44 22 0:39 / {path} rw - nfs server:/x rw\n")
@@ -42,7 +42,7 @@ def test_the_longest_mount_point_says_what_a_path_lies_on(mounts):
         "/homely": False,
         "/": False,
     }.items():
-        assert shard_file.is_on_network(Path(path)) is expected, path
+        assert file_visibility.is_on_network(Path(path)) is expected, path
 
 
 @pytest.mark.parametrize("shown_at_first", [None, 5])
@@ -61,7 +61,7 @@ def test_a_shard_that_is_late_on_nfs_is_waited_for(tmp_path, mounts, shown_at_fi
 
 
 def test_one_that_never_comes_is_told_after_the_limit(tmp_path, mounts, monkeypatch):
-    monkeypatch.setattr(shard_file, "WAIT_S", 0.2)
+    monkeypatch.setattr(file_visibility, "WAIT_S", 0.2)
     path = save_alone(tmp_path, 10)
     mounts(tmp_path)
     (path / "rank-00000.safetensors").unlink()
@@ -76,11 +76,11 @@ def test_files_that_never_come_are_waited_for_together(tmp_path, mounts, monkeyp
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     mounts(tmp_path)
-    patience = shard_file.FileVisibility()
+    patience = file_visibility.FileVisibility()
     now[0] = 1000.0
     for name in ("a", "b", "c"):
         patience.wait_for(tmp_path / name)
-    assert shard_file.WAIT_S <= now[0] - 1000.0 < shard_file.WAIT_S + 3
+    assert file_visibility.WAIT_S <= now[0] - 1000.0 < file_visibility.WAIT_S + 3
 
 
 def test_on_a_local_disk_nobody_waits(tmp_path, mounts, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 
 from megatron import tokenizer
 from megatron.config import Config, parse
-from megatron.config.data import TOKENIZERS, parse_paths
+from megatron.config.data import TOKENIZERS
+from megatron.config.data_paths import parse_paths
 from megatron.errors import ConfigError
 
 

@@ -53,13 +53,21 @@ from megatron.mpu.topology import Topology
 from megatron.optim.param_rates import RateTable
 from megatron.tokenizer import chat
 from megatron.training import data as training_data
-from megatron.training import device_setup, global_vars, report, run_folder, setup
+from megatron.training import (
+    fused_kernels,
+    global_vars,
+    optimizer_setup,
+    run_folder,
+    setup,
+    start_table,
+    vocabulary,
+)
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
-from megatron.training.initialize import World
-from megatron.training.parity import random_data
+from megatron.training.mock_data import random_data
 from megatron.training.train_state import RestoreOptions, kept_by
+from megatron.training.world import World
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.helpers.harness import run_ranks
 
@@ -97,8 +105,9 @@ ACTS_ON = {
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
     """,
-    "engine": "pipeline_trace overlap_forward_backward check_data_agreement log_interval deepspeed_config",
+    "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
     "model": """
+        architecture
         num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
         layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
         activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
@@ -170,7 +179,7 @@ READ_IN = {
     "wandb_exp_name": "training/callbacks/wandb.py",
     "wandb_save_dir": "training/callbacks/wandb.py",
     "wandb_entity": "training/callbacks/wandb.py",
-    "deterministic": "training/device_setup.py",
+    "deterministic": "training/determinism.py",
     "exit_interval": "training/train.py",
     "exit_duration_in_mins": "training/train.py",
     "kill_switch_path": "training/train.py",
@@ -210,7 +219,6 @@ BESIDE = {
     "pipeline_schedule_file": "--pipe-parallel-size 2 --num-layers 4 --gas 1",
     "pipeline_layout": "--pipe-parallel-size 2 --num-layers 4",
     "micro_batch_group_size": "--pipe-parallel-size 2 --num-layers 4 --pipeline-chunks 2 --gas 12",
-    "overlap_forward_backward": "--pipe-parallel-size 2",
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
@@ -287,19 +295,19 @@ def plan(config: Config) -> Any:
 
 
 def rates(config: Config) -> Any:
-    made = setup.make_learning_rate(config)
+    made = optimizer_setup.make_learning_rate(config)
     return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:
     given: list[Any] = []
-    setup.build_optimizer = lambda parameters, **how: given.append(how)
+    optimizer_setup.build_optimizer = lambda parameters, **how: given.append(how)
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
-    setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
+    optimizer_setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
     how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
-    return text([how, device_setup.uses_adam(config)])
+    return text([how, fused_kernels.uses_adam(config)])
 
 
 def engine(config: Config) -> Any:
@@ -371,9 +379,9 @@ def loader(config: Config) -> Any:
 
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
-    global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
-    global_vars.choose_eod = lambda *_: None  # type: ignore[assignment]
-    global_vars.with_tokenizer(config)
+    vocabulary.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    vocabulary.choose_eod = lambda *_: None  # type: ignore[assignment]
+    vocabulary.with_tokenizer(config)
     return given
 
 
@@ -386,7 +394,7 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return RestoreOptions.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
+    return RestoreOptions.of(flags), kept_by(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
 
 
 def guard(config: Config) -> Any:
@@ -449,7 +457,7 @@ def family_of(option: Option) -> str:
 def read_in(words: list[str], family: str) -> Config:
     axes = ("--pipe-parallel-size", "--model-parallel-size", "--context-parallel-size")
     sizes = [max(int(words[words.index(flag) + 1]), 1) for flag in axes if flag in words]
-    return parse(words, world_size=prod(sizes), env={}, family=family)
+    return parse(words, world_size=prod(sizes), env={}, family=family, accepts_model="--model" in words)
 
 
 def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[str, str]]:
@@ -473,15 +481,15 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 
 
 PATCHED: dict[Any, str] = {
-    setup: "build_optimizer compile_layers make_optimizer",
+    setup: "compile_layers make_optimizer",
+    optimizer_setup: "build_optimizer",
     chat: "find_template",
-    data: """
-        build_train_valid_test build_sft_train_valid_test build_t5_train_valid_test build_bert_train_valid_test
-        fim_from bert_tokens
-    """,
+    data: "build_train_valid_test build_sft_train_valid_test fim_from",
+    span_files: "build_t5_train_valid_test",
+    bert_data: "build_bert_train_valid_test bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
-    global_vars: "build",
+    vocabulary: "build choose_eod",
 }
 """What observables put in place of our own."""
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data import one_word, parse_paths, parse_schedule
+from megatron.config.data_paths import one_word, parse_paths, parse_schedule
 
 PATHS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=12)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.batch import BatchSizes, parse_rampup
+from megatron.config.batch_rampup import BatchSizes, parse_rampup
 
 
 def walk(sizes: BatchSizes, steps: int) -> list[int]:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from megatron.arguments.parser import parse
 from megatron.config import Config, elastic
-from megatron.config.batch import BatchSizes, RunLength
+from megatron.config.batch_rampup import BatchSizes
 from megatron.config.elastic import Span
+from megatron.config.run_length import RunLength
 
 
 def taken(length: RunLength, step: int, consumed: int, at_most: int = 10**6) -> tuple[int, int]:

@@ -39,7 +39,7 @@ HOST = -1
 
 
 def place_of(frame: Any) -> str:
-    """Return the innermost line of ours that runs, or DeepSpeed's: "tds/loss.py:read"; "" for autograd's own."""
+    """Return the innermost line of the project or DeepSpeed, as "tds/loss.py:read"; "" inside autograd."""
     while frame is not None:
         name = frame.f_code.co_filename
         for part in OURS:

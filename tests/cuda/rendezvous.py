@@ -31,10 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tds.engine.stage import Call, SchedulePlan, Stage
+from tds.engine.schedule_plan import SchedulePlan
+from tds.engine.stage import Stage
+from tds.engine.stage_call import Call
 from tds.p2p import communicator
-from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
+from tds.p2p.communicator import P2PCommunicator, Slice
 from tds.p2p.process_groups import routes
+from tds.p2p.transport import StageLinks
 from tds.schedule import Kind, Placement
 
 CPU = torch.device("cpu")

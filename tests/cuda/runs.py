@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron import device
 from megatron.arguments import resolve_dtype
 from megatron.checkpoint import shard_file
-from megatron.checkpoint.saving import StagingBuffer
+from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.config import parse
 from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES, has_part, load
@@ -30,7 +30,7 @@ from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
 from megatron.training import global_vars, initialize, setup, train_state
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
+from megatron.training.mock_data import mock_tokenizer, random_data
 from tests.cuda.device import Device, Seen
 from tests.cuda.fake_cuda import FakeCuda
 from tests.cuda.groups import PLAIN as PLAIN_GROUPS

@@ -10,10 +10,10 @@ from tests.cuda.cases import all_pairs, case_of, every_layout, every_row, named,
 from tests.cuda.worker import Case, Worker
 
 FIRST = {
-    "tolist in tds/loss.py:read": 1,  # losses and gradient norm at once: the one read of every step
+    "tolist in tds/loss_reduction.py:read": 1,  # losses and gradient norm at once: the one read of every step
     "tolist in tds/gradient_reducer.py:_agree": 2,  # the order of the buckets, once in a run
 }
-STEADY = {"tolist in tds/loss.py:read": 1}
+STEADY = {"tolist in tds/loss_reduction.py:read": 1}
 MASKED = {"t5", "mpt", "bert"}
 """Families whose attention has a bias, or padding."""
 BUDGET = {"step 1": FIRST, "step 2": STEADY, "evaluation": STEADY}
@@ -33,7 +33,7 @@ def check(case: Case, outcomes: list[Any]) -> None:
         mixed = {phase: dict(of.mixed) for phase, of in seen.phases.items() if of.mixed}
         assert not mixed, "an operator of the device is given a tensor of the host"
         step = seen.phases["step 2"]
-        assert step.reads["tolist in tds/loss.py:read"] == 1, "the watch sees nothing"
+        assert step.reads["tolist in tds/loss_reduction.py:read"] == 1, "the watch sees nothing"
         assert not step.unaligned, "cuBLAS takes slow kernels for these"
         assert bool(step.masks) == (case.family in MASKED), "with a mask attention is not the fast kernel"
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.batch import BatchSizes
+from megatron.config.batch_rampup import BatchSizes
 from megatron.data import DataLoader, GPTDataset
-from megatron.data.data_loader import PrefetchWorkers
+from megatron.data.prefetch_workers import PrefetchWorkers
 from megatron.errors import DataError, SampleError
 from tests.helpers.token_data import write
 

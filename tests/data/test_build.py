@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron import log
-from megatron.data import BlendPaths, build_train_valid_test, dataset_builder
+from megatron.data import BlendPaths, build_train_valid_test, dataset_checks
 from megatron.errors import DataError
 from tests.helpers.token_data import write, write_megatron
 
@@ -103,7 +103,7 @@ def test_flags_that_need_an_end_of_document_refuse_files_without(tmp_path: Path)
 def test_a_large_file_without_a_sidecar_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_megatron(tmp_path / "a", [10] * 10, list(range(11)))
     said: list[str] = []
-    monkeypatch.setattr(dataset_builder, "_REMEMBERED_TOKENS", 100)
+    monkeypatch.setattr(dataset_checks, "_REMEMBERED_TOKENS", 100)
     monkeypatch.setattr(log, "info", said.append)
     cache = {"cache_path": str(tmp_path / "cache")}
     for vocab_size, times in ((100, 1), (100, 1), (101, 2)):

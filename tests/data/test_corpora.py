@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pytest import MonkeyPatch
 
-from megatron.data.dataset_builder import BlendPaths, short_names, weighted_prefixes
+from megatron.data.blend_paths import BlendPaths, short_names, weighted_prefixes
 from megatron.errors import DataError
 
 ALL = (True, True, True)

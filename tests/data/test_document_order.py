@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.data import cache as data_cache
 from megatron.data import sample_index
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import Documents, documents_key, num_tokens_of, number_type, sizes_of
+from megatron.data.documents import Documents, documents_key, num_tokens_of, number_type, sizes_of
 from megatron.data.permutation import Permutation
 from megatron.data.sample_index import DocumentIndex, SampleIndex
 

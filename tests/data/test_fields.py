@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import gpt2_fields
+from megatron.data.gpt_fields import gpt2_fields
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.t5.data import T5Tokens, t5_fields
 from tests.helpers.model_samples import VOCAB, filled, small_sizes

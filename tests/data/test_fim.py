@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import NAMES, Fim, fim_from
+from megatron.data.fim import NAMES, Fim, fim_from
 from megatron.data.permutation import random_words
 from megatron.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import GPTDataset
-from megatron.data.gpt_dataset import Fim
+from megatron.data.fim import Fim
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError
 from tests.helpers.token_data import write, write_megatron

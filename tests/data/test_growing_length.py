@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.batch import BatchSizes
+from megatron.config.batch_rampup import BatchSizes
 from megatron.config.seq_length import SeqLengths
 from megatron.data import DataLoader
-from megatron.data.data_loader import cut
+from megatron.data.collate import cut
 from megatron.errors import SampleError
 
 FULL = 12

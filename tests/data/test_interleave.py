@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blended_dataset import BlendIndex
+from megatron.data.blend_index import BlendIndex
 
 WEIGHTS = st.lists(st.integers(0, 30) | st.sampled_from([1, 1000, 2**40]), min_size=1, max_size=8).filter(any)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import IndexedDataset, IndexedDatasetBuilder, index_format, indexed_dataset
+from megatron.data import IndexedDataset, IndexedDatasetBuilder, document_table, large_index
 from megatron.data.cache import IndexCache
 from megatron.errors import DataError
 from tests.data.megatron_writers import write_2020, write_now
@@ -29,10 +29,10 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def as_large(patch: pytest.MonkeyPatch) -> None:
     """Let every file count as large, in blocks of few."""
-    patch.setattr(indexed_dataset, "LARGE", 0)
-    patch.setattr(index_format, "STRIDE", 2)
-    patch.setattr(index_format, "_BLOCK", 4)
-    patch.setattr(index_format, "_DOCUMENTS_JOINED", 2)
+    patch.setattr(document_table, "LARGE", 0)
+    patch.setattr(large_index, "STRIDE", 2)
+    patch.setattr(large_index, "_BLOCK", 4)
+    patch.setattr(large_index, "_DOCUMENTS_JOINED", 2)
 
 
 def texts(file: IndexedDataset) -> list[list[int]]:

@@ -16,7 +16,7 @@ from megatron.data import (
     Fim,
     IndexedDataset,
     IndexedDatasetBuilder,
-    index_format,
+    dataset_metadata,
     resumed_order,
 )
 from megatron.data.file_io import READERS, FileBinReader
@@ -290,7 +290,7 @@ def test_the_same_tokenizer_by_another_name_continues_the_order(saved: str, now:
         write_from(tmp_path / name, 1000 * number + 1, [10] * 20, tokenizer="IDS.t" if "t" in saved else "")
     names = {"FILES": "f" * 64, "IDS": "1" * 64, "COPY": "c" * 64, "t": "0" * 64}
     for prefix in ("a", "b"):
-        sidecar = index_format.read(tmp_path / f"{prefix}.meta.json")
+        sidecar = dataset_metadata.read(tmp_path / f"{prefix}.meta.json")
         assert sidecar is not None
         known = ".".join(names[part] for part in sidecar.tokenizer.split(".") if part)
         (tmp_path / f"{prefix}.meta.json").write_bytes(dataclasses.replace(sidecar, tokenizer=known).to_json())

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import log
-from megatron.data.blended_dataset import BlendSchedule, Corpus, resumed_order, whole_weights
+from megatron.data.blend_resume import resumed_order
+from megatron.data.blend_schedule import BlendSchedule, Corpus, whole_weights
 from megatron.errors import CheckpointError, DataError
 
 NAMES = "abcde"

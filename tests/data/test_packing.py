@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.data import packing
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import Documents
+from megatron.data.documents import Documents
 from megatron.data.packing import PackedSampleIndex, Pieces, best_fit
 from megatron.errors import DataError
 

@@ -14,11 +14,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron import object_store
-from megatron.data import DataLoader, GPTDataset, IndexedDataset, data_loader, range_cache
+from megatron.data import DataLoader, GPTDataset, IndexedDataset, collate, data_loader, range_cache
+from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import BlendPaths
-from megatron.data.gpt_dataset import build_train_valid_test
-from megatron.data.indexed_dataset import Piece
+from megatron.data.documents import Piece
+from megatron.data.gpt_builder import build_train_valid_test
 from megatron.data.range_cache import RangeCache, RangeReader
 from megatron.errors import DataError, SampleError
 from tests.helpers.fake_store import empty_store, intercept, needs_moto, s3
@@ -119,6 +119,7 @@ def test_what_is_read_next_is_asked_for_ahead_in_the_order_of_the_samples(
     token_file: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All samples up to 6 further ones are asked for when a micro-batch is read, and each once; no read waits then."""
+    monkeypatch.setattr(collate, "READ_AHEAD_SAMPLES", 6)
     monkeypatch.setattr(data_loader, "READ_AHEAD_SAMPLES", 6)
     asked: list[tuple[int, int]] = []
     read: list[tuple[tuple[int, int], bool]] = []
@@ -152,7 +153,7 @@ def test_of_a_mixture_the_samples_that_come_are_fetched(
     assert train is not None
     coming: list[tuple[str, int]] = []
     monkeypatch.setattr(GPTDataset, "prefetch", lambda self, place: coming.append((self.prefix, place)))
-    prefetch = data_loader.prefetch_of(train)
+    prefetch = collate.prefetch_of(train)
     assert prefetch is not None
     for index in range(50, 70):
         prefetch(index)
@@ -162,8 +163,8 @@ def test_of_a_mixture_the_samples_that_come_are_fetched(
 
 @pytest.mark.parametrize("num_readers", [1, 3])
 def test_each_reader_is_told_of_what_it_will_read(num_readers: int) -> None:
-    asked = (data_loader.MicroBatch([2 * number, 2 * number + 1]) for number in range(100))
-    given = list(islice(data_loader.looking_ahead(asked, 2 * num_readers, num_readers), 12))
+    asked = (collate.MicroBatch([2 * number, 2 * number + 1]) for number in range(100))
+    given = list(islice(collate.looking_ahead(asked, 2 * num_readers, num_readers), 12))
     for reader in range(num_readers):
         own = given[reader::num_readers]
         coming = [index for one in own for index in one.coming]

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from megatron.data import BlendedDataset, BlendSchedule, DataLoader
-from megatron.data.blended_dataset import Corpus, as_ordered
-from megatron.data.data_loader import PrefetchWorkers
+from megatron.data.blend_schedule import Corpus
+from megatron.data.prefetch_workers import PrefetchWorkers
+from megatron.data.sample_order import as_ordered
 from megatron.errors import SampleError
 from tests.data.test_batches import Numbered
 

@@ -14,9 +14,9 @@ import torch
 
 from megatron import log
 from megatron.data import DataLoader, build_sft_train_valid_test, gpt2_fields, sft_dataset
+from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
 from megatron.data.conversations import parse_record
-from megatron.data.dataset_builder import BlendPaths
 from megatron.data.sft_dataset import ConversationFile, SFTDataset
 from megatron.errors import DataError
 from megatron.tokenizer import build

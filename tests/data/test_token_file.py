@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.index_format import decode_index, index_chunks
+from megatron.data.index_format import decode_index
+from megatron.data.index_writer import index_chunks
 from megatron.errors import DataError
 from tests.helpers.token_data import write, write_megatron
 

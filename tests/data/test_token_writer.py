@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetBuilder, file_io, index_format
-from megatron.data.index_format import index_chunks
+from megatron.data.index_writer import index_chunks
 from megatron.errors import DataError
 from tests.helpers.token_data import write
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [1, 2, 3, 4, 5, 6, 7]])
 def test_the_index_is_that_of_the_format_however_it_is_cut(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data.index_format._STARTS_AT_ONCE", 2)
+    monkeypatch.setattr("megatron.data.index_writer._STARTS_AT_ONCE", 2)
     sizes, dtype = np.array(lengths, np.int32), np.dtype(np.uint16)
     ends = np.cumsum(sizes, dtype=np.int64)
     header = index_format.HEADER.pack(b"MMIDIDX\0\0", 1, 8, len(sizes), len(sizes) + 1)

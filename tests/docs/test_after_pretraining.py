@@ -25,11 +25,6 @@ def commands(page: Path) -> list[str]:
     return [line for line in re.findall(r"^    (\S.*)$", page.read_text(encoding="utf-8"), re.M) if ".venv" not in line]
 
 
-def test_both_pages_have_the_same_commands() -> None:
-    english, chinese = (commands(page) for page in PAGES)
-    assert english == chinese and len(english) == 5
-
-
 def test_the_example_is_read_and_its_template_marks_the_answers(tmp_path: Path) -> None:
     tokenizer = build("TokenizersJSON", tokenizer_path=write_tokenizer(tmp_path))
     template = find_template(tokenizer, EXAMPLE / "chatml.jinja")

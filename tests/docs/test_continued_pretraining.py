@@ -22,11 +22,6 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if ".venv" not in line and " download " not in line]
 
 
-def test_both_pages_have_the_same_commands() -> None:
-    english, chinese = (commands(page) for page in PAGES)
-    assert english == chinese and len(english) == 8
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Return a folder like a clone's, with a corpus and a tiny models/Qwen3-0.6B in it."""

@@ -55,7 +55,7 @@ def occurs(message: str) -> bool:
 @every_page
 def test_each_message_is_in_the_source(page: Path) -> None:
     documented = messages(page)
-    assert len(documented) > 50 and len(set(documented)) == len(documented)
+    assert documented and len(set(documented)) == len(documented)
     assert [message for message in documented if not occurs(message)] == []
 
 

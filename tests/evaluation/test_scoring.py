@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.checkpoint.huggingface.config import saved_config
-from megatron.checkpoint.loading import WEIGHTS, open_folder
+from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.errors import DataError, NumericsError
 from megatron.evaluation import scoring
 from megatron.evaluation.scoring import Row, Score, batches_by_length, longest_row, rolling_rows, row_of, score_rows
@@ -23,7 +23,7 @@ from megatron.generate import load
 from megatron.generate.load_model import _sizes, build
 from megatron.models import registry
 from megatron.models.common.generation import ModelStage
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import SINGLE, Group, build_grid
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology

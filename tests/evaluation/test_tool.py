@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.huggingface.convert import export
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation import tasks
 from megatron.evaluation.options import parse_args, starts_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.inspect import tensor_differences
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from tests.examples.accelerator_sim import PLUGIN, ROOT
 
 STEPS = "--train-iters 3 --gas 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"

@@ -45,7 +45,7 @@ OWN = {
 }
 """Model -> its own variables, with a value and the flag that this becomes."""
 TRAINED_AS = {"qwen3": "llama", "moe": "llama"}
-"""Model -> the family whose program trains it, where that is another name."""
+"""Model -> its family, where that is another name."""
 SET_IN_PLACE = {"moe": ("--model-parallel-size", "1")}
 """Model -> the flags of variables that its script sets by itself."""
 every_model = pytest.mark.parametrize("model", OWN)
@@ -76,7 +76,7 @@ def test_what_is_not_set_is_what_its_comment_names(model: str, fake_python: Path
     assert said.splitlines()[0].endswith(f"{FAMILIES[family_of(model)].program} {' '.join(flags)}")
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
     env = {name: Path(f"{fake_python}.{kind}").read_text() for name, kind in files.items()}
-    config = parse(flags, world_size=4, env=env, family=family_of(model))
+    config = parse(flags, world_size=4, env=env, family=family_of(model), accepts_model=True)
     assert len(config.given) == len(flags[::2])
     args = vars(config.namespace())
     documented = dict(
@@ -102,7 +102,7 @@ PUBLISHED = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096, "8
 def test_each_size_of_qwen3_has_the_parameters_of_the_published_one(size: str, fake_python: Path) -> None:
     run(fake_python, "--dry-run", script=script_of("qwen3"), SIZE=size)
     env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
-    config = parse(["--dry-run", "--vocab-size", "151936"], world_size=16, env=env, family="llama")
+    config = parse(["--dry-run", "--vocab-size", "151936"], world_size=16, env=env, accepts_model=True)
     assert costs_of(config).num_parameters == PUBLISHED[size]
     assert config.precision.dtype == "bf16"
 
@@ -121,7 +121,7 @@ KINDS = {"": "glm4_moe", "glm4": "glm4_moe", "qwen3": "qwen3_moe", "mixtral": "m
 def test_each_kind_of_experts_has_a_folder_of_its_type_and_a_balance(kind: str, fake_python: Path) -> None:
     run(fake_python, "--dry-run", script=script_of("moe"), KIND=kind)
     env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
-    config = parse(["--dry-run", "--model-parallel-size", "1"], world_size=4, env=env, family="llama")
+    config = parse(["--dry-run", "--model-parallel-size", "1"], world_size=4, env=env, accepts_model=True)
     assert format_of(config).model_types == (KINDS[kind],)
     assert config.model.has_aux_loss != config.model.moe_router_enable_expert_bias
     assert config.parallel.expert_model_parallel_size == 2

@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config import parse
-from megatron.training import initialize, rendezvous
+from megatron.runtime import rendezvous
+from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.helpers.harness import run_ranks

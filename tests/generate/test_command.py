@@ -21,7 +21,7 @@ import torch
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.convert import export
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from megatron.errors import CheckpointError, ConfigError, DataError, JobError
 from megatron.generate import load, options
 from megatron.generate.options import parse_args

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.generate import generate_t5, load
 from megatron.generate.text import Prompts, TextGenerator
 from megatron.models.common.generation import DecoderReader, stage_of

@@ -12,7 +12,8 @@ from megatron.generate import generate_gpt2, generate_t5
 from megatron.generate.decode import generate
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.generation import ModelStage
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from tests.helpers.model_samples import SEQ, SMALL, VOCAB, filled, small_sizes

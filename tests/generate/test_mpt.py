@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.config import saved_config
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.generate import generate_gpt2, load
 from megatron.models.common import masks
 from megatron.models.common.decoder import DecoderModel

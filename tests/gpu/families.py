@@ -12,7 +12,8 @@ import torch
 from megatron import device
 from megatron.models.bert.model import BertModel, BertModelArgs
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.ops.attention import positions_in_segments

@@ -13,7 +13,7 @@ from megatron import files
 from megatron.checkpoint import AsyncSaver, open_latest, save
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.training.train_state import make_moments, optimizer_records, weight_records
+from megatron.training.state_records import make_moments, optimizer_records, weight_records
 from tests.gpu.families import FAMILIES, built, given, loss_of
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.random import DropoutStreams
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of
 from tests.gpu.near import assert_near, name_of

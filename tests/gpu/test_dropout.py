@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import Group
-from megatron.mpu.random import DropoutKey, DropoutStreams, PhiloxDropout
+from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.ops.attention import attention
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of, reference_of
 from tests.gpu.near import assert_near, noise

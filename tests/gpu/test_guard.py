@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.run import StabilityConfig
+from megatron.config.stability import StabilityConfig
 from megatron.mpu.groups import SINGLE
 from megatron.optim import build_optimizer
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron import device
 from megatron.checkpoint import TensorRecord
-from megatron.checkpoint.saving import StagingBuffer
+from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.data import Upload, broadcast_data
 from megatron.mpu.groups import SINGLE

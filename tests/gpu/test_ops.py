@@ -21,7 +21,7 @@ from megatron.ops.positions import (
     rotated,
     turns,
 )
-from tds.gradients import LARGE, clip_coefficient, global_norm
+from tds.grad_norm import LARGE, clip_coefficient, global_norm
 from tests.gpu.near import DTYPES, assert_near, leaf, name_of, noise
 
 pytestmark = pytest.mark.gpu

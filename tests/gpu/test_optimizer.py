@@ -10,7 +10,7 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, OffloadConfig, build_optimizer
-from megatron.training.train_state import make_moments, optimizer_steps, set_optimizer_steps
+from megatron.training.state_records import make_moments, optimizer_steps, set_optimizer_steps
 from tests.gpu.near import name_of, noise
 
 pytestmark = pytest.mark.gpu

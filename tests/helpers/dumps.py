@@ -17,7 +17,8 @@ from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron.config import parse
 from megatron.training import initialize
-from megatron.training.parity import Trace, random_data, trace_steps
+from megatron.training.mock_data import random_data
+from megatron.training.parity import Trace, trace_steps
 from tests.helpers.harness import run_ranks
 
 VOCAB = 251

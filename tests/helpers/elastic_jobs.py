@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed.elastic.agent.server.api  # noqa: F401 - once here, and not in each launcher, which is a fork
 
-from benchmarks.kill_elastic import free_ports
 from megatron.launch.control import ask
 from tests.helpers.launch_jobs import Job
 
@@ -24,13 +25,23 @@ with open(f"{place}/.{start}.{rank}", "w") as file:
 os.rename(f"{place}/.{start}.{rank}", f"{place}/{start}.{rank}")
 while not os.path.exists(f"{place}/done"):
     if os.path.exists(f"{place}/saves") and os.path.exists(os.environ["MEGATRON_REGROUP_FILE"]):
-        from megatron.training import failure
-        failure.open_page()
-        failure.note_state(failure.REGROUP)
+        from megatron.runtime import rank_status
+        rank_status.open_page()
+        rank_status.note_state(rank_status.REGROUP)
         sys.exit(75)
     time.sleep(0.01)
 sys.exit(int(open(f"{place}/done").read() or 0))
 """
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago, below the range that the kernel assigns to connections."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.create_server(("", port)):
+            ports.add(port)
+    return list(ports)
 
 
 class Nodes:

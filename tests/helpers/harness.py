@@ -83,8 +83,8 @@ AHEAD = {
     ),
     "torch": ("torch.profiler._cupti_monitor",),
     "megatron.training.train": (
-        "megatron.data.gpt_dataset", "megatron.models.common.cost", "megatron.models.common.decoder",
-        "megatron.models.common.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
+        "megatron.data.gpt_dataset", "megatron.costs.cost", "megatron.models.common.decoder",
+        "megatron.costs.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
     ),
 }  # fmt: skip
 """What ranks import by themselves, by what the test run has imported: 20 ms in each of thousands of ranks.
@@ -103,7 +103,7 @@ def _import_ahead() -> None:
 
 def _compare_ahead() -> None:
     """Find once what the ranks of every run compare of this machine: a third of the time of a small run."""
-    start = sys.modules.get("megatron.training.initialize")
+    start = sys.modules.get("megatron.training.rank_consistency")
     if start is None or hasattr(start.code_checksum, "cache_info"):
         return
     start.code_checksum, start._version = map(functools.cache, (start.code_checksum, start._version))

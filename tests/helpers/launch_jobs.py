@@ -69,22 +69,22 @@ for word in plan:
         with open(f"{place}/child", "w") as file:
             file.write(str(child.pid))
     elif action == "tell":
-        from megatron.training import failure
-        failure.note_committed_step(int(value) * (start + 1))
+        from megatron.runtime import progress_file
+        progress_file.note_committed_step(int(value) * (start + 1))
     elif action == "at":
-        from megatron.training import failure
-        failure.open_page()
-        failure.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
-        failure.heartbeat_note(value)
+        from megatron.runtime import rank_status
+        rank_status.open_page()
+        rank_status.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
+        rank_status.heartbeat_note(value)
     elif action in ("run", "done"):
-        from megatron.training import failure
-        failure.open_page()
-        failure.note_state(failure.RUNNING if action == "run" else "")
+        from megatron.runtime import rank_status
+        rank_status.open_page()
+        rank_status.note_state(rank_status.RUNNING if action == "run" else "")
     elif action == "quit":
         os._exit(0)
     elif action == "segv":
         import ctypes
-        from megatron.training.failure import trace_crashes
+        from megatron.runtime.exit_guard import trace_crashes
         trace_crashes()
         ctypes.string_at(0)
 """

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.training.data import UploadedBatches
-from tds.loss import LossReduction
+from megatron.training.batch_iterators import UploadedBatches
+from tds.loss_reduction import LossReduction
 
 CPU = torch.device("cpu")
 NOT_YET = 1

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tds.p2p import process_groups
-from tds.p2p.communicator import P2PCommunicator, StageLinks
+from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import Slice
+from tds.p2p.transport import StageLinks
 from tds.schedule import LOOP, Action, Backward, BackwardWeight, Forward, Placement, received, sent
 
 CPU = torch.device("cpu")

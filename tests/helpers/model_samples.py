@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard, shard_of

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron.config import parse
 from megatron.training import initialize
-from megatron.training.parity import Difference, Trace, compare, random_data, trace_steps
+from megatron.training.mock_data import random_data
+from megatron.training.parity import Difference, Trace, compare, trace_steps
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import batches
 

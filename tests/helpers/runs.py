@@ -15,13 +15,13 @@ import pretrain_gpt2
 from megatron.config import Config, parse, resolve_dtype
 from megatron.data import IndexedDatasetBuilder
 from megatron.errors import StopRequest
+from megatron.runtime.exit_signals import StopRequests
 from megatron.tokenizer import build
 from megatron.training import Callback, initialize
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.entrypoint import pretrain
-from megatron.training.exit_signals import StopRequests
+from megatron.training.step_result import StepResult
 from megatron.training.train import run
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
 from tests.helpers.harness import fork_ranks
 
@@ -174,6 +174,6 @@ def _rendezvous_by_file(store: Path) -> None:
     """Let the ranks meet in a file: no ports in tests."""
     import torch.distributed as dist
 
-    from megatron.training import rendezvous
+    from megatron.runtime import rendezvous
 
     rendezvous.open_store = lambda rank, size, *_: dist.FileStore(str(store), size)

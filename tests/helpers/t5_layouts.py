@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
 from megatron.models import T5ModelPipe
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 from megatron.mpu.topology import Topology
-from tds.loss import LossMeter, Weighted, all_reduce_loss
+from tds.loss import LossMeter, Weighted
+from tds.loss_reduction import all_reduce_loss
 from tds.schedule.simulate import placement_for
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, train

@@ -39,7 +39,7 @@ class ToyConfig(FamilyConfig):
             yield "--toy-size must not be 7"
 
 
-FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
+FAMILY = ModelFamily(name="toy", title="Toy", config=ToyConfig)
 ''',
     "huggingface.py": '''"""Names and fields of a toy in Hugging Face's files."""
 

@@ -19,7 +19,7 @@ from megatron.launch.control import RUNS, Control
 from megatron.launch.elastic import ElasticRendezvous, JobEnded
 from megatron.launch.options import parse
 from megatron.launch.outcome import Exit
-from megatron.training import failure
+from megatron.runtime import rank_status
 from tests.helpers.harness import run_ranks
 
 INIT_S = 0.15
@@ -146,9 +146,9 @@ def test_a_port_that_a_killed_launcher_still_holds_is_waited_for(monkeypatch: py
     ("exits", "is_regrouping"),
     [
         ([], True),
-        ([(75, failure.REGROUP)], True),
-        ([(75, failure.REGROUP), (4, ""), (-15, failure.RUNNING)], True),
-        ([(75, failure.REGROUP), (75, "")], False),
+        ([(75, rank_status.REGROUP)], True),
+        ([(75, rank_status.REGROUP), (4, ""), (-15, rank_status.RUNNING)], True),
+        ([(75, rank_status.REGROUP), (75, "")], False),
     ],
 )
 def test_ranks_that_a_lost_node_has_kept_from_leaving_do_not_end_the_job(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.errors import exit_code
 from megatron.launch import machine
 from megatron.launch.outcome import RESTARTED, End, Exit, job_result
-from megatron.training import failure
+from megatron.runtime import exit_guard
 from tests.helpers.harness import fork_ranks
 from tests.helpers.launch_jobs import Job
 from tests.helpers.runs import flags, write_corpus
@@ -22,8 +22,8 @@ RANKS = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, StopRequest, marked
-from megatron.training import failure
-from megatron.training.exit_signals import StopRequests
+from megatron.runtime import exit_guard, rank_status
+from megatron.runtime.exit_signals import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
 stop = StopRequests()
@@ -31,8 +31,8 @@ stop.listen()
 
 def main():
     plan = sys.argv[2 + rank]
-    failure.open_page()
-    failure.note_state(failure.RUNNING)
+    rank_status.open_page()
+    rank_status.note_state(rank_status.RUNNING)
     if plan == "peer":
         while not (place / "ready").exists():
             time.sleep(0.005)
@@ -43,7 +43,7 @@ def main():
         try:
             sys.exit(0)
         except SystemExit as error:
-            failure.report_failure(error, f"rank {rank}")
+            exit_guard.report_failure(error, f"rank {rank}")
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise
@@ -59,22 +59,23 @@ def main():
         raise NumericsError("bad") if plan == "saves" else ArithmeticError("planted")
     except ArithmeticError as error:
         if plan == "closes":
-            failure.report_failure(error, "rank 0")
+            exit_guard.report_failure(error, "rank 0")
         (place / "ready").touch()
         time.sleep(60)
 
-failure.guard(main, lambda: f"rank {rank}")
+exit_guard.guard(main, lambda: f"rank {rank}")
 """
 BAD_LOSSES = """\
 import os, time
 import pretrain_gpt2 as script
 from pathlib import Path
-from megatron.training import failure, train_step as engines, train_step as losses
+from megatron.runtime import exit_guard
+from megatron.training import loss_forms, single_stage_engine
 from megatron.training.entrypoint import pretrain
 from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
-plain, note, place = losses.as_weighted, failure.note_reporting, Path(__file__).parent
+plain, note, place = loss_forms.as_weighted, exit_guard.note_reporting, Path(__file__).parent
 
 def until(name):
     while not (place / name).exists():
@@ -98,8 +99,8 @@ def close_late(self, *, draws=True):
     time.sleep(60)
     raise OSError("no space left")
 
-failure.note_reporting = note_in_turn
-engines.as_weighted = losses.as_weighted = spoiled
+exit_guard.note_reporting = note_in_turn
+single_stage_engine.as_weighted = loss_forms.as_weighted = spoiled
 MetricsWriter.close = close_late
 pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
 """
@@ -109,7 +110,7 @@ def start(place: Path, *plans: str) -> Job:
     place.mkdir(exist_ok=True)
     script = place / "ranks.py"
     script.write_text(RANKS)
-    preload = ("--preload", "megatron.training.failure,megatron.training.exit_signals")
+    preload = ("--preload", "megatron.runtime.exit_guard,megatron.runtime.exit_signals")
     return Job(place, [[] for _ in plans], *preload, script=script, arguments=[str(place), *plans])
 
 
@@ -186,10 +187,10 @@ def test_ranks_say_the_signal_that_the_launcher_got_and_not_the_one_that_it_send
 def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:
     def end(rank: int) -> None:
         def main() -> None:
-            failure.report_failure(failure.PeerError("gone"), "rank 0")
+            exit_guard.report_failure(exit_guard.PeerError("gone"), "rank 0")
             raise OSError("while closing")
 
-        failure.guard(main, lambda: "rank 0")
+        exit_guard.guard(main, lambda: "rank 0")
 
     assert fork_ranks(1, end, init=False)[0] == [4]
 
@@ -205,7 +206,7 @@ def test_a_dead_peer_is_told_from_within_a_print(tmp_path: Path) -> None:
 
     def end(rank: int) -> None:
         sys.stderr = Busy()  # type: ignore[assignment]
-        failure.leave_for_dead_peer("a peer died: rank 1")
+        exit_guard.leave_for_dead_peer("a peer died: rank 1")
 
     assert fork_ranks(1, end, init=False)[0] == [4]
 
@@ -301,11 +302,11 @@ NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither
     ids=range(13),
 )
 def test_what_nccl_says_of_this_rank_is_not_told_of_another(error: Exception, code: int, message: str) -> None:
-    seen = failure.as_peer_error(error)
+    seen = exit_guard.as_peer_error(error)
     assert exit_code(seen) == code and message in str(seen)
-    assert not failure.is_same_everywhere(seen), "the rank that it is of must say it"
+    assert not exit_guard.is_same_everywhere(seen), "the rank that it is of must say it"
     try:
         raise RuntimeError("a step failed") from error
     except RuntimeError as outer:
-        assert exit_code(failure.as_peer_error(outer)) == code
+        assert exit_code(exit_guard.as_peer_error(outer)) == code
     assert (code in RESTARTED) == (code != 2)

@@ -21,17 +21,17 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 DYING = """\
 import os, signal, sys
 import pretrain_gpt2 as script
-from megatron.training import failure
+from megatron.runtime import rank_status
 from megatron.training.entrypoint import pretrain
 
-note = failure.heartbeat_note
+note = rank_status.heartbeat_note
 
 def note_or_die(text):
     note(text)
     if text == {at!r} and os.environ["RANK"] == "{rank}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         {act}
 
-failure.heartbeat_note = note_or_die
+rank_status.heartbeat_note = note_or_die
 pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
 """
 

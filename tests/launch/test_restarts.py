@@ -9,7 +9,7 @@ import pytest
 
 from megatron.launch import agent, attempt
 from megatron.launch.outcome import FRUITLESS, Restarts
-from megatron.training import failure
+from megatron.runtime import progress_file
 from tests.helpers.launch_jobs import Job, free_port
 
 REDUCE = """\
@@ -66,12 +66,12 @@ def test_three_starts_without_progress_end_the_job(tmp_path):
 )
 def test_progress_is_a_step_above_the_last_one_also_after_a_way_back(durable, starts, tmp_path, monkeypatch):
     restarts = Restarts(6, tmp_path / "progress")
-    monkeypatch.setenv(failure.PROGRESS_FILE_VARIABLE, str(tmp_path / "progress"))
+    monkeypatch.setenv(progress_file.PROGRESS_FILE_VARIABLE, str(tmp_path / "progress"))
     done = 0
     for step in durable:
         done += 1
         if step is not None:
-            failure.note_committed_step(step)
+            progress_file.note_committed_step(step)
         if restarts.against(1, is_node_0=True):
             break
         restarts.done += 1

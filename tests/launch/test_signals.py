@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron.training import exit_signals
+from megatron.runtime import exit_signals
 from tests.helpers.launch_jobs import Job, free_port, is_alive
 
 

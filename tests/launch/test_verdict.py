@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.launch.outcome import Exit, NodeBoard, deciding, root_cause
-from megatron.training.failure import LATE, RUNNING
+from megatron.runtime.rank_status import LATE, RUNNING
 
 
 def gone(rank: int, status: int, at: float, was_signalled: bool = False, state: str = "") -> Exit:

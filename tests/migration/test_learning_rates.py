@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 from tests.migration.test_files import SCRIPTS, values
 from tests.migration.test_start import files as files
 from tests.migration.test_start import ranks, started

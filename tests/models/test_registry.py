@@ -14,14 +14,13 @@ import pytest
 
 from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
-from megatron.checkpoint.huggingface.config import formats_of, types_of
 from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
 from megatron.mpu.topology import Topology
-from tests.helpers.toy_family import FILES, toy_family
+from tests.helpers.toy_family import toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {
@@ -220,7 +219,7 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert costs_of(config).num_parameters > 0
     assert "--toy-size" in help_text(family="toy", is_whole=True)
     assert "--toy-size" not in help_text(family="gpt2", is_whole=True)
-    assert "bash run_toy.sh" in help_text(None, "toy")
+    assert "bash run_gpt2.sh --model toy" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
     assert refused("--hidden-bias", "toy") == "--hidden-bias is not supported: a toy has no biases; leave it out"
     assert refused("--swiglu", "toy") == "--swiglu is not supported: a toy is simple; leave it out"
@@ -267,9 +266,3 @@ def test_an_unknown_family_or_part_is_an_error() -> None:
         load("opt", "cost")
     with pytest.raises(ModuleNotFoundError):
         load("gpt2", "wings")
-
-
-def test_a_family_from_outside_may_still_call_its_format_form(tmp_path: Path) -> None:
-    text = f"{FILES['huggingface.py']}\nFORM = FORMAT\ndel FORMAT\n"
-    with toy_family(tmp_path, huggingface=text), pytest.warns(DeprecationWarning, match="FORM is called FORMAT now"):
-        assert types_of("toy") == ["toy"] and len(formats_of("toy")) == 1

@@ -15,7 +15,7 @@ from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
 from megatron.checkpoint.huggingface.convert import export, import_folder, save_first
 from megatron.checkpoint.huggingface.folder import read_json, read_tensors
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config
 from megatron.data.mock_dataset import MockTokens
 from megatron.generate import generate_gpt2
@@ -108,5 +108,5 @@ def test_its_parts_are_its_own() -> None:
 
 def test_help_has_its_flags() -> None:
     toy = help_text(family="toy", is_whole=True)
-    assert "--toy-size" in toy and "bash run_toy.sh" in toy
+    assert "--toy-size" in toy and "bash run_gpt2.sh --model toy" in toy
     assert "--toy-size" not in help_text(family="gpt2", is_whole=True)

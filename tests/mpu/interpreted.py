@@ -14,7 +14,8 @@ import torch
 from megatron.mpu import fused_dropout
 from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import Group
-from megatron.mpu.random import DropoutKey, DropoutStreams, PhiloxDropout
+from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.random import DropoutKey, DropoutStreams
 
 PLACE = {"layer": 5, "site": "mlp output"}
 BY_KERNEL = DropoutStreams.by_kernel

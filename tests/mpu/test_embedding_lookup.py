@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.models.bert.model import BertEmbedding
 from megatron.models.common.language_model import Embedding, PositionEmbedding
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.model import T5Model
 from megatron.mpu.embedding_lookup import accumulate_rows, embedding_lookup
 from megatron.mpu.layers import VocabParallelEmbedding

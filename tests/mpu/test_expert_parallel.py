@@ -10,8 +10,8 @@ from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from tests.helpers.harness import run_ranks
 
-COUNTS = [[2, 0, 3, 1], [0, 0, 0, 5], [1, 4, 0, 0], [0, 0, 0, 0]]
-"""Rows that each rank has for each of four experts."""
+COUNTS = [[2, 1, 3, 1], [1, 0, 2, 5], [1, 4, 0, 0], [0, 0, 0, 0]]
+"""Rows that each rank has for each of four experts; on two ranks the received rows must be sorted by expert."""
 
 
 def exchanged(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.mpu import random
+from megatron.mpu import philox_dropout
 from megatron.mpu.groups import Group
-from megatron.mpu.random import DropoutKey, PhiloxDropout, philox
+from megatron.mpu.philox import philox
+from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.random import DropoutKey
 from tests.mpu.test_random import N, are_unrelated, small_stack
 
 KNOWN = [  # counter, key, output: Random123's kat_vectors for philox4x32-10
@@ -89,7 +91,7 @@ def test_every_rank_draws_its_part_of_the_mask_of_one_process(at, width):
 
 def test_working_in_blocks_changes_no_mask(monkeypatch):
     hidden, attention = hidden_mask(), attention_mask()
-    monkeypatch.setitem(random.BLOCK, "cpu", 1)
+    monkeypatch.setitem(philox_dropout.BLOCK, "cpu", 1)
     assert torch.equal(hidden_mask(), hidden) and torch.equal(attention_mask(), attention)
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.common.language_model import LazyLogits, materialize_logits, model_loss
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import vocab_range
 from megatron.training.trainer import Trainer

@@ -1,14 +1,45 @@
-"""Mutants of tensor-parallel layers and their collectives."""
+"""Mutants of tensor-, sequence-, context- and expert-parallel layers, of their groups, losses and dropout masks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from tests.mutants.mutant import mutant
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
-LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears"
-EMBEDDING = "tests/mpu/test_vocabulary.py::test_embedding_equals_torch_and_padded_rows_get_no_gradient"
-ENTROPY = "tests/mpu/test_vocabulary.py::test_cross_entropy_equals_torch_and_padded_columns_get_no_probability"
+from megatron.mpu.context_parallel import rank_by_rank
+from megatron.mpu.mappings import leave_tensor_region
+from tests.mutants.mutant import mutant, then
+
+LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears[2]"
+SEQUENCE = "tests/mpu/test_products.py::test_parts_of_the_sequence_go_in_and_come_out"
+MAPPINGS = "tests/mpu/test_mappings.py"
+VOCABULARY = "tests/mpu/test_vocabulary.py"
+EMBEDDING = f"{VOCABULARY}::test_embedding_equals_torch_and_padded_rows_get_no_gradient[vocabulary 101 by 1-2]"
+ENTROPY = f"{VOCABULARY}::test_cross_entropy_equals_torch_and_padded_columns_get_no_probability"
+ENTROPY_1, ENTROPY_2 = (f"{ENTROPY}[vocabulary 101 by {case}]" for case in ("8-1", "1-2"))
+HALF_PRECISION = "tests/mpu/test_embedding_lookup.py::test_repeated_rows_are_rounded_once_and_other_rows_are_zero[bf16]"
+CHUNKS = "tests/mpu/test_linear_cross_entropy.py"
+CHUNKED = f"{CHUNKS}::test_sum_and_gradients_equal_those_of_torch_however_the_tokens_and_words_are_cut"
+Z_LOSS = "tests/mpu/test_z_loss.py::test_loss_and_gradients_are_those_of_the_formula_on_any_ranks[1]"
+SHARD = "tests/mpu/test_shard.py"
+TOPOLOGY = "tests/mpu/test_topology.py"
+GRID = "tests/mpu/test_initialize.py::test_views_groups_and_broadcast_follow_the_grid"
+DROPOUT = "tests/mpu/test_random.py"
+OTHER_MASK = f"{DROPOUT}::test_every_other_difference_of_place_gives_another_mask"
+PHILOX = "tests/mpu/test_random_counted.py"
+OWN_MASK = f"{PHILOX}::test_every_rank_draws_its_part_of_the_mask_of_one_process"
+CONTEXT = "tests/mpu/test_context_parallel.py"
+CHUNK_ORDER = f"{CONTEXT}::test_every_token_is_on_one_rank_and_causal_work_is_even"
+EXCHANGE = "tests/mpu/test_expert_parallel.py::test_rows_come_to_their_experts_in_the_order_of_senders_and_go_back[2]"
+EXPERT_AXIS = "tests/mpu/test_expert_parallel.py::test_the_expert_axis_lies_within_data_and_context"
+
+# Collectives of tensor and sequence parallelism
 
 
 @mutant("megatron.mpu.mappings:_Reduce.forward", LINEAR)
@@ -19,3 +50,354 @@ def row_parallel_output_is_not_summed(original: Any) -> Any:
 @mutant("megatron.mpu.mappings:_Reduce.backward", LINEAR)
 def row_parallel_gradient_is_doubled(original: Any) -> Any:
     return lambda ctx, *grads: (2 * grads[0], None)
+
+
+@mutant("megatron.mpu.mappings:_Copy.backward", f"{MAPPINGS}::test_copy_keeps_the_input_and_sums_the_gradients[2]")
+def gradient_of_a_copied_input_is_not_summed(original: Any) -> Any:
+    return lambda ctx, *grads: (grads[0], None)
+
+
+@mutant("megatron.mpu.mappings:_all_gather", f"{MAPPINGS}::test_gather_joins_the_inputs_and_takes_the_own_gradient[2]")
+def gathered_columns_are_in_reverse_rank_order(original: Any) -> Any:
+    return lambda x, group: torch.cat(original(x, group).chunk(group.size, dim=-1)[::-1], dim=-1)
+
+
+@mutant("megatron.mpu.mappings:start_all_reduce", LINEAR)
+def column_parallel_input_gradient_is_not_summed(original: Any) -> Any:
+    return lambda x, group: replace(original(x.clone(), group), tensor=x)
+
+
+@mutant("megatron.mpu.mappings:start_reduce_scatter", SEQUENCE)
+def sequence_parallel_input_gradient_is_not_summed(original: Any) -> Any:
+    return lambda x, group: replace(original(x, group), tensor=x.chunk(group.size)[group.rank])
+
+
+@mutant("megatron.mpu.mappings:start_all_gather", SEQUENCE)
+def weight_gradient_sees_the_local_sequence_shard_only(original: Any) -> Any:
+    return lambda x, group: replace(original(x, group), tensor=torch.cat([x] * group.size))
+
+
+@mutant("megatron.mpu.mappings:_ReduceScatterRows.forward", SEQUENCE)
+def reduce_scatter_does_not_sum(original: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.chunk(group.size)[group.rank].clone()
+
+    return forward
+
+
+# Parallel layers
+
+
+@mutant("megatron.mpu.layers:RowParallelLinear.forward", LINEAR)
+def row_parallel_bias_is_added_on_every_rank(original: Any) -> Any:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return leave_tensor_region(F.linear(x, self.weight, self.bias), self.group, self.sequence_parallel)
+
+    return forward
+
+
+@mutant(
+    "megatron.mpu.layers:_start_sum",
+    "tests/models/common/test_mlp.py::test_a_gated_one_is_the_activation_of_one_product_times_another[2-gated-silu]",
+)
+def input_gradient_lacks_the_second_product(original: Any) -> Any:
+    return lambda ctx, x, rows, weights: original(ctx, x, rows[:1], weights[:1])
+
+
+@mutant("megatron.mpu.shard:set_partial", SEQUENCE)
+def row_parallel_bias_gradient_is_not_marked_as_partial(original: Any) -> Any:
+    return lambda parameter: parameter
+
+
+@mutant("megatron.mpu.shard:Shard.cut", f"{SHARD}::test_cut_takes_the_own_rows_or_columns")
+def every_rank_holds_the_first_shard(original: Any) -> Any:
+    return lambda self, full: original(replace(self, start=0), full)
+
+
+@mutant("megatron.mpu.shard:Shard.unpadded", f"{SHARD}::test_unpadded_leaves_out_the_rows_that_belong_to_nobody")
+def padding_rows_belong_to_the_shard(original: Any) -> Any:
+    return lambda self, local: local
+
+
+# Vocabulary-parallel embedding and cross-entropy
+
+
+@mutant(
+    "megatron.mpu.layers:vocab_range", f"{VOCABULARY}::test_ranges_cover_each_token_once_and_tables_are_of_one_size"
+)
+def vocabulary_shards_overlap_by_one_token(original: Any) -> Any:
+    def vocab_range(*args: Any) -> tuple[int, int, int]:
+        rows, start, num_real = original(*args)
+        return rows, max(start - 1, 0), num_real
+
+    return vocab_range
+
+
+@mutant("megatron.mpu.layers:VocabParallelEmbedding.forward", EMBEDDING)
+def tokens_of_other_ranks_are_looked_up_too(original: Any) -> Any:
+    def forward(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding((tokens - self.start).clamp(0, self.num_real - 1), self.weight)
+        return leave_tensor_region(rows, self.group, self.sequence_parallel)
+
+    return forward
+
+
+@mutant("megatron.mpu.embedding_lookup:embedding_lookup", HALF_PRECISION)
+def embedding_gradient_is_accumulated_in_16_bits(original: Any) -> Any:
+    return lambda ids, table: F.embedding(ids, table)
+
+
+@mutant("megatron.mpu.cross_entropy:vocab_parallel_cross_entropy", ENTROPY_1)
+def padded_columns_take_part_in_the_softmax(original: Any) -> Any:
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, group: Any, **how: Any) -> Any:
+        return original(logits, targets, group=group, **{**how, "vocab_size": logits.shape[-1] * group.size})
+
+    return cross_entropy
+
+
+@mutant(
+    "megatron.mpu.cross_entropy:vocab_parallel_cross_entropy",
+    f"{VOCABULARY}::test_losses_of_16_bit_logits_are_taken_in_fp32",
+)
+def losses_are_rounded_to_16_bits(original: Any) -> Any:
+    return lambda logits, *args, **how: original(logits, *args, **how).to(logits.dtype)
+
+
+@mutant("megatron.mpu.mappings:all_reduce", ENTROPY_2)
+def largest_logit_is_each_ranks_own(original: Any) -> Any:
+    return lambda x, group, op=dist.ReduceOp.SUM: x if op == dist.ReduceOp.MAX else original(x, group, op)
+
+
+@mutant("megatron.mpu.cross_entropy:_CrossEntropy.backward", ENTROPY_1)
+def upstream_gradient_of_the_loss_is_ignored(original: Any) -> Any:
+    return lambda ctx, *grads: original(ctx, torch.ones_like(grads[0]), *grads[1:])
+
+
+@mutant("megatron.mpu.cross_entropy:_VocabParallelCrossEntropy.backward", ENTROPY_2)
+def target_probability_is_subtracted_on_every_rank(original: Any) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        softmax, local, elsewhere, *slopes = ctx.saved_tensors
+        saved = softmax, local, torch.zeros_like(elsewhere), *slopes
+        return original(SimpleNamespace(saved_tensors=saved), *grads)
+
+    return backward
+
+
+@mutant("megatron.mpu.cross_entropy:slopes_of_softmax", Z_LOSS)
+def gradient_of_the_z_loss_is_halved(original: Any) -> Any:
+    return lambda log_z, z_loss: original(log_z, z_loss / 2)
+
+
+@mutant(
+    "megatron.mpu.cross_entropy:known_or_nan",
+    f"{CHUNKS}::test_off_the_cpu_such_a_label_makes_no_number_and_waits_for_nothing",
+)
+def labels_outside_the_vocabulary_are_accepted(original: Any) -> Any:
+    return lambda weights, targets, vocab_size, **how: weights
+
+
+# Cross-entropy in chunks of tokens, with the product of the head
+
+
+@mutant("megatron.mpu.linear_cross_entropy:_Work._chunks", f"{CHUNKED}[101-5-some-1]")
+def last_incomplete_chunk_is_dropped(original: Any) -> Any:
+    return lambda self: (rows for rows in original(self) if rows.stop - rows.start == self.given.at_once)
+
+
+@mutant("megatron.mpu.linear_cross_entropy:_add_product", f"{CHUNKED}[101-5-some-1]")
+def head_gradient_is_that_of_the_last_chunk(original: Any) -> Any:
+    return lambda *args, is_first: original(*args, is_first=True)
+
+
+@mutant(
+    "megatron.mpu.linear_cross_entropy:_add_product", f"{CHUNKS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
+)
+def head_gradient_is_accumulated_in_16_bits(original: Any) -> Any:
+    def add(total: torch.Tensor, a: torch.Tensor, *args: Any, **how: Any) -> None:
+        original(total, a, *args, **how)
+        total.copy_(total.to(a.dtype))
+
+    return add
+
+
+@mutant("megatron.mpu.linear_cross_entropy:_Work._gathered", f"{CHUNKED}[101-5-some-2]")
+def chunked_softmax_ignores_other_tensor_ranks(original: Any) -> Any:
+    return lambda self, own: (own.unsqueeze(0), None)
+
+
+@mutant("megatron.mpu.linear_cross_entropy:_Work._add_gradients", f"{CHUNKED}[64-4-weighed-1]")
+def chunked_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
+    return lambda self, begun, factor, of_exponentials: original(self, begun, torch.ones_like(factor), of_exponentials)
+
+
+# Groups and their order
+
+
+@mutant(
+    "megatron.mpu.topology:Topology.coordinate",
+    f"{TOPOLOGY}::test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest",
+)
+def tensor_and_pipeline_axes_are_swapped(original: Any) -> Any:
+    def coordinate(self: Any, rank: int) -> Any:
+        swapped = replace(self, tensor=self.pipe, pipe=self.tensor)
+        found = original(swapped, rank)
+        return replace(found, tensor=found.pipe, pipe=found.tensor)
+
+    return coordinate
+
+
+@mutant(
+    "megatron.mpu.topology:Topology.coordinate", f"{TOPOLOGY}::test_context_runs_between_tensor_and_data_as_in_megatron"
+)
+def data_axis_runs_faster_than_context(original: Any) -> Any:
+    def coordinate(self: Any, rank: int) -> Any:
+        swapped = replace(self, data=self.context, context=self.data)
+        found = original(swapped, rank)
+        return replace(found, data=found.context, context=found.data)
+
+    return coordinate
+
+
+@mutant("megatron.mpu.topology:Topology.expert_groups", EXPERT_AXIS)
+def expert_groups_and_their_replicas_are_swapped(original: Any) -> Any:
+    return lambda self, *, of_replicas=False: original(self, of_replicas=not of_replicas)
+
+
+@mutant("megatron.mpu.groups:AXES", GRID)
+def model_group_spans_the_data_axis(original: Any) -> Any:
+    return {**original, "model": ("pipe", "data")}
+
+
+# Batches
+
+
+@mutant(
+    "megatron.mpu.data:Upload.on_device",
+    "tests/mpu/test_uploads.py::test_to_a_program_it_is_what_was_read_and_its_changes_count",
+)
+def upload_ignores_what_the_script_has_changed(original: Any) -> Any:
+    return lambda self, name: self._copies[name] if name in self._copies else original(self, name)
+
+
+# Dropout masks
+
+
+@mutant("megatron.mpu.random:DropoutStreams.__init__", f"{OTHER_MASK}[{{'data': 1}}-False]")
+def replicas_draw_the_same_masks(original: Any) -> Any:
+    return then(original, lambda self: setattr(self, "data_rank", 0))
+
+
+@mutant("megatron.mpu.random:DropoutStreams.__init__", f"{DROPOUT}::test_tensor_ranks_differ_where_the_tensor_is_cut")
+def tensor_ranks_draw_the_same_masks_of_sharded_tensors(original: Any) -> Any:
+    return then(original, lambda self: setattr(self, "tensor_rank", 0))
+
+
+@mutant("megatron.mpu.random:DropoutStreams.key", f"{OTHER_MASK}[{{'micro_batch': 3}}-False]")
+def micro_batches_draw_the_same_masks(original: Any) -> Any:
+    def key(self: Any, layer: int, site: str, is_cut: bool) -> int:
+        with self.at(replace(self.position, micro_batch=0)):
+            return int(original(self, layer, site, is_cut))
+
+    return key
+
+
+@mutant(
+    "megatron.mpu.random:DropoutStreams.at",
+    f"{DROPOUT}::test_recomputing_draws_the_same_masks_even_when_the_position_has_moved_on",
+)
+def recompute_draws_the_masks_of_the_current_micro_batch(original: Any) -> Any:
+    return lambda self, position: nullcontext()
+
+
+@mutant("megatron.mpu.philox:KEY_STEPS", f"{PHILOX}::test_philox_gives_the_known_answers")
+def every_philox_round_uses_the_same_key(original: Any) -> Any:
+    return 0, 0
+
+
+@mutant("megatron.mpu.philox_dropout:PhiloxDropout.__init__", OWN_MASK)
+def layout_independent_masks_start_anew_on_each_tensor_rank(original: Any) -> Any:
+    return then(original, lambda self: setattr(self, "tensor_rank", 0))
+
+
+@mutant("megatron.mpu.philox_dropout:PhiloxDropout._first_sample", OWN_MASK)
+def layout_independent_masks_start_anew_in_each_replica(original: Any) -> Any:
+    return lambda self, samples, at=None: (at or self.position).micro_batch * samples
+
+
+@mutant(
+    "megatron.mpu.philox_dropout:_without",
+    f"{PHILOX}::test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient",
+)
+def kept_elements_are_not_scaled_up(original: Any) -> Any:
+    return lambda x, mask, probability: x.masked_fill(mask, 0.0)
+
+
+# Context parallelism
+
+
+@mutant("megatron.mpu.topology:chunks_of", CHUNK_ORDER)
+def context_ranks_hold_neighbouring_chunks(original: Any) -> Any:
+    return lambda rank, size: (2 * rank, 2 * rank + 1)
+
+
+@mutant("megatron.mpu.context_parallel:in_order", CHUNK_ORDER)
+def gathered_sequence_stays_in_rank_order(original: Any) -> Any:
+    return lambda x, size: x
+
+
+@mutant("megatron.mpu.context_parallel:runs_within", f"{CONTEXT}::test_runs_of_a_part_are_where_its_tokens_are")
+def part_of_a_chunk_starts_where_the_chunk_does(original: Any) -> Any:
+    def runs_within(runs: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
+        for run in runs:
+            for part in original((run,), start, stop):
+                yield part._replace(first=run.first)
+
+    return runs_within
+
+
+@mutant(
+    "megatron.mpu.context_parallel:_Gather.backward",
+    f"{CONTEXT}::test_exchanges_give_the_sequence_and_sum_gradients[2]",
+)
+def gradient_of_gathered_keys_is_not_summed(original: Any) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return rank_by_rank(grads[0], ctx.group.size).chunk(ctx.group.size)[ctx.group.rank], None
+
+    return backward
+
+
+# Expert parallelism
+
+
+@mutant("megatron.mpu.expert_parallel:Exchange.back", EXCHANGE)
+def outputs_of_experts_come_back_in_the_order_of_experts(original: Any) -> Any:
+    return lambda self, rows: original(replace(self, place=torch.arange(len(self.place))), rows)
+
+
+@mutant("megatron.mpu.expert_parallel:_GiveBack.backward", EXCHANGE)
+def gradient_of_expert_outputs_is_doubled(original: Any) -> Any:
+    return lambda ctx, *grads: (2 * original(ctx, *grads)[0], None)
+
+
+# Recompute
+
+
+@mutant(
+    "megatron.mpu.activation_storage:_Kept._own_part",
+    "tests/mpu/test_kept.py::test_a_rank_keeps_its_part_also_where_parts_are_not_even",
+)
+def every_tensor_rank_stores_the_first_part(original: Any) -> Any:
+    def own_part(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.how = replace(self.how, group=replace(self.how.group, rank=0))
+        return original(self, x)
+
+    return own_part
+
+
+@mutant(
+    "megatron.mpu.activation_storage:_Buffer.slot",
+    "tests/mpu/test_kept.py::test_all_slots_lie_in_one_buffer_and_are_used_again",
+)
+def recompute_buffer_hands_out_a_slot_in_use(original: Any) -> Any:
+    return lambda self: (self._free[-1], lambda: None)

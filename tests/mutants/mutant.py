@@ -58,6 +58,16 @@ def mutant(target: str, *tests: str, raises: bool = False) -> Callable[[Callable
     return register
 
 
+def then(original: Callable[..., None], change: Callable[[Any], None]) -> Callable[..., None]:
+    """Return an ``__init__`` that changes the new object after the original has run."""
+
+    def init(self: Any, *args: Any, **how: Any) -> None:
+        original(self, *args, **how)
+        change(self)
+
+    return init
+
+
 def load_mutants() -> dict[str, Mutant]:
     """Import every file of mutants and return the mutants by name."""
     for module in pkgutil.iter_modules(tests.mutants.__path__):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from megatron import torch_compat
-from megatron.models.common import decoder_cost
+from megatron.costs import decoder_cost
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.ops import causal_attention, document_attention, plans
 from megatron.ops.causal_attention import causal_self_attention
 from megatron.ops.document_attention import attention_by_length, document_starts, document_stops

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron import torch_compat
-from megatron.models.common import decoder_cost
+from megatron.costs import decoder_cost
 from megatron.models.common.attention import SelfAttention
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.ops import document_attention, flex_attention, plans
 from megatron.ops.document_attention import document_starts, document_stops
 from megatron.ops.flex_attention import BLOCK, attention_by_blocks

@@ -18,9 +18,10 @@ from megatron.mpu.shard import Shard
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
+from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
-from megatron.training.train_state import CHECKPOINTS, TrainState, make_moments, open_for, restore, save_state
+from megatron.training.state_records import make_moments
+from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore, save_state
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 

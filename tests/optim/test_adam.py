@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron.config import parse
+from megatron.costs.memory import State
 from megatron.errors import ConfigError
 from megatron.models import registry
-from megatron.models.common.memory import State
 from megatron.mpu.topology import Topology
 from megatron.optim import adam, build_optimizer
 from megatron.optim.optimizer import state_of, take_state

@@ -170,7 +170,7 @@ def both_ways(rank: int, size: int, gas: int) -> dict[str, Any]:
         for way in (False, True):
             scaler = None
             if how["dtype"] is torch.float16:
-                scaler = GradScaler(scale=2.0**15, is_dynamic=True, hysteresis=1, window=50)
+                scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
             grad_buffer.SCATTERS = way
             sides.append(make(grid, 1, overlaps_sums=True, scaler=scaler, **how))
         assert [optimizer.cuts_gradients for _, optimizer in sides] == [False, True]
@@ -187,7 +187,8 @@ def both_ways(rank: int, size: int, gas: int) -> dict[str, Any]:
             for mine, other in zip(plain.parameters(), module.parameters(), strict=True):
                 worst = max(worst, (mine - other).abs().max().item())
         found[kind] = worst, norms, alike, skipped
-        assert not torch.equal(module.words.weight.float(), Model().words.weight)
+        words = module.words.weight
+        assert not torch.equal(words, Model().words.weight.to(words.dtype))
     return found
 
 

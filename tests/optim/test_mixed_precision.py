@@ -145,7 +145,10 @@ def dynamic(**changes):
 
 
 def backward(parameter, optimizer, factor=2.0):
-    """A gradient of ``factor`` per element: 2 * 2^16 is beyond fp16."""
+    """Leave a gradient of ``factor`` times the loss scale in each element; from 2^16 on fp16 overflows.
+
+    At a loss scale of 2^16 every factor overflows.
+    """
     (parameter * factor).sum().float().mul(optimizer.loss_scale).backward()
 
 
@@ -274,15 +277,18 @@ def test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process()
 
 def overflow_on_one_rank(rank, size):
     grid = build_grid(Topology.of_world(size, tensor=2, pipe=2), rank)
-    parameter, optimizer = one_weight(torch.float16, scaler=dynamic(), model=grid.model, tensor=grid.tensor)
+    parameter, optimizer = one_weight(
+        torch.float16, scaler=dynamic(scale=2.0**15), model=grid.model, tensor=grid.tensor
+    )
     set_shard(parameter, Shard((8,), 0, 4 * grid.tensor.rank, 4))
     backward(parameter, optimizer, 2.0 if rank == 3 else 0.25)
+    assert bool(optimizer.gradient_of(parameter).isfinite().all()) == (rank != 3)
     optimizer.step()
     return optimizer.overflow, optimizer.loss_scale, parameter.tolist()
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    assert run_ranks(4, overflow_on_one_rank, 4) == [(True, 2.0**15, [1.0] * 4)] * 4
+    assert run_ranks(4, overflow_on_one_rank, 4) == [(True, 2.0**14, [1.0] * 4)] * 4
 
 
 def test_a_norm_that_was_asked_for_ahead_is_of_the_gradients_that_lie_there():

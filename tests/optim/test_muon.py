@@ -188,7 +188,7 @@ def test_weights_travel_in_runs_of_few_numbers_for_an_owner() -> None:
 
 
 def test_making_its_state_moves_no_weight() -> None:
-    from megatron.training.train_state import make_moments
+    from megatron.training.state_records import make_moments
 
     model = grouped_model()
     before = [p.detach().clone() for p in model.parameters()]

@@ -34,7 +34,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
     for overlaps in (False, True):
         scaler = None
         if settings.get("dtype") is torch.float16:
-            scaler = GradScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50)
+            scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
         made.append(make(grid, stage, overlaps_sums=overlaps, scaler=scaler, **settings))
     return made
 
@@ -58,7 +58,8 @@ def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
             for (name, wanted), value in zip(plain.named_parameters(), module.parameters(), strict=True):
                 if not torch.equal(value, wanted):
                     different.add(name)
-        found[kind] = different, not torch.equal(module.words.weight.float(), Model().words.weight)
+        words = module.words.weight
+        found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
     return found
 
 

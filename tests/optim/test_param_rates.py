@@ -14,7 +14,7 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.optim import build_optimizer
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import HEAD, WORD_TABLE, RateTable
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.trainer import Callback, Trainer
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import check_fp64, difference

@@ -15,7 +15,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import options_of
 from megatron.optim import LRScheduler
 from megatron.optim.lr_scheduler import INVERSE_SQUARE_ROOT, STYLES
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 
 ENDING = [style for style in STYLES if style != INVERSE_SQUARE_ROOT]
 LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1

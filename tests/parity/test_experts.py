@@ -20,8 +20,8 @@ from megatron.models.common.router import Router
 from megatron.optim import grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training import initialize
+from megatron.training.loss_forms import as_weighted
 from megatron.training.parity import Trace, compare, trace_steps
-from megatron.training.train_step import as_weighted
 from tests.helpers.harness import RankFailure, run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags, serial, trace_rank
 

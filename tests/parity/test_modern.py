@@ -18,7 +18,8 @@ from megatron.generate import generate_gpt2
 from megatron.mpu.random import DropoutStreams
 from megatron.training import global_vars, initialize, setup
 from megatron.training.compile import compile_layers
-from megatron.training.parity import Difference, Trace, compare, mock_tokenizer
+from megatron.training.mock_data import mock_tokenizer
+from megatron.training.parity import Difference, Trace, compare
 from megatron.training.setup import build_engine
 from tests.helpers import harness
 from tests.helpers.harness import run_ranks

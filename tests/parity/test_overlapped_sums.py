@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.training.parity import Trace
-from tds import gradients
+from tds import backward_state, gradients
 from tds.engine import weight_grad_store
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
@@ -48,7 +48,7 @@ def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, l
     start = gradients.GradientBucket.start_all_reduce
 
     def noting(*args: Any) -> gradients.GradientBucket:
-        within.append(gradients.is_running() or makes_weights())
+        within.append(backward_state.is_running() or makes_weights())
         return start(*args)
 
     gradients.GradientBucket.start_all_reduce = noting  # type: ignore[method-assign]

@@ -18,8 +18,8 @@ from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
 from megatron.training import global_vars, initialize, setup
 from megatron.training.data import RunData
-from megatron.training.initialize import World
 from megatron.training.parity import Trace, compare, trace_steps
+from megatron.training.world import World
 from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import check_fp64

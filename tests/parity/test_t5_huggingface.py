@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
 from megatron.models import T5ModelPipe
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import Grid, build_grid

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models import registry
-from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import parse
-from megatron.models.common.memory import Zero
+from megatron.costs.memory import Zero
 from megatron.planner.estimate import Estimate, Planner, estimate
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.machine import device

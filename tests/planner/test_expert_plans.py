@@ -9,8 +9,8 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.config import Config, parse
+from megatron.costs.memory import State
 from megatron.log import human_count
-from megatron.models.common.memory import State
 from megatron.mpu.topology import Topology
 from megatron.planner.estimate import DATA, EXPERT, Planner
 from megatron.planner.layout import Layout, layout_of, problems

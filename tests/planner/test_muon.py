@@ -8,9 +8,9 @@ import pytest
 
 from megatron.config import parse
 from megatron.config.newton_schulz import newton_schulz_flops
+from megatron.costs.memory import State
 from megatron.models import registry
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.memory import State
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.matrices import matrices_of
 from megatron.mpu.topology import Topology

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.costs.memory import State
 from megatron.models import registry
-from megatron.models.common.memory import State
 from megatron.models.registry import FAMILIES
 from megatron.planner import layer_benchmarks
 from megatron.planner.calibrate import MeasuredMachine, joined

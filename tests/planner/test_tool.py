@@ -87,7 +87,7 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
     flags = dict(zip(own[1::2], own[::2], strict=True))
     flags |= {line.split()[2]: line.split()[1] for line in shared.splitlines() if line.startswith("add --")}
     words = [word for name, value in given.items() if name in flags for word in (flags[name], value)]
-    recipe = shlex.split(script.split('\nrecipe="')[1].split('"')[0])
+    recipe = shlex.split(script.split('\nrecipe="')[1].split('"')[0].replace("--model $MODEL ", ""))
     ranks = int(given["GPUS_PER_NODE"]) * int(given["NNODES"])
     missing = set(given) - set(flags) - {"GPUS_PER_NODE", "NNODES"}
     assert not missing, "a variable that the run script does not know"
@@ -405,3 +405,12 @@ def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_hugging_face_model_type_is_planned_as_a_model_of_its_family(tmp_path: Path) -> None:
+    sizes = "--num-layers 4 --hidden-size 256 --gpus 2"
+    (tmp_path / "run.yaml").write_text("model: qwen3\n")
+    for words in (f"--model qwen3 {sizes}", f"--config {tmp_path / 'run.yaml'} {sizes}"):
+        _, flags, rest = plan.read_flags(words.split())
+        config = plan.question(flags, rest).config
+        assert (flags.model, config.family, config.model.qk_norm) == ("llama", "llama", "head")

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tds import plot
-from tds.engine.monitor import bubble_of
+from tds.bubble_timer import BubbleTimer
+from tds.clocks import HostClock
+from tds.engine.stage_table import bubble_of
 from tds.pipe import PipelineModule
 from tds.schedule import Costs, schedule_named, simulate
-from tds.timers import BubbleTimer, HostClock
 from tds.trace import read_traces
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine

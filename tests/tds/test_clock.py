@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tds.timers import EventClock, HostClock, clock_for, offset_to_wall_ns
+from tds.clocks import EventClock, HostClock, clock_for, offset_to_wall_ns
 
 
 def test_the_hosts_clock_counts_seconds_between_marks() -> None:

@@ -6,9 +6,12 @@ import importlib
 import inspect
 import json
 import math
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -40,11 +43,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from benchmarks.many_ranks_counting import lines_run
 from tds import deepspeed_api, torch_api
 from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
-from tds.engine.build import KEYS
+from tds.engine.pipeline_json import KEYS
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
 
@@ -216,6 +218,24 @@ def test_our_grid_is_deepspeeds(sizes: tuple[int, ...]) -> None:
         assert ours == theirs
     grid = mock.Mock(_topo=kind(*sizes))
     assert deepspeed_api.places_of(grid) == [grid._topo.get_coord(rank) for rank in range(ranks)]
+
+
+def lines_run(do: Callable[[], Any]) -> int:
+    """Return the number of Python lines that a call executes: a measure of work that is the same on every machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-import tds.gradients
+import tds.grad_norm
 from megatron import mpu
 from megatron.mpu.groups import build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
-from tds.gradients import clip_coefficient, global_norm, is_counted_in_norm, square_of_norm
+from tds.grad_norm import clip_coefficient, global_norm, is_counted_in_norm, square_of_norm
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import random
 
@@ -131,10 +131,10 @@ def test_squares_add_up_in_fp64_however_many_they_are(shape, dtype):
 
 def test_on_a_device_the_norms_of_all_gradients_of_a_type_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    plain = tds.gradients.torch_api.norms_of_all
-    monkeypatch.setattr(tds.gradients, "is_host", lambda device: False)
+    plain = tds.grad_norm.torch_api.norms_of_all
+    monkeypatch.setattr(tds.grad_norm, "is_host", lambda device: False)
     monkeypatch.setattr(
-        tds.gradients.torch_api, "norms_of_all", lambda same, dtype: calls.append(dtype) or plain(same, dtype)
+        tds.grad_norm.torch_api, "norms_of_all", lambda same, dtype: calls.append(dtype) or plain(same, dtype)
     )
     gradients = [random(n, 40 + n, 30).to(dtype) for n in range(3) for dtype in (torch.float32, torch.bfloat16)]
     gradients.append(random(9, 3000))

@@ -24,7 +24,7 @@ WITHOUT_DEEPSPEED = (
     "tds.p2p.host_copies",
     "tds.p2p.process_groups",
     "tds.plot",
-    "tds.timers",
+    "tds.action_times",
     "tds.trace",
     "tds.watchdog.alarm",
     "tds.watchdog.diagnosis",

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tds.loss import MAX_BYTES, MAX_LOSSES, LossMeter, MeanLosses, Weighted, all_reduce_loss, named_losses
+from tds.loss import LossMeter, Weighted, named_losses
+from tds.loss_reduction import MAX_BYTES, MAX_LOSSES, MeanLosses, all_reduce_loss
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, worst
 

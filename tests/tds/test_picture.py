@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from tds import plot
-from tds.schedule import Backward, Costs, Forward, Span, Timeline, schedule_named, simulate, validate
+from tds.schedule import Costs, Span, Timeline, schedule_named, simulate, validate
 from tds.trace import MeasuredStep
 
 
@@ -102,29 +102,3 @@ def test_kinds_are_told_apart_by_their_brightness_too() -> None:
     for names in together:
         for one, two in itertools.combinations(names, 2):
             assert abs(by_name[one] - by_name[two]) > 0.07, (one, two)
-
-
-def test_a_pair_is_drawn_in_two_halves_and_its_time_counts_once(figures: list[Figure]) -> None:
-    spans = (
-        Span(Forward(0), 0.0, 1.0),
-        Span(Forward(1), 1.0, 2.5),
-        Span(Backward(0), 1.5, 4.0),
-        Span(Backward(1), 5.0, 6.0),
-    )
-    timeline = Timeline((spans,))
-    assert timeline.busy_s == (5.0,) and timeline.bubble == pytest.approx(1 / 6) and timeline.has_pairs
-    assert not Timeline((spans[:2],)).has_pairs
-    step = MeasuredStep(3, 0, "1f1b", 1, 2, timeline, Costs.even(1))
-    plot.draw_measured(step, "no file")
-    (axes,) = figures[0].axes  # alone: its actions have no costs of their own
-    boxes = [each for each in axes.collections if isinstance(each, PolyCollection)][1:]
-    heights = sorted(
-        (path.vertices[:, 0].min(), path.vertices[:, 1].min(), path.vertices[:, 1].max())
-        for each in boxes
-        for path in each.get_paths()
-    )
-    half = plot.BOX_HEIGHT / 2
-    starts = [start for start, *_ in heights]
-    assert starts[0] == 0 and heights[1][1:] == (-half, 0) and heights[2][1:] == (0, half)
-    assert heights[0][1:] == heights[3][1:] == (-half, half)
-    assert "predicted" not in figures[0].texts[0].get_text()

@@ -22,7 +22,7 @@ CONTRACT = (Path(__file__).parent / "test_deepspeed_contract.py").read_text()
 APIS = ("deepspeed_api.py", "torch_api.py")
 ELSEWHERE = {
     "host_copies.py": "a process group, made of what torch calls on any",
-    "boundary.py": "of the messages between stages, which do without DeepSpeed",
+    "boundary_layers.py": "of the messages between stages, which do without DeepSpeed",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tds
-from tds.engine.monitor import Piece, format_layers, table
+from tds.engine.stage_table import Piece, format_layers, table
 from tds.layer_profiler import LayerCost, even_out, profile_layers, profiled_cut
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks

@@ -11,7 +11,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.p2p.boundary import Boundary, entered
+from tds.p2p.boundary import Boundary
+from tds.p2p.local_boundary import entered
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Dense, Toy, make_engine, reference, train, worst

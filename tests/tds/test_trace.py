@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from tds import plot
-from tds.engine import monitor
+from tds.action_times import Recorder, Work
+from tds.clocks import HostClock
+from tds.engine import trace_window
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, schedule_named
-from tds.timers import HostClock, Recorder, Work
-from tds.trace import BESIDE, TraceFile, events, name_of, read_traces
+from tds.trace import TraceFile, events, name_of, read_traces
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
 
@@ -246,11 +247,11 @@ def test_a_program_that_drew_its_own_picture_gets_no_second_one(
 )
 def test_a_wrong_trace_setting_is_told(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        monitor.asked_window(section)
+        trace_window.asked_window(section)
 
 
 def test_the_window_is_twenty_steps_unless_told() -> None:
-    assert monitor.asked_window({"trace": "x"}) == ("x", 20) and monitor.asked_window({}) is None
+    assert trace_window.asked_window({"trace": "x"}) == ("x", 20) and trace_window.asked_window({}) is None
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
@@ -272,7 +273,7 @@ def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytes
     drawn: list[Path] = []
     monkeypatch.setattr(plot, "draw", drawn.append)
     owner = HostClock()  # anything that can go
-    own = monitor.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
+    own = trace_window.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
     own.write([], step=0, schedule="1f1b", num_micro_batches=1)
     assert not own.records_step and drawn == []
     own.close()
@@ -285,23 +286,3 @@ def test_a_trace_becomes_a_picture(tmp_path: Path) -> None:
     _write(tmp_path, 0)
     plot.draw(tmp_path)
     assert (tmp_path / plot.PICTURE).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_forward_beside_a_backward_has_a_row_of_its_own(tmp_path: Path) -> None:
-    works = [
-        Work(Forward(0), 0, 1000),
-        Work(Forward(1), 1000, 3000, is_beside=True),
-        Work(Backward(0), 1100, 4000, waits=((1200, 1500),)),
-        Work(Backward(1), 4000, 5000),
-    ]
-    about = {"step": 0, "schedule": "1f1b", "num_micro_batches": 2, "replica": 0, "stage": 0, "origin_ns": 0}
-    found = list(events(works, **about))
-    assert {event["name"]: event["tid"] for event in found if event["cat"] != "step"} == {
-        "F0": 0, "F1": BESIDE, "wait": 0, "B0": 0, "B1": 0,
-    }  # fmt: skip
-    file = TraceFile(tmp_path, 0, {**ABOUT, "has_pairs": True})
-    file.add(found)
-    names = [e["args"]["name"] for e in json.loads(file.path.read_text())["traceEvents"] if e["ph"] == "M"]
-    assert names == ["replica 0", "stage 0", "stage 0, forwards beside backwards"]
-    (step,) = read_traces(tmp_path)
-    assert step.timeline.has_pairs and step.timeline.busy_s == pytest.approx((5e-6,))

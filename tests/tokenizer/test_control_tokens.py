@@ -15,7 +15,8 @@ import tokenizers
 
 from megatron import tokenizer
 from megatron.tokenizer import Tokenizer, huggingface
-from megatron.tokenizer.tokenizer import Spellings, without_prefix
+from megatron.tokenizer.continued_text import without_prefix
+from megatron.tokenizer.control_tokens import Spellings
 
 NAMES = [
     "<|endoftext|>",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron import tokenizer
 from megatron.errors import DataError
-from megatron.tokenizer import Tokenizer, cpm
+from megatron.tokenizer import Tokenizer, chinese_words
 from megatron.tokenizer import cpm as tokenizer_cpm
 from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS, mixed_lines
 from tests.tokenizer.test_word_cut import ALPHABET, HARD
@@ -76,7 +76,7 @@ def test_ids_of_mixed_lines_are_the_original_ones_in_any_order(
 ) -> None:
     lines = mixed_lines(count, 18, corpus)
     for number, batch in enumerate((lines, lines[::-1], lines[1::2], lines[::2])):
-        cpm._known_runs.clear()
+        chinese_words._known_runs.clear()
         assert cpm1.encode_batch(batch) == [reference_cpm1(cut, cpm1_model, text) for text in batch], number
     assert cpm2.encode_batch(lines) == [reference_cpm2(cut, cpm2_ids, text) for text in lines]
 

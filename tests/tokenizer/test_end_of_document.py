@@ -21,7 +21,7 @@ import transformers
 from megatron import tokenizer
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.tokenizer import BY_NAME
+from megatron.tokenizer.control_tokens import BY_NAME
 from tests.helpers.trap import TRAP
 
 TEXTS = ["a <s>b</s> c", "</s>", "<table>\n  </s></s> <table", "the lamp </s >", "灯<s>", ""]

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron import tokenizer
-from megatron.tokenizer import huggingface
-from megatron.tokenizer.huggingface import KnownWords, LibraryTokenizer, are_independent, ids_of, load
+from megatron.tokenizer import known_words
+from megatron.tokenizer.huggingface import LibraryTokenizer, ids_of, load
+from megatron.tokenizer.known_words import KnownWords, are_independent
 
 ALPHABET = "ab1 \n\t\r.,'s!_-  中é\u3000\u200b\xa0\x85\x1c\x1f\u2028\u180e" + " " * 8
 
@@ -64,8 +65,8 @@ def test_what_is_remembered_is_bounded_and_texts_without_spaces_are_not(
     assert not words._tokens and words._num_characters == 0
     check(built, words, corpus[-3:])
     assert len(words._tokens) > 100
-    assert words._num_characters == sum(len(word) + huggingface.ENTRY_CHARACTERS for word in words._tokens)
-    monkeypatch.setattr(huggingface, "_CACHE_CHARACTERS", 10)
+    assert words._num_characters == sum(len(word) + known_words.ENTRY_CHARACTERS for word in words._tokens)
+    monkeypatch.setattr(known_words, "_CACHE_CHARACTERS", 10)
     check(built, words, corpus[-3:])
     assert not words._tokens
     check(built, words, corpus)

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron import log, tokenizer
-from megatron.tokenizer import Tokenizer, cpm, with_gigatoken
-from megatron.tokenizer.sentence_piece import Continued, SentencePieceTokenizer
+from megatron.tokenizer import Tokenizer, chinese_words, with_gigatoken
+from megatron.tokenizer.continued_pieces import Continued
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from tests.tokenizer.conftest import BETWEEN, LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 from tests.tokenizer.test_control_tokens import sentence_piece, unigram
 
@@ -80,7 +81,7 @@ def built(
 
 def fresh(built: Tokenizer) -> Tokenizer:
     """Return the tokenizer as a new process has it: nothing is remembered."""
-    cpm._known_runs.clear()
+    chinese_words._known_runs.clear()
     return pickle.loads(pickle.dumps(built))
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tokenizer import cpm
-from megatron.tokenizer.cpm import MARK, mark_words
+from megatron.tokenizer import chinese_words
+from megatron.tokenizer.chinese_words import MARK, mark_words
 from tests.tokenizer.conftest import LEFT_IN_CHARACTERS
 
 Cut = Callable[[str], list[str]]
@@ -54,7 +54,7 @@ def test_a_word_left_in_characters_stays_so_beside_a_run_that_has_it(cut: Cut) -
     for text in LEFT_IN_CHARACTERS:
         assert mark_words([f"1{text}"]) != [f"1{MARK}{MARK.join(text)}"], "else it shows nothing"
         for texts in ([f"1{text}", text], [text, f"{text}2"], [text], [f"a{text}", f"{text}。", text]):
-            cpm._known_runs.clear()
+            chinese_words._known_runs.clear()
             assert mark_words(texts) == mark_words(texts) == [MARK.join(cut(one)) for one in texts]
 
 
@@ -70,5 +70,5 @@ def test_equal_routes_are_decided_as_jieba_decides_them(cut: Cut, corpus: list[s
 
 def test_words_stay_the_same_when_the_known_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mark_words(HARD)
-    monkeypatch.setattr(cpm, "_MOST_KNOWN", 0)
+    monkeypatch.setattr(chinese_words, "_MOST_KNOWN", 0)
     assert mark_words(HARD) == expected and mark_words(HARD[4:6]) == expected[4:6]

@@ -13,7 +13,7 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, save
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard

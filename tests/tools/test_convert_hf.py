@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron import tokenizer
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import parse
 from megatron.tokenizer import train
 from tests.helpers.huggingface_models import config_of, save_model, values_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tds.action_times import Work
 from tds.schedule import Costs, schedule_named, simulate
-from tds.timers import Work
 from tds.trace import TraceFile, events
 from tools import draw_schedule
 

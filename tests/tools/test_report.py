@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.models.common.memory import Memory
+from megatron.costs.memory import Memory
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report

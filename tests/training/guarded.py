@@ -12,10 +12,11 @@ from typing import Any
 import pretrain_gpt2
 from megatron.config import resolve_dtype
 from megatron.errors import NumericsError, StopRequest
-from megatron.training import initialize, train_step, trainer
-from megatron.training.exit_signals import StopRequests
+from megatron.runtime.exit_signals import StopRequests
+from megatron.training import initialize, loss_forms, single_stage_engine, trainer
+from megatron.training.step_result import StepResult
+from megatron.training.step_samples import StepSamples
 from megatron.training.train import run
-from megatron.training.train_step import StepResult, StepSamples
 from megatron.training.trainer import Trainer
 from tds.loss import Weighted
 from tests.helpers import runs
@@ -53,7 +54,7 @@ def spoil(
 
     def plant(rank: int) -> None:
         now = {"first": -1, "micro": -1}
-        plain = train_step.as_weighted
+        plain = loss_forms.as_weighted
 
         def noted(*facts: int) -> StepSamples:
             made = StepSamples(*facts)
@@ -67,7 +68,7 @@ def spoil(
             return Weighted(weighted.total * factor, weighted.count) if is_hit else weighted
 
         trainer.StepSamples = noted  # type: ignore[assignment, misc]
-        train_step.as_weighted = train_step.as_weighted = spoiled
+        loss_forms.as_weighted = single_stage_engine.as_weighted = spoiled
 
     return plant
 

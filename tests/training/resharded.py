@@ -22,20 +22,12 @@ from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import global_vars, initialize, resume
+from megatron.training import global_vars, initialize, resume, world
 from megatron.training.callbacks import checkpointer
-from megatron.training.parity import mock_tokenizer
+from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
-from megatron.training.train_state import (
-    TrainState,
-    make_moments,
-    open_for,
-    optimizer_records,
-    restore,
-    save_state,
-    set_optimizer_steps,
-    weight_records,
-)
+from megatron.training.state_records import make_moments, optimizer_records, set_optimizer_steps, weight_records
+from megatron.training.train_state import TrainState, open_for, restore, save_state
 from tests.helpers.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
@@ -87,7 +79,7 @@ class Rank:
     """One rank of a layout: its part of the model and of the optimizer's state."""
 
     config: Config
-    here: initialize.World
+    here: world.World
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
 

@@ -25,9 +25,9 @@ import pretrain_t5
 from megatron.config import parse
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
+from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
-from tds.loss import LossReduction
+from tds.loss_reduction import LossReduction
 from tests.helpers import layouts, t5_runs
 from tests.helpers.host_reads import place, synchronize_is
 

@@ -15,8 +15,8 @@ from megatron.errors import ConfigError
 from megatron.models.common import parameters
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.shard import init_empty_weights, is_uninitialized, materialize
-from megatron.training import global_vars, initialize, setup
-from megatron.training.parity import mock_tokenizer
+from megatron.training import global_vars, initialize, zero3_init
+from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_engine, build_weights, make_streams
 from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore, save_state
 from tests.helpers.alive import Alive
@@ -106,7 +106,7 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
     """Return each weight of the user's model as this replica's passes would have it. Collective."""
     config, here, streams = started(case)
     module, optimizer = build_weights(config, here, streams, lambda: Own(rank))
-    with setup.not_sent(module, arrives=setup.is_asked_for(config, here)):
+    with zero3_init.not_sent(module, arrives=zero3_init.is_asked_for(config, here)):
         for parameter in module.parameters():
             if not hasattr(parameter, "ds_optim_param"):
                 torch.distributed.broadcast(parameter.data, 0)  # as DeepSpeed does
@@ -120,7 +120,7 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [3, 2**20])
 def test_every_weight_is_that_of_the_other_stages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "CHUNK_BYTES", size)
+    monkeypatch.setattr(zero3_init, "CHUNK_BYTES", size)
     plain, cut = (run_ranks(2, own_weights, f"--fp32 --zero-stage {stage}") for stage in (0, 3))
     for wanted, found in zip(plain, cut, strict=True):
         assert wanted.keys() == found.keys()
@@ -147,7 +147,7 @@ def test_writing_to_a_weight_that_is_filled_later_is_refused() -> None:
         return layer
 
     with pytest.raises(ConfigError, match="--zero-stage 3 .* model_provider that writes to one.*of your own"):
-        setup.build(provider, arrives=True)
-    setup.build(provider, arrives=False)
+        zero3_init.build(provider, arrives=True)
+    zero3_init.build(provider, arrives=False)
     with pytest.raises(RuntimeError, match="planted"):
-        setup.build(lambda: (_ for _ in ()).throw(RuntimeError("planted")), arrives=True)
+        zero3_init.build(lambda: (_ for _ in ()).throw(RuntimeError("planted")), arrives=True)

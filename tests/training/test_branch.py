@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megatron.training.train_state import CheckpointLineage
+from megatron.training.checkpoint_lineage import CheckpointLineage
 
 
 def test_a_run_that_went_on_from_an_older_one_leaves_those_after_it() -> None:

@@ -17,21 +17,11 @@ from megatron.config import Config, parse
 from megatron.data import BlendPaths, build_train_valid_test
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
-from megatron.training.data import (
-    RankData,
-    RunData,
-    Saved,
-    disagreement,
-    epochs_text,
-    epochs_values,
-    numbers_text,
-    resumed,
-    samples_wanted,
-    start_rows,
-    to_save,
-)
-from megatron.training.initialize import World
+from megatron.training.data import RunData, samples_wanted
+from megatron.training.data_agreement import RankData, disagreement
+from megatron.training.data_resume import Saved, epochs_text, epochs_values, numbers_text, resumed, start_rows, to_save
 from megatron.training.train_state import TrainState
+from megatron.training.world import World
 from tests.helpers.token_data import write
 
 SEQ, STEPS = 8, 9
@@ -200,7 +190,7 @@ def test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus(
 ) -> None:
     """48 samples of 8 tokens were read, 34 of one corpus and 14 of the other."""
     lines: list[str] = []
-    monkeypatch.setattr("megatron.training.data.log.info", lines.append)
+    monkeypatch.setattr("megatron.training.data_resume.log.info", lines.append)
     first = data_of(config_of(corpora, 1, 4))
     assert first.order.cursors(48) == {"a": 34, "b": 14}
     config = config_of(corpora, 1, 4, extra=f"--seq-length {length}")

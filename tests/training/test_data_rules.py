@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.arguments import parse
-from megatron.training.data import TimedBatches, evaluated_splits
+from megatron.training.batch_iterators import TimedBatches
+from megatron.training.data import evaluated_splits
 from tests.helpers.runs import flags, start_script, train_ranks
 
 SHORT = "--num-layers 4 --train-iters 2 --eval-iters 1 --eval-interval 1 --gas 4"

@@ -12,8 +12,8 @@ import pretrain_gpt2
 from megatron.debug.dump_files import read
 from megatron.errors import NumericsError, exit_code
 from megatron.models.common.parameters import named_modules
-from megatron.training import parity, setup, train_step
-from megatron.training.train_step import ModuleError
+from megatron.training import parity, setup, step_result
+from megatron.training.step_result import ModuleError
 from tests.helpers import dumps
 from tests.helpers.harness import run_ranks
 from tests.training import guarded
@@ -155,7 +155,7 @@ def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
     dumps._rank(rank, words, 1, "pretrain_gpt2", 2, None)
     tables = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in found[0].module.modules()]
     hooks = sum(not hook.__module__.startswith("deepspeed") for each in tables for t in each for hook in t.values())
-    return _ours(), hooks, found[0].on_loss.__func__ is train_step.FiniteLossCheck.take_loss
+    return _ours(), hooks, found[0].on_loss.__func__ is step_result.FiniteLossCheck.take_loss
 
 
 def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path) -> None:

@@ -16,16 +16,16 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron import files
 from megatron.checkpoint import metadata
-from megatron.checkpoint.folders import ALL, RetentionPolicy
+from megatron.checkpoint.retention import ALL, RetentionPolicy
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
-from megatron.training import deepspeed_checkpoint, run_folder
-from megatron.training.deepspeed_checkpoint import open_newest, tags_in
-from megatron.training.initialize import World
+from megatron.training import checkpoint_source, deepspeed_checkpoint
+from megatron.training.deepspeed_folders import open_newest, tags_in
 from megatron.training.train_state import EVERYTHING
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import TOKENIZER
 from tests.tds.engine.test_safe_loading import Bomb
@@ -316,17 +316,17 @@ def test_what_cannot_act_in_this_format_is_refused(flags: str) -> None:
 
 def test_a_run_folder_holds_one_format_and_names_it(tmp_path: Path) -> None:
     flags = Config().checkpoint
-    assert run_folder.format_of(tmp_path, flags) == "native"
+    assert checkpoint_source.format_of(tmp_path, flags) == "native"
     write(tmp_path, 1)
-    assert run_folder.format_of(tmp_path, flags) == "deepspeed"
-    run_folder.require_checkpoint(tmp_path)
+    assert checkpoint_source.format_of(tmp_path, flags) == "deepspeed"
+    checkpoint_source.require_checkpoint(tmp_path)
     native = type(flags)(checkpoint_format="native")
     with pytest.raises(ConfigError, match="got deepspeed ones in .* and --checkpoint-format native"):
-        run_folder.format_of(tmp_path, native)
+        checkpoint_source.format_of(tmp_path, native)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="native and deepspeed ones"):
-        run_folder.format_of(tmp_path, flags)
+        checkpoint_source.format_of(tmp_path, flags)
     foreign = tmp_path / "foreign"
     os.makedirs(foreign / "global_step7")
     with pytest.raises(CheckpointError, match=r"tools/import_checkpoint\.py"):
-        run_folder.require_checkpoint(foreign)
+        checkpoint_source.require_checkpoint(foreign)

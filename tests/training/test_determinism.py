@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron.config import parse
+from megatron.costs import decoder_cost
 from megatron.errors import ConfigError
-from megatron.models.common import decoder_cost
 from megatron.ops import document_attention
-from megatron.training import device_setup
-from megatron.training.device_setup import WORKSPACE
+from megatron.training import determinism, device_setup, kernel_rows
+from megatron.training.determinism import WORKSPACE
 from tests.helpers.runs import flags, train_ranks
 
 KERNELS_OF_A_CPU = ("FlashAttention", "torch's operators one by one")
@@ -26,7 +26,7 @@ def undone(monkeypatch):
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    for name in (WORKSPACE, *device_setup.NCCL_SUMS):
+    for name in (WORKSPACE, *determinism.NCCL_SUMS):
         os.environ.pop(name, None)
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
@@ -47,7 +47,7 @@ def settle_as(kind, monkeypatch, *extra):
 def test_cuda_is_told_to_repeat_itself_before_it_is_used(monkeypatch):
     assert settle_as("cuda", monkeypatch, "--deterministic") == (":4096:8", True)
     assert not torch.cuda.is_initialized()
-    assert {name: os.environ.get(name) for name in device_setup.NCCL_SUMS} == {
+    assert {name: os.environ.get(name) for name in determinism.NCCL_SUMS} == {
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
     }
@@ -62,36 +62,36 @@ def test_on_cuda_parts_of_a_sum_stay_in_32_bits_with_any_flags(monkeypatch):
 
 def test_the_start_names_the_kernels_of_attention_but_on_a_cpu(monkeypatch):
     config, asked = config_of("--bf16", "--attention-dropout", "0"), []
-    assert not list(device_setup.attention_rows(config, torch.device("cpu")))
+    assert not list(kernel_rows.attention_rows(config, torch.device("cpu")))
 
     def choice(query, key, value, mask, dropout, *, is_causal):
         asked.append((query.shape, query.dtype, query.requires_grad, mask is None, dropout, is_causal))
         return 3 if mask is None else 2
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    (row,) = device_setup.attention_rows(config, torch.device("meta"))
+    (row,) = kernel_rows.attention_rows(config, torch.device("meta"))
     assert row == ("attention", "causal by cuDNN's, with a mask by the memory-efficient kernel")
     shape = (1, config.model.num_attention_heads, config.batch.seq_length, config.model.kv_hidden_size)
     assert asked == [(shape, torch.bfloat16, True, is_plain, 0.0, is_plain) for is_plain in (True, False)]
     flags_of_masks = ("--layout-independent-dropout", "--attention-dropout", "0.1")
-    ((_, said),) = device_setup.attention_rows(config_of("--bf16", *flags_of_masks), torch.device("meta"))
+    ((_, said),) = kernel_rows.attention_rows(config_of("--bf16", *flags_of_masks), torch.device("meta"))
     assert said.startswith("torch's operators one by one")
 
 
 def documents_row(place, *flags):
     config = config_of("--reset-attention-mask", *flags)
-    return dict(device_setup.document_rows(config, torch.device(place)))["documents"]
+    return dict(kernel_rows.document_rows(config, torch.device(place)))["documents"]
 
 
 def test_the_start_says_by_what_documents_are_kept_apart():
     none = ("--attention-dropout", "0")
-    assert not list(device_setup.document_rows(config_of(*none), torch.device("cpu")))
+    assert not list(kernel_rows.document_rows(config_of(*none), torch.device("cpu")))
     assert documents_row("cpu", *none) == "apart by where each begins, without a mask"
     said = "apart by a mask of [b, 1, s, s], one a stage: "
     assert documents_row("cpu", "--attention-dropout", "0.1") == f"{said}--attention-dropout 0.1 needs it, 0 does not"
     assert documents_row("meta", *none) == f"{said}meta has no attention by lengths"
     t5 = config_of("--reset-attention-mask", family="t5")
-    assert dict(device_setup.document_rows(t5, torch.device("cpu"))) == {
+    assert dict(kernel_rows.document_rows(t5, torch.device("cpu"))) == {
         "documents": "apart by masks of [b, 1, s, s], one a stage: scores have biases"
     }
     reason = functools.partial(decoder_cost.mask_reason, kind="cuda")
@@ -132,13 +132,13 @@ def test_on_cuda_the_start_names_the_kernel_of_documents_and_of_padding(way, sai
     assert documents_row("cuda", *none, "--position-embedding-type", "alibi") == said
     assert documents_row("cuda", *none, "--attn-logit-softcapping", "20") == said
     bert = config_of(*none, family="bert")
-    assert dict(device_setup.document_rows(bert, torch.device("cuda")))["documents"] == f"padding {said}"
+    assert dict(kernel_rows.document_rows(bert, torch.device("cuda")))["documents"] == f"padding {said}"
     assert [is_plain for _, is_plain in asked] == [True, False, False, False]
 
 
 def test_the_start_says_by_what_padding_is_kept_apart_where_there_is_some():
     def row(*flags):
-        return dict(device_setup.document_rows(config_of(*flags, family="bert"), torch.device("cpu")))
+        return dict(kernel_rows.document_rows(config_of(*flags, family="bert"), torch.device("cpu")))
 
     assert row("--attention-dropout", "0") == {"documents": "padding apart by where each begins, without a mask"}
     assert "--attention-dropout 0.1 needs it" in row("--attention-dropout", "0.1")["documents"]
@@ -148,7 +148,7 @@ def test_the_start_says_by_what_padding_is_kept_apart_where_there_is_some():
 def test_torch_answers_which_kernel_it_takes():
     config = config_of("--attention-dropout", "0", "--fp32")
     for has_mask in (False, True):
-        assert device_setup.attention_kernel(config, torch.device("cpu"), has_mask=has_mask) in KERNELS_OF_A_CPU
+        assert kernel_rows.attention_kernel(config, torch.device("cpu"), has_mask=has_mask) in KERNELS_OF_A_CPU
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("cuda", []), ("cpu", []), ("cpu", ["--deterministic"])])
@@ -174,7 +174,7 @@ def test_a_workspace_that_the_user_chose_is_kept_if_cublas_repeats_itself_with_i
     ],
 )
 def test_the_start_table_says_how_exactly_a_run_resumes(kind, extra, said):
-    rows = list(device_setup.determinism_rows(config_of(*extra), kind))
+    rows = list(determinism.determinism_rows(config_of(*extra), kind))
     assert [name for name, _ in rows] == ([] if said is None else ["resume"])
     assert said is None or said in rows[0][1]
 

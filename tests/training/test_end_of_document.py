@@ -14,12 +14,12 @@ from megatron import tokenizer
 from megatron.arguments import parse
 from megatron.checkpoint.checkpoint_args import bring
 from megatron.config import Config
-from megatron.data import index_format
+from megatron.data import dataset_metadata
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.end_of_document import choose_eod
-from megatron.training.global_vars import with_tokenizer
+from megatron.training.vocabulary import with_tokenizer
 from tests.helpers.runs import train_ranks
 from tests.helpers.trap import CORPUS, FLAGS, FOLDER, LOSSES, TRAP
 
@@ -37,7 +37,7 @@ def copied(folder: Path, **fields: Any) -> Path:
     """Return the prefix of a copy of the token file whose sidecar has these fields."""
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{CORPUS}{suffix}", folder / f"copy{suffix}")
-    sidecar = index_format.read(Path(f"{CORPUS}.meta.json"))
+    sidecar = dataset_metadata.read(Path(f"{CORPUS}.meta.json"))
     assert sidecar is not None
     (folder / "copy.meta.json").write_bytes(dataclasses.replace(sidecar, **fields).to_json())
     return folder / "copy"

@@ -18,7 +18,7 @@ from megatron.mpu.shard import shard_of
 from megatron.optim import GradScaler
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer, random_data
+from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
 from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore, save_state
 from tests.helpers.harness import run_ranks

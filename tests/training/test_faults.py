@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data import IndexedDataset
-from megatron.training import failure
+from megatron.runtime import rank_status
 from megatron.training.trainer import Trainer
 from tests.helpers.runs import after_update, flags, start_script
 
@@ -98,7 +98,7 @@ def test_exception_is_told_by_the_rank_that_raised_it(corpus: Path, tmp_path: Pa
 
 def test_a_run_that_is_done_may_be_left_with_0(corpus: Path, tmp_path: Path) -> None:
     def tell_state(rank: int) -> None:
-        sys.exit = lambda code: os._exit(9 if failure.own().is_running else code)  # type: ignore[assignment,arg-type]
+        sys.exit = lambda code: os._exit(9 if rank_status.own().is_running else code)  # type: ignore[assignment,arg-type]
 
     argv = flags(corpus, tmp_path / "run", "--train-iters 1 --eval-iters 0")
     assert start_script(1, argv, tmp_path / "log", tell_state) == [0]

@@ -28,7 +28,8 @@ from megatron.config import Config
 from megatron.models import registry
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
-from megatron.training.parity import random_data, trace_steps
+from megatron.training.mock_data import random_data
+from megatron.training.parity import trace_steps
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import family_of, parse_as
 

@@ -16,8 +16,9 @@ from megatron.data.mock_dataset import MockTokens
 from megatron.optim.lr_scheduler import set_learning_rate
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import mock_tokenizer
-from megatron.training.setup import build_engine, make_learning_rate, make_streams
+from megatron.training.mock_data import mock_tokenizer
+from megatron.training.optimizer_setup import make_learning_rate
+from megatron.training.setup import build_engine, make_streams
 from megatron.training.train_state import TrainState, open_for, restore, save_state
 from tests.helpers.harness import run_ranks
 

@@ -24,7 +24,7 @@ from megatron.checkpoint.checkpoint_args import bring
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.train_state import CHECKPOINTS, TrainState
 from tests.helpers.runs import train_ranks
 

@@ -14,8 +14,8 @@ from megatron.config import Config, OptimizerConfig, ParallelConfig, PrecisionCo
 from megatron.errors import ConfigError
 from megatron.models.common.norms import LayerNorm, RMSNorm, rms_norm
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.training import device_setup
-from megatron.training.train_state import make_moments, optimizer_steps, set_optimizer_steps
+from megatron.training import fused_kernels, kernel_rows
+from megatron.training.state_records import make_moments, optimizer_steps, set_optimizer_steps
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -52,7 +52,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("rms")
         return rms_norm(x, weight, eps)
 
-    for name in ("apex", "apex.normalization", *device_setup.MODULES):
+    for name in ("apex", "apex.normalization", *fused_kernels.MODULES):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     norms = sys.modules["apex.normalization.fused_layer_norm"]
     norms.fused_layer_norm_affine, norms.fused_rms_norm_affine = layer, rms  # type: ignore[attr-defined]
@@ -69,27 +69,27 @@ def config_of(kernels: str, dtype: str = "fp32", **optimizer: Any) -> Config:
 
 
 def row(config: Config, kind: str) -> str:
-    return dict(device_setup.fused_kernel_rows(config, kind))["fused kernels"]
+    return dict(fused_kernels.fused_kernel_rows(config, kind))["fused kernels"]
 
 
 def test_apex_is_refused_where_it_cannot_be() -> None:
     assert parse(["--fused-kernels", "apex", "--dry-run"], world_size=1, env={}).parallel.fused_kernels == "apex"
     with pytest.raises(ConfigError, match="--fused-kernels apex needs a GPU, got --device cpu"):
-        device_setup.check_fused_kernels(config_of("apex"), "cpu")
+        fused_kernels.check_fused_kernels(config_of("apex"), "cpu")
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got No module named 'apex'"):
-        device_setup.check_fused_kernels(config_of("apex"), "cuda")
+        fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
     with pytest.raises(ConfigError, match="needs fp32, bf16 or fp16, got --fp64"):
-        device_setup.check_fused_kernels(config_of("apex", "fp64"), "cuda")
+        fused_kernels.check_fused_kernels(config_of("apex", "fp64"), "cuda")
     for kernels in ("auto", "torch"):
-        device_setup.check_fused_kernels(config_of(kernels), "cuda")
+        fused_kernels.check_fused_kernels(config_of(kernels), "cuda")
         assert row(config_of(kernels), "cuda") == "torch's"
 
 
 def test_apex_without_its_extensions_is_refused(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    device_setup.check_fused_kernels(config_of("apex"), "cuda")
+    fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
     monkeypatch.setitem(sys.modules, "amp_C", None)
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got .*amp_C"):
-        device_setup.check_fused_kernels(config_of("apex"), "cuda")
+        fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
 
 
 def test_the_choice_is_told(apex: list[str]) -> None:
@@ -107,8 +107,8 @@ def test_norms_use_apex_where_it_is_chosen_and_has_a_kernel(apex: list[str]) -> 
     x = torch.randn(3, 8)
     before = [module(x) for module in modules]
     for kernels in ("auto", "torch"):
-        assert device_setup.use_norms(config_of(kernels), modules) == 0
-    assert device_setup.use_norms(config_of("apex"), modules) == 2 and not apex
+        assert fused_kernels.use_norms(config_of(kernels), modules) == 0
+    assert fused_kernels.use_norms(config_of("apex"), modules) == 2 and not apex
     after = [module(x) for module in modules]
     assert apex == ["layer", "rms"], "apex has no layer norm without a shift"
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -129,14 +129,14 @@ def train(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, first: in
 
 
 def test_adam_of_apex_moves_weights_as_torchs_and_a_resume_in_the_other_goes_on(apex: list[str]) -> None:
-    assert device_setup.uses_adam(config_of("apex")) and not device_setup.uses_adam(config_of("auto"))
-    whole, other = make(None), make(device_setup.apex_adam)
+    assert fused_kernels.uses_adam(config_of("apex")) and not fused_kernels.uses_adam(config_of("auto"))
+    whole, other = make(None), make(fused_kernels.apex_adam)
     for pair in (whole, other):
         train(*pair, 0, 3)
     assert torch.allclose(whole[0].weight, other[0].weight, atol=1e-6)
     assert optimizer_steps(whole[1]) == optimizer_steps(other[1]) == 3
     assert not torch.equal(whole[0].weight, make(None)[0].weight)
-    for source, adam in ((whole, device_setup.apex_adam), (other, None)):
+    for source, adam in ((whole, fused_kernels.apex_adam), (other, None)):
         module, optimizer = make(adam)
         make_moments(optimizer)
         module.load_state_dict(source[0].state_dict())
@@ -152,10 +152,10 @@ def test_adam_of_apex_moves_weights_as_torchs_and_a_resume_in_the_other_goes_on(
 
 
 def test_the_engine_is_built_with_what_was_chosen(apex: list[str]) -> None:
-    from megatron.training import setup
+    from megatron.training import optimizer_setup
 
-    assert setup._adam(config_of("apex")) is device_setup.apex_adam
-    assert setup._adam(config_of("auto")) is None is setup._adam(config_of("apex", optimizer="sgd"))
+    assert optimizer_setup._adam(config_of("apex")) is fused_kernels.apex_adam
+    assert optimizer_setup._adam(config_of("auto")) is None is optimizer_setup._adam(config_of("apex", optimizer="sgd"))
 
 
 DRY = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--bf16", "--dry-run"]
@@ -166,17 +166,15 @@ def dropping(*flags: str) -> Config:
 
 
 def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: True)
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: True)
     by_kernel, by_torch = dropping("--attention-dropout", "0"), dropping("--fused-kernels", "torch")
-    assert [name for name, _ in device_setup.dropout_rows(by_kernel, "cuda")] == ["dropout"]
-    assert not list(device_setup.dropout_rows(by_torch, "cuda")) and not list(
-        device_setup.dropout_rows(by_kernel, "cpu")
-    )
-    text, slow = (device_setup.dropout_warning(each, "cuda") for each in (by_kernel, by_torch))
+    assert [name for name, _ in kernel_rows.dropout_rows(by_kernel, "cuda")] == ["dropout"]
+    assert not list(kernel_rows.dropout_rows(by_torch, "cuda")) and not list(kernel_rows.dropout_rows(by_kernel, "cpu"))
+    text, slow = (kernel_rows.dropout_warning(each, "cuda") for each in (by_kernel, by_torch))
     assert text is not None and "not been run on a GPU" in text and "attention" not in text
     assert slow is not None and "6 to 7 times as long; dropout of attention keeps all" in slow
-    assert device_setup.dropout_warning(by_kernel, "cpu") is None
+    assert kernel_rows.dropout_warning(by_kernel, "cpu") is None
     plain = parse(DRY, world_size=1, env={})
-    assert device_setup.dropout_warning(plain, "cuda") is None
-    monkeypatch.setattr(device_setup.fused_dropout, "is_there", lambda: False)
-    assert not list(device_setup.dropout_rows(by_kernel, "cuda"))
+    assert kernel_rows.dropout_warning(plain, "cuda") is None
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: False)
+    assert not list(kernel_rows.dropout_rows(by_kernel, "cuda"))

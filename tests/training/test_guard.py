@@ -25,17 +25,12 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.callbacks.stability_guard import (
-    NAME,
-    SMALLEST_SPREAD,
-    EventLog,
-    RunningStatistics,
-    StabilityGuard,
-    read_journal,
-)
-from megatron.training.initialize import World
+from megatron.training.callbacks.running_statistics import SMALLEST_SPREAD, RunningStatistics
+from megatron.training.callbacks.stability_guard import StabilityGuard
+from megatron.training.callbacks.stability_journal import NAME, EventLog, read_journal
+from megatron.training.step_samples import StepSamples
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepSamples
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
 from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu
@@ -205,7 +200,7 @@ def step_alone(rank: int, is_fp16: bool) -> tuple[bool, bool, list[float], float
     weights = [torch.nn.Parameter(torch.ones(2)), set_partial(torch.nn.Parameter(torch.ones(2)))]
     optimizer = MixedPrecisionOptimizer(
         [{"params": weights}], lambda groups: torch.optim.SGD(groups, lr=1.0), model=grid.model, tensor=grid.tensor,
-        scaler=GradScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
+        scaler=GradScaler(64.0, is_dynamic=True, window=1, hysteresis=1) if is_fp16 else None,
     )  # fmt: skip
     guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
     attach(guard, optimizer, grid)

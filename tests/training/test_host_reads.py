@@ -20,7 +20,7 @@ from tests.training.steady import STEPS, WARM, engine_of, take, watched_by_cuda
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "accelerator_sim"
-ONCE = {"tolist in tds/loss.py:read": 1}
+ONCE = {"tolist in tds/loss_reduction.py:read": 1}
 """Of every step, on every rank."""
 SHAPES = {"tolist in megatron/mpu/data.py:_broadcast_shapes": 2}
 """Of each of two micro-batches; of a table on the host likewise (tests/mpu/test_data.py)."""
@@ -93,7 +93,7 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
     fields = {"gpt2": 1, "t5": 4}[family]
     found = in_own_process("sim", family, *SEEN[family])[0]
     data = {"to the device in megatron/device.py": 2 * fields}
-    assert found == data | {"to the host in tds/loss.py": 1}
+    assert found == data | {"to the host in tds/loss_reduction.py": 1}
 
 
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
@@ -102,7 +102,7 @@ def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> No
     assert weights > 10
     assert found == {
         "to the device in megatron/device.py": 2,
-        "to the host in tds/loss.py": 1,
+        "to the host in tds/loss_reduction.py": 1,
         "to the device in megatron/optim/main_params.py": weights,
     }
 

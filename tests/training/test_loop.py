@@ -16,19 +16,19 @@ from megatron.config.batch import Share
 from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
+from megatron.runtime.exit_signals import StopRequests
 from megatron.training import Callback, train
+from megatron.training.batch_iterators import TimedBatches
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.console import Console
 from megatron.training.callbacks.evaluator import Evaluator
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.callbacks.stability_guard import StabilityGuard
-from megatron.training.data import TimedBatches
-from megatron.training.exit_signals import StopRequests
-from megatron.training.initialize import World
 from megatron.training.run_folder import Place
+from megatron.training.step_result import StepResult
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
+from megatron.training.world import World
 from tests.helpers import runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import traces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.setup import make_scaler
+from megatron.training.optimizer_setup import make_scaler
+from megatron.training.step_result import result_of
 from megatron.training.train_state import CHECKPOINTS, restore_scaler
 from tests.helpers import runs, t5_runs
 from tests.helpers.harness import run_ranks
@@ -67,6 +69,19 @@ def scaled(
     """Return (trace, seen) of each rank."""
     size = tensor * pipe * data
     return run_ranks(size, scaled_rank, flags(tensor, pipe, micro=2, gas=2, extra=extra), size, steps, hit)
+
+
+def test_overflowed_and_refused_steps_are_reported_as_skipped() -> None:
+    """The trainer counts an update, and advances the learning rate, unless the result is skipped."""
+
+    def report(**changes: bool) -> tuple[bool, bool, bool]:
+        optimizer: Any = SimpleNamespace(**{"overflow": False, "was_refused": False, "grad_norm": 2.0, **changes})
+        result = result_of(0.5, {}, 8.0, optimizer)
+        return result.is_skipped, result.is_refused, result.is_overflow
+
+    assert report() == (False, False, False)
+    assert report(overflow=True) == (True, False, True)
+    assert report(was_refused=True) == (True, True, False)
 
 
 @pytest.mark.parametrize(("tensor", "pipe", "data"), ENDS)

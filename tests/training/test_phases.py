@@ -23,9 +23,10 @@ from megatron.config.parallel import ParallelConfig
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
-from megatron.training import failure, timeouts
-from megatron.training.initialize import World
+from megatron.runtime import exit_guard, rank_status
+from megatron.training import timeouts
 from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Sections
+from megatron.training.world import World
 from tds.watchdog import watchdog
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.toys import Toy, make_engine
@@ -53,7 +54,7 @@ def _guarded(rank: int, place: Path, main: Callable[[], None]) -> None:
     descriptor = os.open(place / f"lines-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    failure.guard(main, lambda: f"rank {rank}")
+    exit_guard.guard(main, lambda: f"rank {rank}")
 
 
 def _note_loss(place: Path) -> None:
@@ -79,7 +80,7 @@ def _train(rank: int, place: Path, how: str) -> None:
         with this.over(STEP):
             for step in range(3):
                 for micro_batch in range(2):
-                    failure.heartbeat_note(f"step {step + 1}, forward of micro-batch {micro_batch}")
+                    rank_status.heartbeat_note(f"step {step + 1}, forward of micro-batch {micro_batch}")
                     if (rank, step, micro_batch) == (ABSENT, 1, 1):
                         while this._watch._armed[1] != LIMIT_S:  # type: ignore[union-attr]
                             time.sleep(0.01)
@@ -318,7 +319,7 @@ def _alone(rank: int, place: Path) -> None:
         with this.over(STEP):
             for _ in range(3):
                 this.step_done()
-            failure.heartbeat_note("step 4, forward of micro-batch 1")
+            rank_status.heartbeat_note("step 4, forward of micro-batch 1")
             _be_stuck("sleep")
 
     _guarded(rank, place, main)

@@ -9,17 +9,17 @@ import pytest
 
 from megatron import device
 from megatron.config import Config, parse
+from megatron.costs.memory import Zero
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
 from megatron.models import registry
-from megatron.models.common.memory import Zero
 from megatron.mpu.topology import Topology
-from megatron.training import global_vars
+from megatron.training import vocabulary
 from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.dry_run import TEXT_VOCABULARY, dry_run, plan_rows
 from megatron.training.estimates import simulated_bubble
-from megatron.training.global_vars import with_tokenizer
+from megatron.training.vocabulary import with_tokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
@@ -248,7 +248,7 @@ class WithSentinels(MockTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "build", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(vocabulary, "build", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse
+from megatron.costs.memory import Memory
 from megatron.errors import ConfigError
-from megatron.models.common.memory import Memory
 from megatron.training import plan_checks
 from megatron.training.dry_run import dry_run
 

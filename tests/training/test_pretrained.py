@@ -17,7 +17,7 @@ from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.checkpoint.huggingface.origin import origin_of
 from megatron.checkpoint.huggingface.tokenizer import JSON, tokenizer_difference
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_to_huggingface
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from tests.helpers.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
 FEW = "--train-iters 3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.run import LoggingConfig
+from megatron.config.logging import LoggingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.training.callbacks import profiler as callbacks_profiler

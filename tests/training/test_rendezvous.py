@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import JobError, StopRequest, exit_code
-from megatron.training import rendezvous
-from megatron.training.exit_signals import StopRequests
+from megatron.runtime import rendezvous
+from megatron.runtime.exit_signals import StopRequests
 from tests.helpers.harness import run_ranks
 from tests.helpers.launch_jobs import free_port
 

@@ -21,11 +21,11 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
-from megatron.training import compatibility, run_folder
+from megatron.training import checkpoint_source, compatibility, run_folder
 from megatron.training.compatibility import RULES, check_tokenizer, layout_text, machine, settings_changed
-from megatron.training.initialize import World
 from megatron.training.run_folder import Place, _chosen
 from megatron.training.train_state import CHECKPOINTS, EVERYTHING, RestoreOptions
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 
 
@@ -202,7 +202,7 @@ def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monke
     save_as("job-1", first.folder)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert _chosen(config(), "gpt2") == Place(first.folder, first.folder, is_restart=True)
-    assert run_folder.newest_run("gpt2") == first.folder
+    assert checkpoint_source.newest_run("gpt2") == first.folder
 
 
 def test_a_restart_takes_the_run_that_its_first_start_chose(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

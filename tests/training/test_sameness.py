@@ -15,8 +15,8 @@ from megatron.accelerators import ALL_OFF, PARTS, Adaptor
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import initialize
-from megatron.training.failure import is_same_everywhere
+from megatron.runtime.exit_guard import is_same_everywhere
+from megatron.training import initialize, rank_consistency
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import flags, parse_as, start_script
 
@@ -27,13 +27,13 @@ def on_rank_1(act: Callable[[], None]) -> Callable[[int], None]:
 
 def other_code() -> None:
     os.environ["LOCAL_RANK"] = "0"  # as on a node of its own
-    initialize.code_checksum = lambda root=None: 0  # type: ignore[assignment]
-    initialize.commit = lambda root: "0123abc"  # type: ignore[assignment]
+    rank_consistency.code_checksum = lambda root=None: 0  # type: ignore[assignment]
+    rank_consistency.commit = lambda root: "0123abc"  # type: ignore[assignment]
 
 
 def other_torch() -> None:
-    version = initialize._version
-    initialize._version = lambda name: "1.0" if name == "torch" else version(name)
+    version = rank_consistency._version
+    rank_consistency._version = lambda name: "1.0" if name == "torch" else version(name)
 
 
 def other_rate() -> None:
@@ -72,26 +72,28 @@ def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, words,
 
 def test_what_brings_and_switches_patches_of_a_plug_in_is_compared():
     switches = {Adaptor(part, "", ()).switch for part in PARTS}
-    assert {ALL_OFF, accelerators.VARIABLE, *switches} <= set(initialize.VARIABLES)
+    assert {ALL_OFF, accelerators.VARIABLE, *switches} <= set(rank_consistency.VARIABLES)
 
 
 def test_ranks_are_told_by_runs_of_their_numbers():
     same, other = {"a": "1"}, {"a": "2"}
-    assert list(initialize.differences([same, other, other, same, other])) == ["a: 1 on rank 0, 3; 2 on rank 1-2, 4"]
+    assert list(rank_consistency.differences([same, other, other, same, other])) == [
+        "a: 1 on rank 0, 3; 2 on rank 1-2, 4"
+    ]
 
 
 def test_ranks_that_do_not_look_into_the_code_do_not_differ_by_it():
-    assert list(initialize.differences([{"code": "x"}, {}, {"code": "x"}])) == []
+    assert list(rank_consistency.differences([{"code": "x"}, {}, {"code": "x"}])) == []
 
 
 def test_the_commit_is_read_from_gits_files(tmp_path):
-    assert initialize.commit(tmp_path) == "unknown"
+    assert rank_consistency.commit(tmp_path) == "unknown"
     (tmp_path / ".git/refs/heads").mkdir(parents=True)
     (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
     (tmp_path / ".git/packed-refs").write_text("# pack-refs\nabc refs/heads/main\n")
-    assert initialize.commit(tmp_path) == "abc"
+    assert rank_consistency.commit(tmp_path) == "abc"
     (tmp_path / ".git/refs/heads/main").write_text("def\n")
-    assert initialize.commit(tmp_path) == "def"
+    assert rank_consistency.commit(tmp_path) == "def"
 
 
 def test_a_rank_that_dies_ahead_of_the_first_message_of_a_group_is_an_error_and_no_hang(corpus, tmp_path) -> None:
@@ -117,13 +119,13 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
         os.environ["LOCAL_RANK"] = str(index)
         if visible != "unset":
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        initialize.gethostname = lambda: host
-        initialize.identity = lambda place: f"GPU-{place.index}"
-        initialize.device.model_name = lambda place: kinds[rank]  # type: ignore[assignment]
-        initialize.dist.get_backend = lambda: backend  # type: ignore[assignment]
+        rank_consistency.gethostname = lambda: host
+        rank_consistency.identity = lambda place: f"GPU-{place.index}"
+        rank_consistency.device.model_name = lambda place: kinds[rank]  # type: ignore[assignment]
+        rank_consistency.dist.get_backend = lambda: backend  # type: ignore[assignment]
         grid = build_grid(Topology.of_world(4, tensor=tensor, pipe=1), rank)
         try:
-            initialize.compare_devices(torch.device("cuda", index), grid)
+            rank_consistency.compare_devices(torch.device("cuda", index), grid)
         except ConfigError as error:
             assert is_same_everywhere(error)
             return str(error)

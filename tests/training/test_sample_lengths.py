@@ -17,10 +17,10 @@ from megatron.mpu.groups import single_grid
 from megatron.training.callbacks.checkpointer import finished_text
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.data import samples_wanted
-from megatron.training.initialize import World
+from megatron.training.step_result import StepResult
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
+from megatron.training.world import World
 from tests.helpers import runs
 
 LINE = "--data-path none --device cpu --vocab-size 9 --seq-length 16 --lr 1e-3 --lr-decay-style linear"

@@ -17,11 +17,11 @@ from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.checkpointer import Checkpointer
-from megatron.training.initialize import World
 from megatron.training.run_folder import Place
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING, Sections
 from megatron.training.train_state import TrainState, kept_by, save_state
-from megatron.training.train_step import StepResult
+from megatron.training.world import World
 
 
 class Stand(Checkpointer):

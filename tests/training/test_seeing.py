@@ -27,9 +27,9 @@ from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.speed_monitor import by_stage
 from megatron.training.callbacks.wandb import Wandb, open_wandb
 from megatron.training.data import RunData
-from megatron.training.initialize import World
-from megatron.training.train_state import Saves
+from megatron.training.save_history import Saves
 from megatron.training.trainer import Callback, Trainer
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import ROOT, flags, train_ranks
 from tools.report import state

@@ -15,7 +15,7 @@ import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 import transformers
 
 from megatron.checkpoint.huggingface import convert
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from megatron.generate.options import parse_args
 from megatron.generate.text import ChatPrompts
 from megatron.tokenizer import build

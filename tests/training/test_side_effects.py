@@ -24,11 +24,11 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
+from megatron.runtime.exit_signals import StopRequests
 from megatron.training import Callback, initialize
-from megatron.training.exit_signals import StopRequests
+from megatron.training.step_result import StepResult
 from megatron.training.train import run
 from megatron.training.train_state import CHECKPOINTS
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Trainer
 from tests.helpers import runs
 from tests.helpers.harness import run_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.entrypoint import STARTERS, pretrain, set_rank_environment
+from megatron.runtime.rank_env import STARTERS, set_rank_environment
+from megatron.training.entrypoint import pretrain
 from tests.helpers.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,11 @@ import torch
 from megatron.config import parse
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training import exit_signals, failure, train
+from megatron.runtime import exit_guard, exit_signals
+from megatron.runtime.exit_signals import LOSING, REGROUP, REGROUP_VARIABLE, StopRequests, how_to_go_on
+from megatron.training import train
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
-from megatron.training.exit_signals import LOSING, REGROUP, REGROUP_VARIABLE, StopRequests, how_to_go_on
 from megatron.training.train_state import EVERYTHING, RestoreOptions, TrainState
 from megatron.training.trainer import Trainer
 from tests.helpers.harness import fork_ranks
@@ -180,12 +181,12 @@ def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, l
     ],
 )
 def test_a_failed_allocation_is_known_by_its_kinds(error, message):
-    assert message in (failure.out_of_memory(error) or "")
+    assert message in (exit_guard.out_of_memory(error) or "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), ValueError("out of memory"), KeyError("memory")])
 def test_another_error_is_not_one_of_memory(error):
-    assert failure.out_of_memory(error) is None
+    assert exit_guard.out_of_memory(error) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from megatron.config import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training.run_folder import Place, _chosen, check_store, saved_in
+from megatron.training.checkpoint_source import saved_in
+from megatron.training.run_folder import Place, _chosen, check_store
 from tests.helpers.fake_store import empty_store, intercept, needs_moto, s3
 from tests.helpers.runs import flags, train_ranks, write_corpus
 

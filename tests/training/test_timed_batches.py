@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.errors import CheckpointError, DataError, PeerError, SampleError, StopRequest, marked
-from megatron.training.data import TimedBatches
-from megatron.training.failure import is_same_everywhere
+from megatron.runtime.exit_guard import is_same_everywhere
+from megatron.training.batch_iterators import TimedBatches
 
 
 class Readers:
@@ -36,7 +36,7 @@ class Readers:
 
 def test_only_the_time_in_next_counts_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.25, 5.0, 5.5, 9.0, 9.125])
-    monkeypatch.setattr("megatron.training.data.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("megatron.training.batch_iterators.time.perf_counter", lambda: next(times))
     batches = TimedBatches([7, 8])
     assert [next(batches), next(batches)] == [7, 8]
     assert batches.drain_waited_s() == 0.75

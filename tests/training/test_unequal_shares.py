@@ -11,7 +11,7 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron.config.elastic import VARIABLE
-from megatron.training import train_step
+from megatron.training import loss_forms, single_stage_engine
 from megatron.training.callbacks.metrics_writer import read_metrics
 from tds.loss import Weighted
 from tests.helpers.runs import flags, start_script, together, write_corpus
@@ -28,13 +28,13 @@ def of_at_most(ranks: int) -> Callable[[int], None]:
 
 def with_plain_losses(rank: int) -> None:
     """Let the loss of a micro-batch be a mean, as a user's own may be, and not a sum with its weight."""
-    weighted = train_step.as_weighted
+    weighted = loss_forms.as_weighted
 
     def mean(loss: Any) -> Any:
         found = weighted(loss)
         return found.total / found.count if isinstance(found, Weighted) else found
 
-    train_step.as_weighted = mean  # type: ignore[assignment]
+    loss_forms.as_weighted = single_stage_engine.as_weighted = mean  # type: ignore[assignment]
 
 
 def numbers(folder: Path) -> list[tuple[str, int, float, float]]:

@@ -13,11 +13,12 @@ from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.errors import SampleError
 from megatron.mpu.groups import single_grid
-from megatron.training import failure
-from megatron.training.data import RunData, TimedBatches, UploadedBatches
-from megatron.training.failure import is_same_everywhere
-from megatron.training.initialize import World
+from megatron.runtime import rank_status
+from megatron.runtime.exit_guard import is_same_everywhere
+from megatron.training.batch_iterators import TimedBatches, UploadedBatches
+from megatron.training.data import RunData
 from megatron.training.parity import Trace
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import VOCAB, flags, trace_rank
 from tests.helpers.lazy_streams import CPU, uploading
@@ -61,7 +62,7 @@ def test_an_error_of_what_is_read_ahead_is_raised_when_it_is_asked_for() -> None
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_reading_while_the_device_has_work_is_no_wait(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.5, 3.0, 5.0])
-    monkeypatch.setattr("megatron.training.data.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("megatron.training.batch_iterators.time.perf_counter", lambda: next(times))
     monkeypatch.setattr(device, "is_busy", lambda place: is_busy)
     batches = UploadedBatches(numbered(), CPU)
     next(batches)
@@ -73,16 +74,16 @@ def test_reading_while_the_device_has_work_is_no_wait(is_busy: bool, monkeypatch
 def test_who_hangs_in_it_is_found_and_then_the_position_is_as_before() -> None:
     def telling() -> Iterator[dict[str, torch.Tensor]]:
         for _ in range(2):
-            seen.append(failure.heartbeat_now())
+            seen.append(rank_status.heartbeat_now())
             yield {}
 
     seen: list[str | None] = []
     batches = UploadedBatches(telling(), CPU)
-    failure.heartbeat_note("step 3, reduction and update")
+    rank_status.heartbeat_note("step 3, reduction and update")
     batches.read_ahead()
     assert seen == ["step 3, reduction and update, reading ahead"]
-    assert failure.heartbeat_now() == "step 3, reduction and update"
-    failure.heartbeat_note("")
+    assert rank_status.heartbeat_now() == "step 3, reduction and update"
+    rank_status.heartbeat_note("")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", TimedBatches), ("other", UploadedBatches)])

@@ -11,10 +11,10 @@ from megatron import tokenizer
 from megatron.arguments import parse
 from megatron.checkpoint.huggingface.convert import export
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.one_process import open_folder
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
-from megatron.training.global_vars import with_tokenizer
+from megatron.training.vocabulary import with_tokenizer
 from tests.helpers.saved_models import save_model
 from tests.helpers.trap import FLAGS, TRAP
 

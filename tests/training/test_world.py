@@ -16,9 +16,9 @@ from megatron.config import Config, ParallelConfig, parse
 from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import global_vars, initialize
-from megatron.training.failure import as_peer_error
-from megatron.training.parity import mock_tokenizer
+from megatron.runtime.exit_guard import as_peer_error
+from megatron.training import global_vars, initialize, world
+from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_engine, make_streams
 from megatron.training.timeouts import AXES
 from tds.deepspeed_api import groups_of
@@ -62,7 +62,7 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
         groups = {id(grid.world): "world", id(grid.host): "host"}
         found = []
         for kind in ("cpu", "meta"):
-            group, place = initialize.World(kind, torch.device(kind), grid, rank).decision_group
+            group, place = world.World(kind, torch.device(kind), grid, rank).decision_group
             found.append(f"{groups[id(group)]} {place}")
         return found
 

@@ -10,11 +10,11 @@ import torch
 import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
+from megatron.costs.memory import Zero
 from megatron.models import registry
-from megatron.models.common.memory import Zero
 from megatron.training import global_vars, initialize
 from megatron.training.estimates import zero_of
-from megatron.training.parity import mock_tokenizer
+from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from tests.helpers.harness import run_ranks
 

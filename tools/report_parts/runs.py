@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS, read_metrics
-from megatron.training.callbacks.stability_guard import read_journal
+from megatron.training.callbacks.stability_journal import read_journal
 from tools.report_parts.words import Html, bilingual, joined, tag
 
 SIGNS = (METRICS, "config.json", EVALUATIONS)

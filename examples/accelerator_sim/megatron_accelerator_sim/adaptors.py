@@ -72,7 +72,7 @@ ADAPTORS = (
         "blocks of dropout masks",
         (
             Patch(
-                "megatron.mpu.random.BLOCK",
+                "megatron.mpu.philox_dropout.BLOCK",
                 lambda blocks: {**blocks, "sim": blocks["cpu"]},
                 "layout-independent masks would be made in blocks for the memory of a GPU, not for a CPU's caches",
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -103,9 +102,7 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
     part = load(family, "huggingface")
     if hasattr(part, "FORMATS"):
         return tuple(part.FORMATS)
-    if not hasattr(part, "FORMAT"):
-        warnings.warn(f"{part.__name__}.FORM is called FORMAT now", DeprecationWarning, stacklevel=2)
-    return (getattr(part, "FORMAT", None) or part.FORM,)
+    return (part.FORMAT,)
 
 
 def format_of(config: Config, model_type: str | None = None) -> HFFormat:

@@ -50,9 +50,10 @@ from megatron.checkpoint.huggingface.weights import (
     weights_to_huggingface,
     without_zero_biases,
 )
-from megatron.checkpoint.loading import WEIGHTS, Checkpoint, read_weights
-from megatron.checkpoint.metadata import TensorRecord
+from megatron.checkpoint.one_process import WEIGHTS, read_weights
+from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.saving import save
+from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.mpu.groups import SINGLE

@@ -30,9 +30,10 @@ from megatron.models.registry import load
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template, special_names
+from megatron.tokenizer.control_tokens import BY_NAME
 from megatron.tokenizer.huggingface import LibraryTokenizer
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, T5SentencePieceTokenizer
-from megatron.tokenizer.tokenizer import BY_NAME
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
+from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 
 # Tokenizer files of a Hugging Face folder, and the ids of its control tokens.
 #

@@ -21,13 +21,14 @@ from megatron.checkpoint.huggingface.config import (
     full_names,
     missing_head,
 )
-from megatron.checkpoint.loading import check_model, fill, is_resized
-from megatron.checkpoint.metadata import TensorRecord, part_shape
+from megatron.checkpoint.model_match import check_model
+from megatron.checkpoint.resized_vocab import fill, is_resized
+from megatron.checkpoint.tensor_record import TensorRecord, part_shape
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models import registry
 from megatron.models.common.huggingface import NOTHING, Tensors, WeightMapping, read_into
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron import files
-from megatron.data.index_format import DatasetMetadata
+from megatron.data.dataset_metadata import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect.view import Words
 from megatron.errors import DataError

@@ -5,8 +5,9 @@ Names are resolved on first use: a tool that prints its help needs few of them.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from tds.lazy_imports import lazy_attribute
 
 if TYPE_CHECKING:
     from megatron.data.preprocess.corpus import UNIT_BYTES, find_inputs, guess_format, plan_units, read_unit
@@ -16,24 +17,24 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.verification import Verified, verify
 
 _MODULES = {
-    "FORMATS": "job_types",
-    "STDIN": "job_types",
-    "UNIT_BYTES": "corpus",
-    "BadRecord": "job_types",
-    "Job": "job_types",
-    "Record": "job_types",
-    "Share": "job_types",
-    "Summary": "job_types",
-    "Unit": "job_types",
-    "Verified": "verification",
-    "find_inputs": "corpus",
-    "guess_format": "corpus",
-    "join": "job",
-    "parse": "encode",
-    "plan_units": "corpus",
-    "read_unit": "corpus",
-    "run": "job",
-    "verify": "verification",
+    "FORMATS": "megatron.data.preprocess.job_types",
+    "STDIN": "megatron.data.preprocess.job_types",
+    "UNIT_BYTES": "megatron.data.preprocess.corpus",
+    "BadRecord": "megatron.data.preprocess.job_types",
+    "Job": "megatron.data.preprocess.job_types",
+    "Record": "megatron.data.preprocess.job_types",
+    "Share": "megatron.data.preprocess.job_types",
+    "Summary": "megatron.data.preprocess.job_types",
+    "Unit": "megatron.data.preprocess.job_types",
+    "Verified": "megatron.data.preprocess.verification",
+    "find_inputs": "megatron.data.preprocess.corpus",
+    "guess_format": "megatron.data.preprocess.corpus",
+    "join": "megatron.data.preprocess.job",
+    "parse": "megatron.data.preprocess.encode",
+    "plan_units": "megatron.data.preprocess.corpus",
+    "read_unit": "megatron.data.preprocess.corpus",
+    "run": "megatron.data.preprocess.job",
+    "verify": "megatron.data.preprocess.verification",
 }
 
 __all__ = [
@@ -59,6 +60,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return lazy_attribute(__name__, name, _MODULES)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron import files, log
-from megatron.data.index_format import DatasetMetadata, index_chunks
+from megatron.data.dataset_metadata import DatasetMetadata
+from megatron.data.index_writer import index_chunks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron.config.batch import BatchConfig
 from megatron.config.config import Config
-from megatron.config.model import FamilyConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
 from megatron.config.option import option
 
 _option = partial(option, elsewhere="it is for BERT; leave it out, or use examples/bert/pretrain_bert.py")

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from megatron.models.common import decoder_cost
-from megatron.models.common.cost import Kept, Product, Work
-from megatron.models.common.decoder_cost import DecoderCosts, context_costs, dropout_costs, mask_reason
-from megatron.models.common.dimensions import known_vocab_size
+from megatron.costs import decoder_cost
+from megatron.costs.cost import Kept, Product, Work
+from megatron.costs.decoder_cost import DecoderCosts, context_costs, dropout_costs, mask_reason
+from megatron.costs.dimensions import known_vocab_size
 
 _TOKEN_TYPES = 2
 

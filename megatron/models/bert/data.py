@@ -12,10 +12,12 @@ import numpy as np
 
 from megatron import log
 from megatron.config import Config
-from megatron.data import dataset_builder
+from megatron.data import dataset_checks
+from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
-from megatron.data.indexed_dataset import Documents, IndexedDataset, Piece, count_of, documents_key, longest_of
+from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.documents import Documents, Piece, count_of, documents_key, longest_of
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces
 from megatron.errors import DataError
@@ -440,8 +442,8 @@ def build_bert_train_valid_test(
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
-        dataset_builder.check_tokenizer(token_file, tokenizer_identity)
-        dataset_builder.check_token_ids(token_file, tokens.text_vocab_size, cache)
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
+        dataset_checks.check_token_ids(token_file, tokens.text_vocab_size, cache)
 
         def make(documents: Documents, draws: str) -> BertDataset:
             samples = BertDataset(

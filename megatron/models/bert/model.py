@@ -21,8 +21,9 @@ from megatron.models.common.language_model import (
     materialize_logits,
     model_loss,
 )
-from megatron.models.common.model_args import ModelArgs, ParallelContext, fields_held
+from megatron.models.common.model_args import ModelArgs, fields_held
 from megatron.models.common.norms import LayerNorm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule
 from megatron.models.common.transformer import MLP, Recompute, run_layers
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range

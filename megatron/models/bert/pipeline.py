@@ -26,7 +26,7 @@ from megatron.models.bert.model import (
     whole_outputs,
 )
 from megatron.models.common.masks import SharedMask
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.pipeline import ModelPipe, Stream, embedding_pipe, layer_pipe
 from megatron.mpu.layers import VocabParallelEmbedding
 from tds.loss import Weighted

@@ -12,8 +12,9 @@ from megatron.config import Config
 from megatron.models.common.generation import Decoder
 from megatron.models.common.language_model import Embedding, Head, head_output, materialize_logits, model_loss
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
+from megatron.models.common.model_args import ModelArgs, model_args_from
 from megatron.models.common.norms import make_norm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import Recompute, TransformerLayer, run_layers
 

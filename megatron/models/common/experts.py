@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.router import Router, within_capacity
 from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.models.common.attention import KVCacheSlots, LayerKVCache
+from megatron.models.common.kv_cache import KVCacheSlots, LayerKVCache
 from megatron.models.common.language_model import Head, Logits, logits_of, materialize_logits
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.registry import load
 from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on

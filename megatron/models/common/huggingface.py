@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -305,6 +305,10 @@ class HFFormat:
         their_inputs: what their model is called with for the same tokens.
         their_logits: the same of what their model returns.
         prepare: changes their model before it computes, where it does not do what its settings say.
+        architecture: for ``--model`` with the model type: our settings of their class's defaults, sizes left out; None
+            where ``--model`` does not take the type.
+        fixed: those of our settings that every model of the type has.
+        needs: fields that are sizes, and that a model of the type cannot be without.
     """
 
     model_types: tuple[str, ...]
@@ -329,6 +333,9 @@ class HFFormat:
     their_inputs: Callable[[torch.Tensor], dict[str, torch.Tensor]] = tokens_alone
     their_logits: Callable[[Any], torch.Tensor] = attrgetter("logits")
     prepare: Callable[[Any, Config], None] = leave_as_it_is
+    architecture: Callable[[], dict[str, Any]] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 def by_recipes(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import nn
 
-from megatron.config.model import WHOLE, tokens_at_once
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.config.loss_chunk import WHOLE, tokens_at_once
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_norm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group

@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 
-from megatron.models.common.attention import KVCacheSlots, slopes_of_heads
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.attention import slopes_of_heads
+from megatron.models.common.kv_cache import KVCacheSlots
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.ops.attention import document_mask, lowest, segment_mask
 from megatron.ops.document_attention import document_starts, way_of
 from megatron.ops.positions import alibi_bias, within_documents

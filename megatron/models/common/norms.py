@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.embedding_lookup import HALF_PRECISION
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import divide

@@ -22,8 +22,9 @@ from megatron.models.common.language_model import (
     model_loss,
 )
 from megatron.models.common.masks import Masks, SharedMask
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import norm_class, norm_settings
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.experts import SIGMOID
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_modules
 from megatron.mpu.context_parallel import gather_rows
 from megatron.mpu.groups import Grid
@@ -22,7 +23,7 @@ from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.grouped import count
-from tds.gradients import is_running
+from tds.backward_state import is_running
 
 # What a router computes, in fp32 (fp64 in fp64), of the logits z of E experts:
 #

@@ -11,10 +11,12 @@ from torch import nn
 
 from megatron.config.decoder import has_window
 from megatron.config.experts import has_experts
-from megatron.models.common.attention import LayerKVCache, SelfAttention
+from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.kv_cache import LayerKVCache
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_norm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.model import FamilyConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,6 @@ class GPT2Config(FamilyConfig):
 FAMILY = ModelFamily(
     name="gpt2",
     title="GPT-2",
-    program="pretrain_gpt2.py",
     config=GPT2Config,
     recipe=("--hidden-bias", "--attention-dropout", "0", "--hidden-dropout", "0"),
     heads={1280: 20, 1536: 16, 1600: 25, 2560: 32},

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.decoder import ROPE
-from megatron.config.model import FamilyConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class LlamaConfig(FamilyConfig):
 FAMILY = ModelFamily(
     name="llama",
     title="LLaMA",
-    program="examples/llama/pretrain_llama.py",
+    script="examples/llama/run_llama.sh",
     config=LlamaConfig,
     vocabulary=32000,
     follows={"ff_hidden_size": "--ff-hidden-size", "num_query_groups": "--num-query-groups"},

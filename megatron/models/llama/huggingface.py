@@ -47,7 +47,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.decoder import window_pattern
+from megatron.config.decoder import ARCHITECTURE, window_pattern
 from megatron.config.experts import has_experts
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
@@ -436,6 +436,22 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_SIZES = {
+    "num_hidden_layers": 60,  # a multiple of the periods of windows
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 256,
+}
+"""Any sizes, for the settings that do not depend on them."""
+
+
+def architecture(preset: Preset) -> dict[str, Any]:
+    """Return our settings of a model of the type, as the defaults of their class make it; sizes are left out."""
+    found = values(preset, _SIZES)
+    return {name: found[name] for name in ARCHITECTURE if name in found}
+
+
 def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings that change numbers and that a model of ours of this type does not have."""
     for name, only in _REFUSED.items():
@@ -502,6 +518,13 @@ def _one_by_one(theirs: Any, config: Config) -> None:
     theirs.set_experts_implementation("eager")
 
 
+def _needs(preset: Preset) -> tuple[str, ...]:
+    """Return the sizes that a model of the type cannot be without."""
+    if preset.experts is None:
+        return ()
+    return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))
+
+
 def _format(preset: Preset) -> HFFormat:
     return HFFormat(
         model_types=(preset.model_type,),
@@ -515,6 +538,9 @@ def _format(preset: Preset) -> HFFormat:
         named=_named if preset.experts is GLM4 else as_it_is,
         prepare=_one_by_one if preset.experts is not None else leave_as_it_is,
         allowed=1e-5,  # their norms and angles are in fp32
+        architecture=partial(architecture, preset),
+        fixed={**_OF_ALL, **preset.fixed},
+        needs=_needs(preset),
     )
 
 

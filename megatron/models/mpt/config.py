@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.decoder import ALIBI
-from megatron.config.model import FamilyConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,4 @@ class MptConfig(FamilyConfig):
     }
 
 
-FAMILY = ModelFamily(
-    name="mpt", title="MPT", program="examples/mpt/pretrain_mpt.py", config=MptConfig, vocabulary=50368
-)
+FAMILY = ModelFamily(name="mpt", title="MPT", script="examples/mpt/run_mpt.sh", config=MptConfig, vocabulary=50368)

@@ -11,7 +11,8 @@ from megatron.config.batch import BatchConfig
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
 from megatron.config.decoder import LEARNED, RELATIVE
-from megatron.config.model import FamilyConfig, ModelConfig, ModelFamily
+from megatron.config.family import FamilyConfig, ModelFamily
+from megatron.config.model import ModelConfig
 from megatron.config.option import option
 from megatron.models.t5 import spans
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.models.common import decoder_cost
-from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.models.common.decoder_cost import ELEMENTWISE, KEPT, dropout_costs
-from megatron.models.common.dimensions import ModelDimensions, known_vocab_size
-from megatron.models.common.memory import loss_bytes
+from megatron.costs import decoder_cost
+from megatron.costs.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
+from megatron.costs.decoder_cost import ELEMENTWISE, KEPT, dropout_costs
+from megatron.costs.dimensions import ModelDimensions, known_vocab_size
+from megatron.costs.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
 from tds.partition import partition_balanced, partition_balanced_chunks
 from tds.schedule import LOOP

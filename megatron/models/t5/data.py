@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.data.cache import IndexCache
-from megatron.data.indexed_dataset import Documents, documents_key
+from megatron.data.documents import Documents, documents_key
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, runs
 from megatron.errors import DataError

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.models.common.attention import Attention, LayerKVCache, SelfAttention
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.attention import Attention, SelfAttention
+from megatron.models.common.kv_cache import LayerKVCache
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import LayerNorm, RMSNorm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import MLP
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
@@ -17,7 +19,7 @@ from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention, document_mask, lowest, segment_mask
 from megatron.ops.biased_attention import biased_attention, without_future
 from megatron.ops.positions import relative_buckets
-from tds.gradients import accurate_dtype
+from tds.grad_norm import accurate_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

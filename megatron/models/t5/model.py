@@ -19,8 +19,9 @@ from megatron.models.common.language_model import (
     model_loss,
     shared_table,
 )
-from megatron.models.common.model_args import ParallelContext, fields_held
+from megatron.models.common.model_args import fields_held
 from megatron.models.common.norms import RMSNorm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
 from megatron.models.common.transformer import Recompute, run_layers
 from megatron.models.t5.config import t5_units

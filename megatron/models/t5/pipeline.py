@@ -24,7 +24,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.models.common.language_model import Head, Logits, PositionEmbedding, materialize_logits, model_loss
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.pipeline import ModelPipe, weighted
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs

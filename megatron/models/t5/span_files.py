@@ -12,10 +12,12 @@ import numpy as np
 
 from megatron import log
 from megatron.config.data import SET_SUFFIXES, is_set
-from megatron.data import dataset_builder
+from megatron.data import dataset_checks
+from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
-from megatron.data.indexed_dataset import Documents, IndexedDataset, documents_key
+from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.documents import Documents, documents_key
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_index import Piece, SampleIndex
 from megatron.errors import DataError, SampleError
 from megatron.models.t5 import data
@@ -300,8 +302,8 @@ def build_t5_train_valid_test(
                 files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False
             )
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
-        dataset_builder.check_tokenizer(token_file, tokenizer_identity)
-        dataset_builder.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
+        dataset_checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
         drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
         sample_tokens = raw_length(enc_seq_length, denoisers)
         return OpenCorpus(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)

@@ -14,8 +14,9 @@ from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.main_params import MainParams
 from megatron.optim.zero.partition import ParamPartition
 from megatron.torch_compat import reduce_scatter_single
+from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import AgreedOrder, Bucket
-from tds.gradients import accurate_dtype, multiply
+from tds.gradients import multiply
 
 # Sums of gradients over the replicas of which each replica keeps its parts.
 #

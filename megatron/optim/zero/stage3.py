@@ -15,7 +15,7 @@ from megatron import log
 from megatron.mpu.groups import Group
 from megatron.optim.zero.gather_order import TRAINING, GatherOrder
 from megatron.optim.zero.partition import Gather, Piece, buckets_of_pieces
-from tds import gradients
+from tds import backward_state
 
 # Which weights ZeRO 3 gathers together: the layers of a model, as its lists of modules show them.
 #
@@ -164,7 +164,7 @@ class Unit:
     def note_gradient(self) -> None:
         """Take note that backward has left the gradient of one of the weights: it needs none of them after the last."""
         if not self._come:
-            self._due = sum(map(gradients.will_reach, self._whole))
+            self._due = sum(map(backward_state.will_reach, self._whole))
         self._come += 1
         if self._come >= self._due and not self.calls:
             self.free()
@@ -266,14 +266,14 @@ class ParamUnits:
                 inner.register_forward_hook(partial(self._leave, units), always_call=True)
 
     def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
-        if self._depth == 0 and not gradients.is_running() and not self._is_all_here:
+        if self._depth == 0 and not backward_state.is_running() and not self._is_all_here:
             self._order.begin(TRAINING if torch.is_grad_enabled() else self._kinds[module])
         for unit in units:
             unit.calls += 1
             unit.was_called = True
             self._gather(unit)
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled() and not gradients.is_running():
+        if self._depth == 1 and torch.is_grad_enabled() and not backward_state.is_running():
             self._watch = saved_tensors_hooks(self._pack, self._unpack)
             self._watch.__enter__()
 
@@ -286,7 +286,7 @@ class ParamUnits:
                 self._warn_uncalled(output)
         for unit in units:
             unit.calls -= 1
-            if not (unit.calls or gradients.is_running() or (unit.stays and torch.is_grad_enabled())):
+            if not (unit.calls or backward_state.is_running() or (unit.stays and torch.is_grad_enabled())):
                 self._free(unit)
         if self._depth == 0 and self._order.kind == self._kinds[module] and output is not None:  # None: it has failed
             self._order.end()

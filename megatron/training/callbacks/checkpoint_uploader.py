@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import remote
-from megatron.checkpoint.folders import RetentionPolicy
 from megatron.checkpoint.manifest import CHECKPOINTS
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.uploading import HF, Uploads
 from megatron.errors import DataError
 from megatron.training.timeouts import SAVING

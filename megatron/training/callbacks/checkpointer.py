@@ -12,38 +12,27 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, open_checkpoint, open_latest
 from megatron.checkpoint.downloading import fetch_newest
-from megatron.checkpoint.folders import (
-    AUTOMATIC,
-    CHECKPOINTS,
-    RetentionPolicy,
-    last_sequence,
-    list_checkpoints,
-    newest_first,
-    step_of,
-)
+from megatron.checkpoint.folders import CHECKPOINTS, last_sequence, list_checkpoints, newest_first, step_of
 from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE
 from megatron.checkpoint.huggingface.origin import CARRIED, STATE
 from megatron.checkpoint.huggingface.tokenizer import origin_in
 from megatron.checkpoint.metadata import read_sequence
+from megatron.checkpoint.retention import AUTOMATIC, RetentionPolicy
 from megatron.errors import CheckpointError, NumericsError, marked
-from megatron.training import deepspeed_checkpoint, failure
+from megatron.runtime import rank_status
+from megatron.runtime.exit_signals import REGROUP, how_to_go_on
+from megatron.training import deepspeed_checkpoint
+from megatron.training.checkpoint_lineage import CheckpointLineage
+from megatron.training.checkpoint_source import saved_in, saves_in
 from megatron.training.compatibility import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
-from megatron.training.data import Saved, resumed, to_save
-from megatron.training.exit_signals import REGROUP, how_to_go_on
+from megatron.training.data_resume import Saved, resumed, to_save
+from megatron.training.job_starts import job
 from megatron.training.resume import is_pretrained, open_source, restore_from, start_from
-from megatron.training.run_folder import Place, job, saved_in, saves_in
+from megatron.training.run_folder import Place
+from megatron.training.save_history import Saves
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import LOADING, SAVING
-from megatron.training.train_state import (
-    EVERYTHING,
-    CheckpointLineage,
-    RestoreOptions,
-    Saves,
-    described,
-    kept_by,
-    restore,
-    save_state,
-)
-from megatron.training.train_step import StepResult
+from megatron.training.train_state import EVERYTHING, RestoreOptions, described, kept_by, restore, save_state
 from megatron.training.trainer import Callback, Trainer
 
 GUARD = "guard"
@@ -227,7 +216,7 @@ class Checkpointer(Callback):
         if trainer.stop_text:
             further = "" if trainer.stop_text == REGROUP else f" {how_to_go_on(trainer.folder)}"
             if trainer.stop_text == REGROUP:
-                failure.note_state(failure.REGROUP)
+                rank_status.note_state(rank_status.REGROUP)
             trainer.stop_text = (
                 f"stopped after step {trainer.progress.step} of {trainer.last_step}: "
                 f"{trainer.stop_text}. Everything is saved in {self.saved}.{further}"

@@ -9,14 +9,14 @@ from typing import Any
 
 from megatron import log
 from megatron.log import human_count, human_time
-from megatron.training import data, report
+from megatron.training import data_resume, start_table
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import SPLITS, Evaluator
 from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS
 from megatron.training.callbacks.pipeline_picture import PipelinePicture
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.console import TrainingConsole
-from megatron.training.train_step import StepResult
+from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 
 
@@ -45,13 +45,13 @@ class Console(Callback):
             log.warning(warning)
         read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
         monitor = trainer.find(SpeedMonitor)
-        rows = report.start_rows(
+        rows = start_table.start_rows(
             config,
             trainer.world,
             trainer.engine.module,
             self.counted,
             trainer.folder,
-            data.start_rows(trainer.data, read),
+            data_resume.start_rows(trainer.data, read),
             None if monitor is None else monitor.peak_flops,
         )
         self.screen.table(trainer.folder.name, rows)
@@ -64,8 +64,8 @@ class Console(Callback):
         trainer = self.trainer
         if self._says_what_is_fused:
             self._says_what_is_fused = False
-            log.info(report.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
-        epochs = data.epochs_text(trainer.data, trainer.progress.samples_consumed)
+            log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
+        epochs = data_resume.epochs_text(trainer.data, trainer.progress.samples_consumed)
         trainer.print_line(progress_line(trainer.progress.step, trainer.last_step, metrics, epochs))
 
     def on_train_end(self) -> None:

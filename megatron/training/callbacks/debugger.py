@@ -22,9 +22,11 @@ from megatron.models.common.parameters import named_modules
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
-from megatron.training.initialize import World, run_on_rank_0
-from megatron.training.train_step import ModuleError, StepEngine, StepResult
+from megatron.training.rank_0 import run_on_rank_0
+from megatron.training.step_engine import StepEngine
+from megatron.training.step_result import ModuleError, StepResult
 from megatron.training.trainer import Callback
+from megatron.training.world import World
 
 # The start of a dump: its folder and each rank's file are there, and it is known what the dump will hold.
 

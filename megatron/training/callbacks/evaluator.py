@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.data import numbers_text
-from megatron.training.exit_signals import how_to_go_on
+from megatron.runtime.exit_signals import how_to_go_on
+from megatron.training.data_resume import numbers_text
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback, perplexity
 
 SPLITS = {"valid": "validation", "test": "test"}

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.run import StabilityConfig
+from megatron.config.stability import StabilityConfig
 from megatron.models.common.router import ExpertLoad
-from megatron.training.callbacks.stability_guard import RunningStatistics
-from megatron.training.train_step import StepResult
+from megatron.training.callbacks.running_statistics import RunningStatistics
+from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 
 MOST_NUMBERS = 16_384

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.training import failure
+from megatron.runtime import exit_guard, progress_file, rank_status
 from megatron.training.callbacks.console import Console
 from megatron.training.trainer import Callback
 
@@ -14,13 +14,13 @@ class Heartbeat(Callback):
     """Notes what the engine is at, which checkpoint is durable, and which error ends this rank."""
 
     def on_train_start(self) -> None:
-        self.trainer.engine.on_activity = failure.heartbeat_note
+        self.trainer.engine.on_activity = rank_status.heartbeat_note
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
         if path is not None and self.trainer.world.rank == 0:
-            failure.note_committed_step(step)
+            progress_file.note_committed_step(step)
 
     def on_exception(self, error: BaseException) -> None:
         if console := self.trainer.find(Console):
             console.close()  # the error is to stand below the bar
-        failure.report_failure(error, self.trainer.world.name)
+        exit_guard.report_failure(error, self.trainer.world.name)

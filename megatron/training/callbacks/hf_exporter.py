@@ -11,10 +11,10 @@ from threading import Event, Thread
 from megatron import files, log
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.checkpoint.huggingface.convert import DTYPES, Exported, export
-from megatron.checkpoint.loading import open_written, read_weights
+from megatron.checkpoint.one_process import open_written, read_weights
 from megatron.errors import CheckpointError, ConfigError
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
 
 HF = "hf"

@@ -11,10 +11,10 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.mpu.mappings import all_reduce
-from megatron.training.initialize import World
-from megatron.training.train_step import StepResult
+from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
-from tds.gradients import square_of_norm
+from megatron.training.world import World
+from tds.grad_norm import square_of_norm
 
 
 class LayerNorms(Callback):

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron import files, log
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
 
 # Operators and kernels of a profile: sums over ranks, and the table of those that take longest.

@@ -23,7 +23,7 @@ from megatron.checkpoint import named_parameters
 from megatron.errors import NumericsError
 from megatron.mpu.groups import Grid
 from megatron.mpu.shard import shard_of
-from megatron.training.train_step import StepResult
+from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 from tds.gradients import is_reduced_apart
 

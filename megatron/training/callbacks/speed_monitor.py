@@ -13,15 +13,15 @@ import torch
 
 from megatron import device, log
 from megatron.config import Config
+from megatron.costs.memory import peak_flops
 from megatron.log import human_count
 from megatron.models import registry
-from megatron.models.common.memory import peak_flops
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
 from megatron.training.estimates import bubble_of_run, is_known
-from megatron.training.initialize import World
-from megatron.training.report import bounds_of
+from megatron.training.start_table import bounds_of
 from megatron.training.trainer import Callback
+from megatron.training.world import World
 
 MATMUL_SIZE = 1024
 MATMUL_SECONDS = 0.3

@@ -1,81 +1,35 @@
-"""StabilityGuard: each step judged before the update, what follows a bad one, and stability.jsonl."""
+"""StabilityGuard: judges each step before the update; skips it or rolls back.
+
+| --stability-guard | a bad step | after --stability-patience of them in a row |
+|---|---|---|
+| off | not finite: ends the run (the engine's and the optimizer's checks); far above: is told | |
+| skip | is left out on all ranks: weights, moments and loss scale as before | ends the run |
+| rollback | as skip | back to the last good checkpoint, behind the bad data |
+
+An overflow of fp16 that a smaller loss scale can cure is neither good nor bad. What decides is saved with the run, so
+that one that was stopped or killed goes on deciding alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 import torch.distributed as dist
 
-from megatron import files, log
-from megatron.checkpoint import named_parameters
-from megatron.config.run import StabilityConfig
+from megatron.config.stability import StabilityConfig
 from megatron.errors import CheckpointError, NumericsError
-from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
+from megatron.training.callbacks.anomalous_values import bad_gradients, bad_losses
 from megatron.training.callbacks.checkpointer import GUARD, Checkpointer
-from megatron.training.train_step import LossError, StepEngine, StepResult, StepSamples, range_text
+from megatron.training.callbacks.running_statistics import RunningStatistics
+from megatron.training.callbacks.stability_journal import NAME, EventLog
+from megatron.training.step_result import LossError, StepResult
+from megatron.training.step_samples import range_text
 from megatron.training.trainer import Callback
-
-# The last values of a number that should not jump, and from where on a new one does.
-
-SMALLEST_SPREAD = 1.0e-3  # of the mean: values that hardly differ make no small step a jump
-
-
-class RunningStatistics:
-    """The last ``size`` values; a new one is far above them where it is more than ``sigma`` deviations above the mean.
-
-    The deviation counts as at least ``SMALLEST_SPREAD`` of the mean. Half of the values must be there to judge by.
-    Sums are exact, so that all ranks, and a run that goes on, judge alike by the same values.
-    """
-
-    def __init__(self, size: int, sigma: float, values: Iterable[float] = ()) -> None:
-        self.values: deque[float] = deque(values, maxlen=size)
-        self.size, self.sigma = size, sigma
-
-    def add(self, value: float) -> None:
-        """Let ``value`` take the place of the oldest; one that is not finite is left out."""
-        if math.isfinite(value):
-            self.values.append(value)
-
-    def mean(self) -> float:
-        """Return the mean; infinite while there are too few to judge by."""
-        return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.size else math.inf
-
-    def limit(self) -> float:
-        """Return from where on a value is far above; infinite while there are too few to judge by."""
-        mean = self.mean()
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
-        return mean + self.sigma * max(spread, SMALLEST_SPREAD * abs(mean))
-
-    def problem(self, name: str, value: float) -> str | None:
-        """Return what is wrong with a new ``value``, in words, or None."""
-        if not math.isfinite(value):
-            return f"the {name} is not finite"
-        limit = self.limit()
-        if value <= limit:
-            return None
-        return (
-            f"the {name} {value:.4g} is above {limit:.4g}, {self.sigma:g} deviations above the last {len(self.values)}"
-        )
-
-
-# What is thought of each step: good, or bad for a loss or gradient norm that is not finite or far above the last ones.
-#
-# | --stability-guard | a bad step | after --stability-patience of them in a row |
-# |---|---|---|
-# | off | not finite: ends the run (the engine's and the optimizer's checks); far above: is told | |
-# | skip | is left out on all ranks: weights, moments and loss scale as before | ends the run |
-# | rollback | as skip | back to the last good checkpoint, behind the bad data |
-#
-# An overflow of fp16 that a smaller loss scale can cure is neither good nor bad. What decides is saved with the run, so
-# that one that was stopped or killed goes on deciding alike.
 
 MOST_RETURNS = 3
 """To one checkpoint, without a good one after it: what fails so often has another cause than its data."""
@@ -283,79 +237,3 @@ class StabilityGuard(Callback):
         self.losses = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("losses", ()))
         self.norms = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("norms", ()))
         self.history = History(**kept)
-
-
-# The journal of what the stability guard has left out: ``stability.jsonl`` in the run folder, written by rank 0.
-#
-# Each line is a record with its number: a step that was skipped, or a return to a checkpoint. A record is on the disk
-# before the next step begins; a disk that is full costs a warning, not the run. A run that goes on from a checkpoint
-# drops the records beyond it, for they come again.
-
-NAME = "stability.jsonl"
-
-
-class EventLog:
-    """The records of one run folder.
-
-    Args:
-        known: records that belong to what the run goes on from; later ones are dropped.
-    """
-
-    def __init__(self, folder: Path, known: int = 0) -> None:
-        self.path = folder / NAME
-        everything = read_journal(self.path)
-        self.records = [record for record in everything if record["number"] <= known]
-        if len(self.records) != len(everything):
-            self._write()
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add one record; its number must be the next."""
-        self.records.append(record)
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            files.replace_bytes(self.path, b"".join(orjson.dumps(record) + b"\n" for record in self.records))
-        except OSError as error:
-            log.warning(f"{self.path} could not be written ({error}); the next record tries again with all of them")
-
-
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a journal, none where there is no file."""
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
-# Where this rank has a number that is not finite: all ranks raise at the same place, ahead of the update. Those that
-# hold the number say so themselves, rank 0 the rest.
-
-NAMED_AT_MOST = 3
-
-
-def bad_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
-    """Say which micro-batches of this rank have a loss that is not finite; the first tensor rank speaks for all."""
-    if grid.tensor.rank:
-        return ""
-    bad = [number for number, loss in engine.micro_losses.items() if not loss.isfinite().all()]
-    each = [f"micro-batch {n} ({samples.of_micro_batch(grid.data.rank, n)})" for n in bad]
-    return f"{_listed(each)} gave such a loss" if each else ""
-
-
-@torch.no_grad()
-def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
-    """Say which parameters of this rank have a gradient that is not finite; the first replica speaks for all.
-
-    From ZeRO 2 on each replica speaks for its parts.
-    """
-    if grid.data_context.rank and engine.optimizer.gradient_holders.size == 1:
-        return ""
-    bad = []
-    for name, parameter in named_parameters(engine.module):
-        gradient = engine.optimizer.gradient_of(parameter) if parameter.requires_grad else None
-        if gradient is not None and not gradient.isfinite().all():
-            bad.append(name)
-    return f"the gradient of {_listed(bad)} is not finite" if bad else ""
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
-    return ", ".join(items[:NAMED_AT_MOST]) + more

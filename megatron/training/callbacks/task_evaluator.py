@@ -12,11 +12,11 @@ from megatron.evaluation.all_ranks import ModelOfAllRanks
 from megatron.evaluation.tasks import LoadedTasks, Results, read_suite
 from megatron.generate.text import Prompts
 from megatron.models.common.generation import stage_of
+from megatron.runtime.exit_signals import how_to_go_on
 from megatron.tokenizer.chat import ChatTemplate, find_template
-from megatron.training.exit_signals import how_to_go_on
-from megatron.training.initialize import run_on_rank_0
+from megatron.training.rank_0 import run_on_rank_0
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import Callback
 
 KIND = "tasks"

@@ -14,7 +14,7 @@ from megatron import files, log
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.callbacks.metrics_writer import flat
-from megatron.training.initialize import run_on_rank_0
+from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.trainer import Callback
 
 # The run at Weights & Biases that --wandb-project asks for. Rank 0 sends.

@@ -16,7 +16,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, Done, Machine, Skip
 from tests.benchmarks.gpu.made import dry_machine, made_run
 
-READ = "wait in tds/loss.py:read"
+READ = "wait in tds/loss_reduction.py:read"
 OOM = (
     "rank 0 (stage 0, tensor 0, data 0) failed: out of memory: could not allocate 2.50 GiB, at step 1, forward of "
     "micro-batch 0 (CUDA out of memory. Tried to allocate 2.50 GiB). Lower --batch-size, add --checkpoint-activations"
@@ -36,7 +36,7 @@ def test_a_dry_case_passes_through_the_program(tmp_path: Path, capfd: pytest.Cap
     assert main(["--device", "cpu", "--out", str(tmp_path), "faults", "--only", name]) == 0
     (file,) = tmp_path.glob("gpu-cpu-*.json")
     (verdict,) = json.loads(file.read_text())["parts"]["faults"]["cases"].values()
-    assert verdict["figures"] == {"places": {"tolist in tds/loss.py:read": 2}}
+    assert verdict["figures"] == {"places": {"tolist in tds/loss_reduction.py:read": 2}}
     assert f"passed   faults: {name} (" in capfd.readouterr().out
 
 
@@ -55,7 +55,10 @@ def test_one_read_a_step_passes() -> None:
         (reads_of({}), "reads 0 times a step"),
         (reads_of({READ: 4}), "reads 2 times a step"),
         (reads_of({READ: 2, "wait in tds/gradients.py:norm": 8}), "for wait in tds/gradients.py:norm (4)"),
-        (reads_of({READ: 2, "synchronize in tds/timers.py:read": 2}), "for synchronize in tds/timers.py:read (1)"),
+        (
+            reads_of({READ: 2, "synchronize in tds/action_times.py:read": 2}),
+            "for synchronize in tds/action_times.py:read (1)",
+        ),
     ],
 )
 def test_other_waits_fail(seen: dict[str, Any], told: str) -> None:

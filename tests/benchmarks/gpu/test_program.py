@@ -214,8 +214,8 @@ def test_the_summary_ends_with_1_where_a_case_failed(tmp_path: Path, capsys: Any
 
 def test_what_a_part_leaves_is_for_the_next_and_the_pictures_are_always_made() -> None:
     first, second = part_of(budget_s=300.0), part_of(budget_s=400.0)
-    pictures = part_of(budget_s=20.0, is_always=True)
-    parts = [first, second, pictures]
+    tables = part_of(budget_s=20.0, is_always=True)
+    parts = [first, second, tables]
     assert program.share_of(parts, 720.0) == 300 and program.share_of(parts, 800.0) == 380
     assert program.share_of(parts, 9000.0) == program.LONGEST_S
     assert program.share_of(parts, 100.0) == 80 and program.share_of(parts[1:], 10.0) == 0
@@ -228,7 +228,7 @@ def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
     from megatron.training import run_folder
 
     monkeypatch.setattr(run_folder, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
-    words = ["--device", "cpu", "--out", str(tmp_path), "pictures"]
+    words = ["--device", "cpu", "--out", str(tmp_path), "tables"]
     assert program.main(words) == 0 and "git does not say which commit" in capsys.readouterr().out
     assert program.main([*words, "--commit", "0123456789"]) == 0
     assert "git does not say" not in capsys.readouterr().out

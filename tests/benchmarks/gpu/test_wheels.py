@@ -51,7 +51,7 @@ def test_each_requirement_of_the_project_is_carried_or_there_or_left_out_with_a_
     assert names > CARRIED
     for name in names:
         assert (name in CARRIED) + (name in THERE) + (name in LEFT_OUT) == 1, name
-    assert set(LEFT_OUT) < names, "a package that nothing requires any more"
+    assert names > LEFT_OUT, "a package that nothing requires any more"
     assert {"torch", "numpy"} <= set(THERE)
 
 
@@ -111,14 +111,6 @@ def test_a_wheel_for_newer_pythons_a_second_one_and_torch_itself_are_refused(mak
     assert not any(NEVER.fullmatch(name) for name in ("torchmetrics", "nvidiax", "deepspeed"))
 
 
-def test_more_than_the_limit_is_refused(make: Make, tmp_path: Path) -> None:
-    make("engine-1.0-py3-none-any.whl", size=300_000)
-    assert amiss(wants("engine"), tmp_path, {}, PY312, limit_mb=0.31) == []
-    problems = amiss(wants("engine"), tmp_path, {}, PY312, limit_mb=0.29)
-    assert problems == ["the wheels take 0.3 MB, 0.29 MB at most may be carried"]
-    assert wheels.LIMIT_MB == 45
-
-
 def test_what_is_missing_is_fetched_with_what_it_needs_and_the_folder_changes_only_if_all_fits(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,10 +138,8 @@ def test_what_is_missing_is_fetched_with_what_it_needs_and_the_folder_changes_on
     assert wheels.main(arguments) == 0
     assert asked == [("engine", "3.13"), ("core", "3.13")]
     assert sorted(path.name for path in out.iterdir()) == ["core-1.0-py3-none-any.whl", "engine-1.0-py3-none-any.whl"]
-    assert "0.0 MB of at most 45: 2 wheels for Python 3.13" in capsys.readouterr().out
+    assert "0.0 MB: 2 wheels for Python 3.13" in capsys.readouterr().out
     assert wheels.main([*arguments, "--check"]) == 0
-    assert wheels.main([*arguments, "--check", "--with", "jieba"]) == 1
-    assert "pyproject.toml requires jieba, which is neither carried nor there" in capsys.readouterr().err
 
 
 def test_the_version_that_is_tested_here_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +154,7 @@ def test_a_list_of_what_is_there_is_read_as_pip_writes_it(tmp_path: Path) -> Non
     assert read_there(path) == {"numpy": "2.4.6", "typing-extensions": "", "torch": "2.11.0+cu130", "local": ""}
 
 
-@pytest.mark.parametrize("arguments", [["--python", "312"], ["--have", "no-such-file"], ["--with", "numpy"]])
+@pytest.mark.parametrize("arguments", [["--python", "312"], ["--have", "no-such-file"]])
 def test_options_that_cannot_be_met_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         wheels.parse_args(arguments)

@@ -16,7 +16,7 @@ from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import config_to_huggingface
 from megatron.checkpoint.huggingface.weights import expected_weights, is_folder, open_pretrained, weights_to_huggingface
-from megatron.checkpoint.loading import fill
+from megatron.checkpoint.resized_vocab import fill
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group
@@ -120,7 +120,7 @@ def test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_wi
 
 
 def test_tables_of_many_rows_are_filled_a_block_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.checkpoint.loading._ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("megatron.checkpoint.resized_vocab._ROWS_AT_ONCE", 3)
     whole = torch.arange(20.0).view(10, 2)
     target = torch.zeros(7, 2)
     fill(target, Shard((14, 2), 0, 7, 7), (10, 2), lambda shard: shard.cut(whole))

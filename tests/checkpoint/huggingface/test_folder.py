@@ -11,12 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.checkpoint_args import read_headers, read_source
+from megatron.checkpoint.checkpoint_args import read_source
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, saved_config
 from megatron.checkpoint.huggingface.convert import export, import_folder
 from megatron.checkpoint.huggingface.weights import expected_weights, weights_from_huggingface, weights_to_huggingface
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.huggingface_args import read_headers
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.checkpoint_samples import FailAt
 from tests.helpers.huggingface_models import config_of, save_model

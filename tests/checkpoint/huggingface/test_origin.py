@@ -18,7 +18,8 @@ from megatron.checkpoint.huggingface.config import family_by_type, saved_config
 from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE, export, import_folder
 from megatron.checkpoint.huggingface.folder import read_tensors
 from megatron.checkpoint.huggingface.origin import STATE, config_text, origin_of
-from megatron.checkpoint.loading import Checkpoint, open_folder
+from megatron.checkpoint.one_process import open_folder
+from megatron.checkpoint.opened_checkpoint import Checkpoint
 from tests.helpers.chats import CHATML, LLAMA3, write_tokenizer
 from tests.helpers.instruct_folders import files_in, write_folder
 

@@ -12,7 +12,7 @@ import transformers
 from megatron.checkpoint.huggingface import folder, weights
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, family_by_type
 from megatron.errors import CheckpointError
-from megatron.training.run_folder import require_checkpoint
+from megatron.training.checkpoint_source import require_checkpoint
 from tests.helpers.huggingface_models import config_of
 from tests.models.llama.test_huggingface import LLAMA_1, LLAMA_32
 from tests.models.mpt.test_huggingface import with_attention

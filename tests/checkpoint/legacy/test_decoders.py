@@ -13,10 +13,10 @@ from megatron.arguments import config_from_values
 from megatron.checkpoint.huggingface.config import config_to_huggingface, flags_of
 from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 from megatron.checkpoint.legacy.weights import RowLayout, merged
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary, rotated, turns
 from tests.checkpoint.legacy.decoder_files import Tensors, write_decoder

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 from megatron.checkpoint.legacy.files import find_legacy_files
-from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
 from tools.import_checkpoint import main

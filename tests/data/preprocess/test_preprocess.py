@@ -13,7 +13,7 @@ from megatron import files, tokenizer
 from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
-from megatron.tokenizer import cpm, train
+from megatron.tokenizer import chinese_words, train
 from tests.helpers.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 from tests.tokenizer.conftest import LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 
@@ -83,7 +83,7 @@ def test_bytes_of_mixed_text_cut_by_words_do_not_depend_on_the_processes_nor_on_
     content = lines(*filter(str.strip, mixed_lines(count, 7, GOOD)))
     outputs = set()
     for workers, unit_bytes in settings:
-        cpm._known_runs.clear()
+        chinese_words._known_runs.clear()
         corpus.run(
             content,
             make_tokenizer=lambda: tokenizer.build("CPM1", tokenizer_path=cpm_vocabulary),

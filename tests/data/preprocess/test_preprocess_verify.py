@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import index_format, preprocess
+from megatron.data import dataset_metadata, preprocess
 from megatron.errors import DataError
 from tests.helpers.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 from tests.helpers.token_data import write, write_megatron
@@ -80,7 +80,7 @@ def test_files_that_are_not_there_are_named_by_their_option(tmp_path: Path) -> N
 def test_a_document_that_does_not_end_is_found(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 4, 5], eod_id=7)
     assert preprocess.verify(str(tmp_path / "a"), None).num_tokens == 12
-    metadata = index_format.read(tmp_path / "a.meta.json")
+    metadata = dataset_metadata.read(tmp_path / "a.meta.json")
     assert metadata is not None
     (tmp_path / "a.meta.json").write_bytes(replace(metadata, eod_id=8).to_json())
     with pytest.raises(DataError, match="each document must end with the id 8, document 0 ends with 7"):

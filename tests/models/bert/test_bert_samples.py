@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.batch import BatchSizes
+from megatron.config.batch_rampup import BatchSizes
 from megatron.data import BlendPaths, DataLoader, IndexedDataset
-from megatron.data.data_loader import KEY
 from megatron.data.sample_index import SampleIndex
+from megatron.data.step_predictions import KEY
 from megatron.errors import DataError
 from megatron.models.bert.data import NAMES, BertDataset, BertTokens, bert_tokens, build_bert_train_valid_test
 from megatron.models.bert.model import bert_fields

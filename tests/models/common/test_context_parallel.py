@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.context import bytes_kept, bytes_sent
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.decoder_cost import DecoderCosts
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
-from megatron.mpu.random import PhiloxDropout
+from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.topology import Topology
 from megatron.ops import document_attention
 from megatron.optim.main_params import SequenceParallelGradients
@@ -24,6 +23,7 @@ from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.time_model import Messages
 from tests.helpers.bert_samples import bert_batch, bert_sizes
+from tests.helpers.count_bytes import bytes_kept, bytes_sent
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import BATCH, VOCAB, filled, gradients_of, joined, small_sizes, worst_relative

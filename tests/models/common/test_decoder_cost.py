@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import BertConfig, Config, ModelConfig, parse
+from megatron.costs.decoder_cost import DecoderCosts
+from megatron.costs.memory import Memory, Zero
 from megatron.models.bert.cost import BertCosts
-from megatron.models.common.decoder_cost import DecoderCosts
-from megatron.models.common.memory import Memory, Zero
 from megatron.models.registry import costs_of
 from tds.schedule.simulate import candidates
 

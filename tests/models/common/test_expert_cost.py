@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.context import bytes_kept
 from megatron.config import Config, ModelConfig, parse
+from megatron.costs.decoder_cost import DecoderCosts
+from megatron.costs.expert_cost import exchanged_bytes
+from megatron.costs.memory import State, Zero
 from megatron.models.common import parameters, router
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.decoder_cost import DecoderCosts
-from megatron.models.common.expert_cost import exchanged_bytes
 from megatron.models.common.experts import MoE
-from megatron.models.common.memory import State, Zero
-from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
+from megatron.models.common.model_args import ModelArgs, model_args_from
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import MLP
 from megatron.models.registry import costs_of
 from megatron.mpu.expert_parallel import Exchange
@@ -33,7 +33,8 @@ from megatron.planner.machine import device
 from megatron.planner.time_model import Messages
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
-from megatron.training.report import count_parameters
+from megatron.training.start_table import count_parameters
+from tests.helpers.count_bytes import bytes_kept
 from tests.helpers.harness import run_ranks
 
 MIXTRAL = (

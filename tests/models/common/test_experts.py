@@ -11,7 +11,8 @@ import torch
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.common.experts import MoE
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.models.common.router import Router, Routers
 from megatron.models.common.transformer import MLP

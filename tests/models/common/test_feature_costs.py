@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelConfig, parse
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.decoder_cost import DecoderCosts
-from megatron.models.common.model_args import ParallelContext, model_args_from
+from megatron.models.common.model_args import model_args_from
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.registry import costs_of
 from megatron.mpu.groups import Group
 from tests.models.common.test_features import FEATURES, FULL, SIZES

@@ -10,7 +10,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.models.common.language_model import LazyLogits, head_output
-from megatron.models.common.model_args import ParallelContext, model_args_from
+from megatron.models.common.model_args import model_args_from
+from megatron.models.common.parallel_context import ParallelContext
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import small_sizes
 from tests.helpers.recomputed import FAMILIES, bits, make

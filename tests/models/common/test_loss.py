@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig
-from megatron.config.model import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
+from megatron.config.loss_chunk import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
+from megatron.costs.memory import loss_bytes
 from megatron.models.common.language_model import head_output, model_loss
-from megatron.models.common.memory import loss_bytes
-from megatron.models.common.model_args import ParallelContext, model_args_from
+from megatron.models.common.model_args import model_args_from
+from megatron.models.common.parallel_context import ParallelContext
 from tests.helpers.alive import Alive
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=4096, max_position_embeddings=64)

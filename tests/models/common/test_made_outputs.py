@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.models import BertModelPipe, DecoderPipe
 from megatron.models.bert.pipeline import random_batch as bert_batch
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.pipeline import random_batch
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology

@@ -12,7 +12,8 @@ from megatron.models.bert import pipeline as bert_pipeline
 from megatron.models.common import masks as common_masks
 from megatron.models.common import pipeline as common_pipeline
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
 from tests.helpers.bert_samples import bert_sizes
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import batch_of, filled, small_sizes

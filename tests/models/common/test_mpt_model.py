@@ -10,7 +10,7 @@ import torch
 from megatron.models.common import masks
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import Group
 from megatron.ops.positions import alibi_slopes
 from tests.helpers.model_samples import SEQ, VOCAB, batch_of, filled

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.models.common.masks import Masks
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.pipeline import TransformerLayerPipe, layer_specs, random_batch
 from megatron.training.compile import compile_layers
 from tests.helpers.model_samples import batch_of, filled

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.loading import check_model
+from megatron.checkpoint.model_match import check_model
 from megatron.config import parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.common.decoder import DecoderModel, model_args
 from megatron.models.common.language_model import head_output, logits_of
 from megatron.mpu.groups import single_grid
-from megatron.training import setup
-from megatron.training.initialize import World
+from megatron.training import optimizer_setup, setup
+from megatron.training.world import World
 from tests.helpers.layouts import check_fp64, difference
 
 LINE = (
@@ -34,7 +34,7 @@ def built(extra: str, family: str = "gpt2") -> tuple[DecoderModel, Any, Any]:
     config = config_of(extra, family)
     model = DecoderModel(model_args(config))
     setup.put_in_place(config, model, WORLD)
-    return model, setup.make_optimizer(config, model, WORLD), config
+    return model, optimizer_setup.make_optimizer(config, model, WORLD), config
 
 
 MATRICES = ("query_key_value.weight", "dense.weight", "up.weight", "down.weight", "router.weight", "gate.weight")

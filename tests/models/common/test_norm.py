@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.norms import layer_norm, rms_norm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import is_partial, shard_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.models.common import memory
+from megatron.costs import memory
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 from megatron.models.bert.model import BertEmbedding, BertLayer, BertModelArgs, SharedWordEmbedding, padding_mask
 from megatron.models.common.language_model import Embedding
 from megatron.models.common.masks import Masks, SharedMask
-from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import LayerNorm, RMSNorm
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.pipeline import TransformerLayerPipe, embedding_pipe, layer_pipe, norm_pipe
 from megatron.models.common.transformer import TransformerLayer
 from megatron.ops.attention import document_mask

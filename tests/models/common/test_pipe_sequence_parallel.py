@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.models.bert import pipeline as bert_pipeline
 from megatron.models.common import pipeline as common_pipeline
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.registry import FAMILIES
 from megatron.models.t5 import pipeline as t5_pipeline
 from megatron.mpu.groups import Group

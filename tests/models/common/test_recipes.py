@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.checkpoint.metadata import part_shape
+from megatron.checkpoint.tensor_record import part_shape
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import WeightMapping, from_our_weight, read_into, to_our_weight
 from megatron.mpu.shard import Shard

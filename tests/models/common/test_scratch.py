@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, parse
-from megatron.models.common import memory
-from megatron.models.common.decoder_cost import DecoderCosts
+from megatron.costs import memory
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.registry import costs_of
 from megatron.ops import causal_attention
 

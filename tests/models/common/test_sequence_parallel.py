@@ -11,10 +11,11 @@ import torch
 
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.random import DropoutStreams, PhiloxDropout
+from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import is_partial, shard_of
 from megatron.optim.main_params import SequenceParallelGradients
 from megatron.training.compile import compile_layers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import parse
+from megatron.costs.memory import Kept, Memory, SavedActivations, waiting_of
 from megatron.models import registry
-from megatron.models.common.memory import Kept, Memory, SavedActivations, waiting_of
 
 LINE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --batch-size 2 --fp32"
 INPUT = 16 * 2 * 32 * 4  # s b h in fp32

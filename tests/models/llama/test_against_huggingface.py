@@ -17,7 +17,7 @@ import torch
 from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.models.common.decoder import model_args
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import ModelConfig, parse
-from megatron.models.common.decoder_cost import DecoderCosts
+from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.registry import costs_of
 
 LLAMA_3_8B = ModelConfig(

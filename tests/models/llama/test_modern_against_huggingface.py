@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint.huggingface.config import config_from_huggingface
 from megatron.config import Config, parse
 from megatron.generate import generate_gpt2
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from tests.helpers.decoder_against_huggingface import Against

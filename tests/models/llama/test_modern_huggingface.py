@@ -137,9 +137,9 @@ def test_weights_go_there_and_back_bit_for_bit_and_compute_the_same(kind: str, c
     model = MODERN[kind].their_model(torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
-    assert code == 0 and "examples/llama/pretrain_llama.py --load" in output, output
-    words = shlex.split(output.split("pretrain_llama.py ")[1])
-    parsed = parse([*words, "--data-path", "none", "--seq-length", "12"], world_size=1, family="llama")
+    assert code == 0 and "pretrain_gpt2.py --model llama --load" in output, output
+    words = shlex.split(output.split("pretrain_gpt2.py ")[1])
+    parsed = parse([*words, "--data-path", "none", "--seq-length", "12"], world_size=1, accepts_model=True)
     assert parsed.identity() == MODERN[kind].our_config().identity()
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output

@@ -16,7 +16,7 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.mpt.huggingface import FORMAT, prepare
 from megatron.models.registry import build_model
 from tests.helpers.decoder_against_huggingface import Against

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.config import Config, parse
+from megatron.costs import decoder_cost
+from megatron.costs.memory import Memory
 from megatron.models import registry
-from megatron.models.common import decoder_cost
-from megatron.models.common.memory import Memory
 from megatron.models.t5 import cost
 from megatron.models.t5.cost import T5Costs
 from megatron.ops import biased_attention

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.model import RelativeBias, T5Model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of

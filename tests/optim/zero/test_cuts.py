@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.metadata import tiling_problem
+from megatron.checkpoint.tensor_record import tiling_problem
 from megatron.mpu.shard import Shard, set_shard
 from megatron.optim.zero.partition import VECTOR, partition_of
 from tests.helpers.whole import random

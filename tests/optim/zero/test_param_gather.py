@@ -59,7 +59,8 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
             different |= set() if torch.equal(plain(tokens), module(tokens)) else {"evaluation"}
         assert not b._gathers._due, "a forward needs all of them"
         different |= {n for n, w in plain.state_dict().items() if not torch.equal(w, module.state_dict()[n])}
-        found[kind] = different, not torch.equal(module.words.weight.float(), Model().words.weight)
+        words = module.words.weight
+        found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
     return found
 
 

@@ -12,7 +12,7 @@ from megatron.mpu.groups import SINGLE, Grid, build_grid
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training.train_state import make_moments, optimizer_records, set_optimizer_steps, weight_records
+from megatron.training.state_records import make_moments, optimizer_records, set_optimizer_steps, weight_records
 from tests.helpers.harness import run_ranks
 from tests.helpers.zero_weights import WHOLE, Weights, bits, on_this_rank, optimizer_of, place, take_step
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tds
-from tds.engine.build import compares_data
-from tds.engine.micro_batches import DataEnded, checksum
+from tds.engine.data_consistency import DataEnded, checksum
+from tds.engine.pipeline_json import compares_data
 from tds.pipe import PipelineModule
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.toys import Toy, make_engine, reference, train

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 import tds
-from tds.engine.micro_batches import DataEnded
+from tds.engine.data_consistency import DataEnded
 from tds.gradients import GradientBucket
 from tds.module import PartitionError
 from tds.p2p.boundary import BoundaryError

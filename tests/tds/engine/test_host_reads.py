@@ -10,25 +10,26 @@ import pytest
 import torch
 
 import tds.engine.engine
-import tds.gradients
-from tds.gradients import clip, global_norm
-from tds.p2p.communicator import P2PCommunicator, StageLinks
+import tds.grad_norm
+from tds.grad_norm import clip, global_norm
+from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import Slice
+from tds.p2p.transport import StageLinks
 from tds.schedule import Backward, Forward, Kind
 from tds.watchdog.diagnosis import Report, on_device
 from tests.helpers.harness import run_ranks
 from tests.helpers.host_reads import counted
 from tests.helpers.toys import Toy, make_engine
 
-BUDGET = {"tolist in tds/loss.py:read": 1}
+BUDGET = {"tolist in tds/loss_reduction.py:read": 1}
 """Place -> reads of one step; on every rank, whatever the number of micro-batches."""
-ON_HOST = ("micro_batches.py:_gather", "communicator.py:_take_header", "boundary.py:decode_header")
+ON_HOST = ("data_consistency.py:_gather", "communicator.py:_take_header", "message_header.py:decode_header")
 """Of what lies in the host's memory on a device too."""
 
 
 def _reads(rank: int, num_stages: int, toy: Toy) -> tuple[dict[str, int], float, float]:
     engine = make_engine(toy, num_stages)
-    for module in (tds.engine.engine, tds.gradients):
+    for module in (tds.engine.engine, tds.grad_norm):
         module.is_host = lambda device: False  # type: ignore[attr-defined]
     engine.train_batch(iter(toy.batches(engine.grid.get_data_parallel_rank())))
     batches = iter(toy.batches(engine.grid.get_data_parallel_rank()))
@@ -56,7 +57,7 @@ def test_clipping_on_a_device_is_that_of_the_host(
     wanted = [gradient.clone() for gradient in gradients]
     norm = global_norm(gradients, [])
     clip(wanted, norm, max_norm)
-    monkeypatch.setattr(tds.gradients, "is_host", lambda device: False)
+    monkeypatch.setattr(tds.grad_norm, "is_host", lambda device: False)
     clip(gradients, norm, max_norm)
     for one, two in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=0, equal_nan=True)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tds.engine.micro_batches import BatchSource, describe_structure, stage_inputs
+from tds.engine.batch_structure import describe_structure
+from tds.engine.micro_batches import BatchSource, stage_inputs
 from tests.helpers.harness import fork_ranks
 from tests.helpers.toys import Toy, make_engine
 

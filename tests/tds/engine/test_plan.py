@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from tds.engine.build import max_ctas
-from tds.engine.stage import SchedulePlan
+from tds.engine.build import log_unused_settings
+from tds.engine.pipeline_json import max_ctas
+from tds.engine.schedule_plan import SchedulePlan
 from tds.p2p.process_groups import MAX_CTAS
 from tds.schedule import Placement, gpipe
 
@@ -23,3 +26,11 @@ def test_processors_of_a_message_are_a_whole_number() -> None:
     for wrong in (-1, 2.0, True, "4"):
         with pytest.raises(ValueError, match='"p2p_max_ctas": ...} must be a whole number of 0'):
             max_ctas({"p2p_max_ctas": wrong})
+
+
+def test_a_removed_key_of_the_json_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for section, num_lines in (({}, 0), ({"overlap_forward_backward": True}, 1)):
+        engine = SimpleNamespace(config_given={"pipeline": section}, global_rank=0, asks_for_flops=False)
+        log_unused_settings(engine)
+        assert len(caplog.records) == num_lines
+    assert "overlap_forward_backward" in caplog.text and "has no effect" in caplog.text

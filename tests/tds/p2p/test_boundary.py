@@ -9,26 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tds.p2p.boundary import (
-    LIST,
-    SINGLE,
-    TUPLE,
-    Boundary,
-    BoundaryError,
-    Place,
-    Structure,
-    TensorMeta,
-    check_received,
-    check_same,
-    declared_boundary,
-    describe,
-    flatten,
-    input_place,
-    layer_name,
-    output_place,
-    records_of,
-    set_list,
-)
+from tds.p2p.boundary import Boundary, BoundaryError, declared_boundary, records_of, set_list
+from tds.p2p.boundary_layers import Place, input_place, layer_name, output_place
+from tds.p2p.structure import LIST, SINGLE, TUPLE, Structure, flatten
+from tds.p2p.tensor_meta import TensorMeta, check_received, check_same, describe
 from tds.schedule import Placement
 
 ISSUE_DTYPES = (

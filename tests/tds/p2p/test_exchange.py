@@ -10,8 +10,9 @@ import torch
 
 import tds.p2p.communicator
 from tds.p2p.boundary import Boundary, BoundaryError, set_list
-from tds.p2p.communicator import P2PCommunicator, StageLinks, Transport
+from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import Slice
+from tds.p2p.transport import StageLinks, Transport
 from tds.schedule import (
     Action,
     Backward,

@@ -22,7 +22,9 @@ from torch.distributed import distributed_c10d
 
 from tds import torch_api
 from tds.p2p import communicator, host_copies, process_groups
-from tds.p2p.communicator import PeerLost, Slice, StageLinks, Transport
+from tds.p2p.collective_scope import PeerLost
+from tds.p2p.communicator import Slice
+from tds.p2p.transport import StageLinks, Transport
 from tds.schedule import Kind, Message, Placement
 from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tds.engine.stage import SchedulePlan
+from tds.engine.schedule_plan import SchedulePlan
 from tds.p2p import communicator
-from tds.p2p.boundary import SINGLE, TensorMeta, encode_header, output_place
-from tds.p2p.communicator import P2PCommunicator, P2PHandle
+from tds.p2p.boundary_layers import output_place
+from tds.p2p.communicator import P2PCommunicator
+from tds.p2p.message_header import encode_header
 from tds.p2p.packed_layout import Slice
+from tds.p2p.structure import SINGLE
+from tds.p2p.tensor_meta import TensorMeta
+from tds.p2p.transport import P2PHandle
 from tds.schedule import LOOP, Action, Backward, Forward, Kind, Message, Placement, V, received, sent
 from tds.schedule.limits import Posts, receive_posts
 from tds.schedule.simulate import IN_A_V

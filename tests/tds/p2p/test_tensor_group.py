@@ -11,8 +11,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.p2p.boundary import DTYPES, TensorMeta
+from tds.p2p.message_header import DTYPES
 from tds.p2p.packed_layout import PackedLayout, Slice
+from tds.p2p.tensor_meta import TensorMeta
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst

@@ -7,20 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tds.p2p.boundary import (
-    DTYPES,
-    LIST,
-    MAX_KEY_BYTES,
-    SINGLE,
-    TUPLE,
-    BoundaryError,
-    Place,
-    Structure,
-    TensorMeta,
-    decode_header,
-    encode_header,
-)
+from tds.p2p.boundary import BoundaryError
+from tds.p2p.boundary_layers import Place
+from tds.p2p.message_header import DTYPES, MAX_KEY_BYTES, decode_header, encode_header
 from tds.p2p.packed_layout import PackedLayout, Slice
+from tds.p2p.structure import LIST, SINGLE, TUPLE, Structure
+from tds.p2p.tensor_meta import TensorMeta
 
 PLACE = Place(0, "output", "layer 2 (Dense)")
 SPEC = st.builds(
@@ -75,6 +67,15 @@ def test_header_and_message_come_back_as_they_were(
         assert messages[layout.cut.rank].numel() == layout.num_bytes
         for sent, spec, got in zip(tensors, specs, layout.unpack(messages[layout.cut.rank]), strict=True):
             assert got.dtype is sent.dtype is spec.dtype and got.shape == sent.shape and torch.equal(got, sent)
+
+
+def test_bytes_that_are_no_header_are_rejected() -> None:
+    header = encode_header([TensorMeta(torch.float32, (2, 3), True, False)], SINGLE, PLACE)
+    header[0] += 1
+    with pytest.raises(
+        RuntimeError, match="expected a header of tds, got 0x746474: the stages run different schedules"
+    ):
+        decode_header(header)
 
 
 @pytest.mark.parametrize("shape", [(32,), (3, 5), (), (7,)])

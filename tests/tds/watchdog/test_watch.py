@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from megatron import log
 from megatron.mpu.mappings import all_reduce
-from megatron.training import failure, timeouts
-from tds.p2p import communicator
-from tds.watchdog import diagnosis, watchdog
+from megatron.runtime import rank_status
+from megatron.training import timeouts
+from tds.p2p import collective_scope
+from tds.watchdog import flight_recorder, thread_stack, watchdog
 from tds.watchdog.alarm import Alarms
 from tests.helpers.harness import run_ranks
 from tests.training.test_phases import SLACK_S, make_world
@@ -40,7 +41,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock, began = _Clock(), [0.0]
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog.threading.Thread, "start", lambda self: None)
-    monkeypatch.setattr(diagnosis, "idle_s", lambda: clock.now - began[0])
+    monkeypatch.setattr(flight_recorder, "idle_s", lambda: clock.now - began[0])
     dog: Any = watchdog.RunWatchdog(
         Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {},
         is_busy=lambda: False, on_stuck=lambda *seen: None, warn=log.warning,
@@ -77,20 +78,20 @@ def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
         elif what == "operation":
             dog.began[0] = dog.clock.now
         else:
-            with communicator.collective_scope(0, "summing"):
+            with collective_scope.collective_scope(0, "summing"):
                 pass
     assert dog.look(12.0)
 
 
-@pytest.mark.parametrize(("named", "state"), [("rank 0", failure.LATE), ("rank 1", "")])
+@pytest.mark.parametrize(("named", "state"), [("rank 0", rank_status.LATE), ("rank 1", "")])
 def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
     named: str, state: str, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "_page", bytearray(failure.SIZE))
-    monkeypatch.setattr(timeouts.failure, "leave", lambda *words: None)
+    monkeypatch.setattr(rank_status, "_page", bytearray(rank_status.SIZE))
+    monkeypatch.setattr(timeouts.exit_guard, "leave", lambda *words: None)
     found = f"{named} did not come: it has been saving for 9 s"
     timeouts.leave_stuck(found, dog._report(), None, "rank 0", 10.0)
-    assert failure.own().state == state
+    assert rank_status.own().state == state
 
 
 def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: Any) -> None:
@@ -136,13 +137,13 @@ def _record(rank: int) -> tuple[str, float, int, str | None]:
     thread = threading.Thread(target=in_background)
     thread.start()
     released.wait(SLACK_S)
-    operations = diagnosis.format_operations({here.grid.data.handle.group_name: "data"})
+    operations = flight_recorder.format_operations({here.grid.data.handle.group_name: "data"})
     for _ in range(30):
         all_reduce(torch.ones(3), here.grid.data)
-    many = diagnosis.format_operations({})
+    many = flight_recorder.format_operations({})
     held.set()
     thread.join()
-    return operations, diagnosis.idle_s(), many.count("all_reduce"), many
+    return operations, flight_recorder.idle_s(), many.count("all_reduce"), many
 
 
 def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() -> None:
@@ -165,7 +166,7 @@ def test_a_rank_in_a_collective_says_that_it_waits(
     operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the one that waits for longest would be taken for the one that is stuck."""
-    monkeypatch.setattr(watchdog.diagnosis, "communication", lambda frame: operation)
+    monkeypatch.setattr(thread_stack, "communication", lambda frame: operation)
     own = dog._report()
     assert own.is_waiting == (operation is not None) == ("waiting in all_reduce" in own.words)
     assert own.words.startswith("has been saving for 0.0 s")
@@ -178,10 +179,10 @@ def test_a_thread_is_seen_where_it_waits_for_an_operation() -> None:
 
     work = Work()
     frame = work.wait()
-    assert diagnosis.communication(frame) is None, "the line above has been left"
-    assert diagnosis.communication(_waiting_frame(work)) == "an operation that it has started"
-    assert diagnosis.communication(None) is None and diagnosis.format_stack(None) == ""
-    assert diagnosis.format_place(frame).startswith(
+    assert thread_stack.communication(frame) is None, "the line above has been left"
+    assert thread_stack.communication(_waiting_frame(work)) == "an operation that it has started"
+    assert thread_stack.communication(None) is None and thread_stack.format_stack(None) == ""
+    assert thread_stack.format_place(frame).startswith(
         "test_a_thread_is_seen_where_it_waits_for_an_operation (test_watch.py:"
     )
 

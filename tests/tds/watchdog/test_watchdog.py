@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 import tds.watchdog
-from tds.p2p import communicator
-from tds.p2p.communicator import PeerLost
+from tds.p2p import collective_scope
+from tds.p2p.collective_scope import PeerLost
 from tds.schedule import Backward, Forward, Kind, Message
-from tds.watchdog import diagnosis
+from tds.watchdog import thread_stack
 from tds.watchdog.alarm import POLL_S
 from tds.watchdog.diagnosis import Report, format_history, report, verdict
 from tds.watchdog.watchdog import STORE_LOST, EngineWatchdog, is_timeout, peer_lost
@@ -171,7 +171,7 @@ def _fail(dog: Any) -> str:
     """Return what a wait that timed out is told within a call that the program goes on after."""
     with pytest.raises(RuntimeError) as caught, dog.over("in train_batch"):
         dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
-        with communicator.collective_scope(0, "agreeing on the loss"):
+        with collective_scope.collective_scope(0, "agreeing on the loss"):
             raise RuntimeError("timed out")
     assert isinstance(caught.value, PeerLost)
     return str(caught.value)
@@ -181,10 +181,10 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     store = dist.HashStore()
     own = _watching(0, store)
     assert _fail(own).startswith("rank 1 did not come and does not answer")
-    assert communicator.current_collective() is None and own.exchange.waiting is None
-    with pytest.raises(ArithmeticError), communicator.collective_scope(0, "averaging"):
+    assert collective_scope.current_collective() is None and own.exchange.waiting is None
+    with pytest.raises(ArithmeticError), collective_scope.collective_scope(0, "averaging"):
         raise ArithmeticError
-    assert communicator.current_collective() is None
+    assert collective_scope.current_collective() is None
     users = "a filter lost 3 samples, timeout=5"
     with pytest.raises(RuntimeError, match=f"^{users}$") as raised, own.over("in train_batch"):
         raise RuntimeError(users)
@@ -243,11 +243,11 @@ def test_many_short_waits_are_not_one_long_wait() -> None:
     with dog.over("in train_batch"):
         assert dog._may_last(dog._update(time.monotonic())) == math.inf
         for _ in range(3):
-            with communicator.collective_scope(0, "agreeing on the loss"):
+            with collective_scope.collective_scope(0, "agreeing on the loss"):
                 waited_s()
                 time.sleep(0.02)
                 assert waited_s() >= 0.02
-            with communicator.collective_scope(0, "agreeing on the loss"):
+            with collective_scope.collective_scope(0, "agreeing on the loss"):
                 assert waited_s() < 0.02
             dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
             assert waited_s() < 0.02
@@ -334,17 +334,17 @@ def test_a_timeout_is_known_by_its_cause() -> None:
 def test_two_engines_of_a_process_tell_each_of_what_it_does_itself() -> None:
     """As a teacher that is evaluated within the call of its student."""
     student, teacher = _watching(0, None), _watching(0, None)
-    with student.over("in train_batch"), communicator.collective_scope(0, "agreeing on the loss"):
+    with student.over("in train_batch"), collective_scope.collective_scope(0, "agreeing on the loss"):
         with teacher.over("in eval_batch"):
             assert teacher._update(0.0).together is None
-            with communicator.collective_scope(0, "adding up the losses"):
-                assert teacher._update(0.0).together == communicator.current_collective() == "adding up the losses"
-        assert student._update(0.0).together == communicator.current_collective() == "agreeing on the loss"
+            with collective_scope.collective_scope(0, "adding up the losses"):
+                assert teacher._update(0.0).together == collective_scope.current_collective() == "adding up the losses"
+        assert student._update(0.0).together == collective_scope.current_collective() == "agreeing on the loss"
     assert list(teacher.exchange.history) == ["ended adding up the losses"]
     assert list(student.exchange.history) == ["ended agreeing on the loss"]
-    with communicator.collective_scope(0, "measuring the bubble"):
+    with collective_scope.collective_scope(0, "measuring the bubble"):
         assert student._update(0.0).together == "measuring the bubble"
-    assert communicator.current_collective() is None
+    assert collective_scope.current_collective() is None
 
 
 def _called_from(file: str, inner: Any) -> Any:
@@ -366,15 +366,15 @@ def _called_from(file: str, inner: Any) -> Any:
 )
 def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: str) -> None:
     frame = _called_from(file, lambda: _called_from(file, sys._getframe))
-    assert diagnosis.format_place(frame).partition(" (")[2].startswith("test_watchdog.py:"), file
+    assert thread_stack.format_place(frame).partition(" (")[2].startswith("test_watchdog.py:"), file
     own = _called_from("/home/user/my-site-packages.py", sys._getframe)
-    assert diagnosis.format_place(own) == "wait (my-site-packages.py:1)"
+    assert thread_stack.format_place(own) == "wait (my-site-packages.py:1)"
 
 
 def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__path__", ["/opt/pytorch/torch"])
-    monkeypatch.delitem(sys.modules, diagnosis.__name__)
-    monkeypatch.setattr(tds.watchdog, "diagnosis", diagnosis)  # to be put back: the import replaces it
-    rebuilt: Any = importlib.import_module(diagnosis.__name__)
+    monkeypatch.delitem(sys.modules, thread_stack.__name__)
+    monkeypatch.setattr(tds.watchdog, "thread_stack", thread_stack)  # to be put back: the import replaces it
+    rebuilt: Any = importlib.import_module(thread_stack.__name__)
     frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
     assert "test_watchdog.py:" in rebuilt.format_place(frame)

@@ -19,15 +19,15 @@ from megatron.errors import NumericsError, StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
+from megatron.runtime.exit_signals import StopRequests
 from megatron.training import Callback, initialize, train
 from megatron.training.callbacks import Callback as Reexported
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.data import RunData
-from megatron.training.exit_signals import StopRequests
-from megatron.training.initialize import World
+from megatron.training.step_result import StepResult
 from megatron.training.timeouts import AXES
-from megatron.training.train_step import StepResult
 from megatron.training.trainer import HOOKS, STEP_HOOKS, Trainer
+from megatron.training.world import World
 from tests.helpers import runs
 from tests.helpers.harness import run_ranks
 

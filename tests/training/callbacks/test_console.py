@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.training import report
+from megatron.training import start_table
 from megatron.training.callbacks import console
 from megatron.training.callbacks.console import Console
 from tests.helpers.runs import flags, train_ranks, write_corpus
@@ -18,7 +18,7 @@ from tests.helpers.runs import flags, train_ranks, write_corpus
 def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(console.log, "info", said.append)
-    monkeypatch.setattr(console.data, "epochs_text", lambda *_: "")
+    monkeypatch.setattr(console.data_resume, "epochs_text", lambda *_: "")
     monkeypatch.setattr(console, "progress_line", lambda *_: "")
     module = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1, bias=False))
     engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fused={module[0].weight}))
@@ -32,7 +32,7 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
         "--gradient-accumulation-fusion: products add the gradients of 81.8 % of the weights here; "
         "autograd adds those of 0.bias, 1.weight"
     ]
-    assert report.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights here")
+    assert start_table.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights here")
 
 
 @pytest.mark.slow

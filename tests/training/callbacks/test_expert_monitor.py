@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config import parse
-from megatron.config.run import StabilityConfig
+from megatron.config.stability import StabilityConfig
 from megatron.models.common.router import ExpertLoad, Router
 from megatron.training.callbacks import expert_monitor
 from megatron.training.callbacks.console import progress_line

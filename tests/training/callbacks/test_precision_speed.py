@@ -16,7 +16,7 @@ from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.training.callbacks import precision_speed
 from megatron.training.callbacks.precision_speed import ROUNDS, PrecisionSpeedWarning, Slowdown, product_slowdown
-from megatron.training.initialize import World
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.model_args import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.training.callbacks.replica_check import check_replicas, find_copies

@@ -11,7 +11,7 @@ import torch
 from megatron.mpu.groups import single_grid
 from megatron.training.callbacks import speed_monitor
 from megatron.training.callbacks.speed_monitor import MAX_NEW_PEAKS, SpeedMonitor
-from megatron.training.initialize import World
+from megatron.training.world import World
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from megatron.config import parse
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation import tasks
 from megatron.evaluation.tasks import Results
+from megatron.runtime.exit_signals import StopRequests
 from megatron.training.callbacks import task_evaluator
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.task_evaluator import headline
-from megatron.training.exit_signals import StopRequests
 from tests.helpers.evaluation import Request, decoder_lm
 from tests.helpers.runs import flags, train_ranks, write_corpus
 from tools.report_parts.runs import chart_data, read_run, run_data

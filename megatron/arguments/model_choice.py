@@ -1,0 +1,173 @@
+"""``--model``: the family that a command line trains, and the settings of its architecture. No torch.
+
+The family decides which flags there are, so ``--model`` is read before all other flags. The first source counts:
+
+| source | family | settings of its architecture |
+|---|---|---|
+| --model on the command line | of the name | yield to flags of the command line, replace those of the file and below |
+| config.json of a run, by --config | of the run | the file has all of them |
+| model in another file of --config | of the name | yield to the file, replace those of MEGATRON_DEFAULTS and below |
+| --model in MEGATRON_DEFAULTS | of the name | yield to MEGATRON_DEFAULTS, replace those of the program |
+| the program | of the program | |
+
+A name that the next weaker source has as well changes nothing: ``pretrain_gpt.py --model gpt2`` keeps Megatron's GPT.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.arguments import config_file
+from megatron.arguments.flag_values import VARIABLE, all_sections, options_in
+from megatron.arguments.scan import Scan
+from megatron.config.config import Config
+from megatron.config.decoder import ARCHITECTURE
+from megatron.config.model import ModelConfig
+from megatron.config.option import options_of
+from megatron.errors import ConfigError
+from megatron.models.architectures import Architecture, architecture, problem_of
+from megatron.models.registry import FAMILIES
+
+FLAG, FIELD = "--model", "architecture"
+NOT_ACCEPTED = (
+    "--model selects the decoder that pretrain_gpt2.py trains, got it for a program that builds its own model. "
+    "Leave it out, or use pretrain_gpt2.py"
+)
+COMMAND_LINE, FILE, ENVIRONMENT, PROGRAM = "command line", "--config", VARIABLE, "program"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """The model of a command line.
+
+    Args:
+        family: of the model.
+        program: the family that the program trains without ``--model``.
+        source: where the model was chosen: COMMAND_LINE, FILE, ENVIRONMENT or PROGRAM.
+        named: the architecture of ``--model``; None where nothing is replaced.
+        names: values of ``--model`` that mean this model.
+        recipe: the family by which the flags in MEGATRON_DEFAULTS are read; "" for ``family``.
+        problem: message about a name that is no decoder; "" for none.
+    """
+
+    family: str
+    program: str
+    source: str = PROGRAM
+    named: Architecture | None = None
+    names: tuple[str, ...] = ()
+    recipe: str = ""
+    problem: str = ""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Field -> value of the architecture."""
+        return {} if self.named is None else self.named.settings
+
+    def taken(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of a weaker source that hold for the model: none of another architecture or family."""
+        if self.family == self.program and self.named is None:
+            return dict(defaults)
+        options = {option.name for option in options_in(self.family)}
+        replaced = ARCHITECTURE if self.named is not None else ()
+        return {name: value for name, value in defaults.items() if name in options and name not in replaced}
+
+    def merge(self, of_program: Mapping[str, Any], of_environment: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the program and of MEGATRON_DEFAULTS with the architecture in its place."""
+        if self.source in (PROGRAM, ENVIRONMENT):
+            return {**of_program, **self.settings, **of_environment}
+        return {**of_program, **self.taken(of_environment), **self.settings}
+
+    def replace_file(self, found: Scan, places: dict[str, str]) -> None:
+        """Remove the architecture that the file of --config gives, where the command line names the model.
+
+        Args:
+            places: field -> place in the file.
+        """
+        if self.source == COMMAND_LINE:
+            for name in self.settings.keys() & places.keys():
+                del found.values[name], found.spelling[name], places[name]
+
+
+def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
+    """Return the model that the flags name.
+
+    Args:
+        words: of the command line.
+        env: environment with MEGATRON_DEFAULTS.
+        program: the family that the program trains without ``--model``.
+    """
+    choice = ModelChoice(family=program, program=program, names=(program,))
+    choice = _named(_last_value(_words_of(env), FLAG), ENVIRONMENT, choice)
+    choice = _of_file(_last_value(words, "--config"), choice)
+    return _named(_last_value(words, FLAG), COMMAND_LINE, choice)
+
+
+def _named(name: str | None, source: str, weaker: ModelChoice) -> ModelChoice:
+    """Return the choice of ``name``, or ``weaker`` where there is no name or the same one."""
+    if not name or name in weaker.names:
+        return weaker
+    found = architecture(name)
+    if found is None:
+        return replace(weaker, problem=problem_of(name))
+    recipe = found.family if source == ENVIRONMENT else weaker.recipe or weaker.family
+    return ModelChoice(
+        family=found.family, program=weaker.program, source=source, named=found, names=(name,), recipe=recipe
+    )
+
+
+def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
+    """Return the choice of the file of --config: the model of the run that has written it, or the one that it names."""
+    try:
+        values = config_file.read_file(path).values if path else {}
+    except ConfigError:
+        return weaker  # the parser reports it
+    family, name = values.get(config_file.OF_RUN), _name_in(values)
+    if not isinstance(family, str):
+        return _named(name, FILE, weaker)
+    if family not in FAMILIES or FAMILIES[family].kind != "decoder":
+        return weaker
+    names = (family, name) if name else (family,)
+    return ModelChoice(
+        family=family, program=weaker.program, source=FILE, names=names, recipe=weaker.recipe or weaker.family
+    )
+
+
+def problems_of(choice: ModelChoice, config: Config) -> Iterator[str]:
+    """Yield the sizes that the model cannot be without, and that nobody has set."""
+    if choice.named is None:
+        return
+    flags = {option.name: option.flag for option in options_of(ModelConfig)}
+    for name in choice.named.needs:
+        if not getattr(config.model, name):
+            yield f"--model {choice.named.name} needs {flags[name]}: --model sets no sizes. Add {flags[name]}"
+
+
+def _last_value(words: Sequence[str], flag: str) -> str | None:
+    """Return the last value of ``flag`` in ``words``; None without one."""
+    found = None
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name == flag:
+            following = words[i + 1] if i + 1 < len(words) else ""
+            found = text if equals else "" if following.startswith("--") else following
+    return found
+
+
+def _words_of(env: Mapping[str, str]) -> list[str]:
+    try:
+        return shlex.split(env.get(VARIABLE, ""))
+    except ValueError:
+        return []  # the parser reports it
+
+
+def _name_in(values: Mapping[str, Any]) -> str | None:
+    """Return the model that a file of flags names, at its top or below the heading of a section."""
+    sections = [each for key, each in values.items() if isinstance(each, dict) and key in all_sections()]
+    for section in (values, *sections):
+        for key in ("model", FLAG, FIELD):
+            if isinstance(section.get(key), str):
+                return str(section[key])
+    return None

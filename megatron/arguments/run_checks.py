@@ -1,0 +1,150 @@
+"""Checks of debugging, logging and stability settings that need more than one section of the configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.debug import DEBUG_IN_TRAINING, DUMP_ONLY
+from megatron.config.logging import LOGGING_IN_TRAINING, WANDB_ONLY
+
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
+
+def debug_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot act, or cannot work with another flag."""
+    debug = config.debug
+    named = [_flag(name) for name in DUMP_ONLY if name in config.given]
+    if named and debug.debug_dump is None:
+        yield f"{', '.join(named)} acts with --debug-dump only. Add --debug-dump FOLDER, or leave it out"
+    if debug.debug_nan and config.stability.is_guarded:
+        yield (
+            f"--debug-nan ends the run at the first NaN, --stability-guard {config.stability.stability_guard} goes on "
+            "behind it. Leave one of them out; --debug-dump names the module, too, and lets the guard go on"
+        )
+    yield from _dumped_beyond_run(config)
+    named = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
+    if named and config.checkpoint.eval_only:
+        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+    if debug.is_on and config.parallel.compile:
+        yield (
+            f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} looks into layers, and compiled ones have no "
+            "modules within, got --compile. Leave one of them out"
+        )
+
+
+def _may_be_longer(config: Config) -> bool:
+    """Return True if the last step also depends on the samples that an earlier start has consumed."""
+    is_continued = bool(config.checkpoint.load or config.checkpoint.resume) and not config.checkpoint.finetune
+    return is_continued and (config.batch.train_samples is not None or config.batch.train_tokens is not None)
+
+
+def _dumped_beyond_run(config: Config) -> Iterator[str]:
+    """Yield that the run has none of the steps to dump."""
+    debug, last = config.debug, config.batch.train_iters
+    if debug.debug_dump is None or _may_be_longer(config) or any(True for _ in debug.problems()):
+        return
+    first = min(steps.start for steps in debug.steps())
+    if first > last:
+        yield (
+            f"--debug-dump-steps must name a step of the run, got {debug.debug_dump_steps} and --train-iters {last}: "
+            "nothing would be written. Name earlier steps, or train for longer"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def logging_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot act, or cannot work here."""
+    seeing = config.seeing
+    named = [_flag(name) for name in WANDB_ONLY if name in config.given]
+    if named and not seeing.wandb_project:
+        yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
+    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # which alone imports it
+        yield (
+            "--wandb-project needs the package wandb, which is not installed here. Run pip install "
+            "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
+            "are written anyway"
+        )
+    named = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
+    if named and config.checkpoint.eval_only:
+        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+    parallel = config.parallel
+    cut_by = {
+        "--sequence-parallel": parallel.sequence_parallel,
+        "--context-parallel-size": parallel.context_parallel_size > 1,
+    }
+    for flag in (name for name, cuts in cut_by.items() if cuts and seeing.sample_prompts):
+        yield (
+            f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
+            "prompts out, and use tools/generate.py on the run's checkpoint"
+        )
+    if not seeing.prompt_bos and seeing.sample_prompts is None and seeing.eval_tasks is None:
+        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or leave it out"
+    yield from _task_problems(config)
+    yield from _profiled_beyond_run(config)
+
+
+def _task_problems(config: Config) -> Iterator[str]:
+    """Yield why tasks cannot be evaluated in this run."""
+    seeing = config.seeing
+    if seeing.eval_tasks is None:
+        if "eval_tasks_interval" in config.given:
+            yield "--eval-tasks-interval acts with --eval-tasks FILE only. Add it, or leave the interval out"
+        return
+    if not os.path.isfile(seeing.eval_tasks):
+        yield f"--eval-tasks must be a file that names tasks, got {seeing.eval_tasks}, which is none"
+    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # which alone imports it
+        yield (
+            "--eval-tasks needs the package lm_eval, which is not installed here. Run pip install -e '.[eval]', or "
+            "leave the flag out and evaluate the run's checkpoints with tools/evaluate.py elsewhere"
+        )
+    if config.parallel.context_parallel_size > 1:
+        yield (
+            "--eval-tasks reads texts of any length, which --context-parallel-size cannot cut over the ranks. Leave "
+            "the tasks out, and use tools/evaluate.py on the run's checkpoint"
+        )
+
+
+def _profiled_beyond_run(config: Config) -> Iterator[str]:
+    """Yield that the run has not all of the steps to profile."""
+    seeing, last = config.seeing, config.batch.train_iters
+    if seeing.profile is None or _may_be_longer(config) or any(True for _ in seeing.problems()):
+        return
+    if seeing.profiled()[-1] > last:
+        yield (
+            f"--profile must name steps of the run, got {seeing.profile} and --train-iters {last}. Name earlier steps, "
+            "or train for longer"
+        )
+
+
+def _has(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def stability_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot act, or cannot work without another flag."""
+    stability, checkpoint = config.stability, config.checkpoint
+    if "stability_patience" in config.given and not stability.is_guarded:
+        yield (
+            "--stability-patience acts with --stability-guard skip or rollback only, got --stability-guard off. Leave "
+            "it out, or add --stability-guard"
+        )
+    has_saves = checkpoint.save_interval or checkpoint.minutes
+    if stability.goes_back and not has_saves and not checkpoint.eval_only:
+        yield (
+            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval-minutes 0: there is "
+            "none before the end. Add --save-interval N, or use --stability-guard skip"
+        )
+
+
+def stability_notes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what was given, cannot act, and does no harm."""
+    if "drift_interval" in config.given and config.stability.drift_interval and world_size == 1:
+        yield "--drift-interval has no effect on one rank: there are no copies to compare"

@@ -1,0 +1,83 @@
+"""Checks of ``--seq-length-schedule`` against the sequence length and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.seq_length import FLAG, parse_lengths
+
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
+
+def schedule_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the schedule, and with its lengths in this layout; all of it, each with the way out."""
+    text = config.batch.seq_length_schedule
+    if text is None or config.own.KIND != "decoder":  # which is told of the flag
+        return
+    try:
+        steps = parse_lengths(text)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _order_problems(steps)
+    yield from _size_problems(steps, config.batch.seq_length)
+    yield from _layout_problems(config, [length for _, length in steps if length != config.batch.seq_length])
+
+
+def _order_problems(steps: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    if steps[0][0]:
+        yield (
+            f"{FLAG} must say the length from the first token on, got {steps[0][0]} tokens in its first entry. Let it "
+            f"begin with 0: {steps[0][1]}"
+        )
+    for (before, shorter), (after, longer) in zip(steps, steps[1:], strict=False):
+        if after <= before:
+            yield f"tokens of {FLAG} must rise, got {after} behind {before}. Put its entries in order"
+        if longer <= shorter:
+            yield (
+                f"lengths of {FLAG} must rise, got {longer} behind {shorter}. Leave one of the two out, or let the "
+                "later one be the longer"
+            )
+
+
+def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[str]:
+    largest = max(length for _, length in steps)
+    for length in dict.fromkeys(length for _, length in steps if full % length and length < full):
+        works = [each for each in range(1, full + 1) if full % each == 0]
+        near = sorted(sorted(works, key=lambda each: abs(each - length))[:3])
+        yield (
+            f"each length of {FLAG} must divide --seq-length, so that a sample is cut into whole pieces, got {length} "
+            f"and {full} ({full} / {length} = {full / length:g}). Near it are {', '.join(map(str, near))}"
+        )
+    if largest > full:
+        yield (
+            f"no length of {FLAG} may be more than --seq-length, the length of a sample, got {largest} and {full}. "
+            f"Use --seq-length {largest}, or a shorter length"
+        )
+    elif steps[-1][1] < full and largest < full:
+        yield (
+            f"the last length of {FLAG} must be --seq-length, got {steps[-1][1]} and {full}. Add a last entry "
+            f'"TOKENS: {full}", or use --seq-length {largest}'
+        )
+
+
+def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
+    """Yield which lengths cannot be cut over ranks; --seq-length itself is checked with that flag."""
+    parallel = config.parallel
+    c, t = parallel.context_parallel_size, parallel.model_parallel_size
+    if c > 1:
+        parts = 2 * c * (t if parallel.sequence_parallel else 1)
+        tensor = " x --model-parallel-size" if parallel.sequence_parallel else ""
+        rule, leave = f"2 x --context-parallel-size{tensor} = {parts}", "another --context-parallel-size"
+    elif parallel.sequence_parallel:
+        parts, rule, leave = t, f"--model-parallel-size = {t}, with --sequence-parallel", "no --sequence-parallel"
+    else:
+        return
+    wrong = [str(length) for length in lengths if length % parts]
+    if wrong:
+        yield (
+            f"each length of {FLAG} must be a multiple of {rule}, got {', '.join(wrong)}. Use multiples of {parts}, or "
+            f"{leave}"
+        )

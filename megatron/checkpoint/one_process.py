@@ -1,0 +1,62 @@
+"""Open a checkpoint in a single process and read full tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron import hub
+from megatron.checkpoint import metadata
+from megatron.checkpoint.folders import checkpoints_in
+from megatron.checkpoint.loading import _manifest_bytes, open_latest
+from megatron.checkpoint.opened_checkpoint import Checkpoint
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import Shard
+
+if TYPE_CHECKING:
+    pass
+
+
+WEIGHTS = "weights/"
+"""What the names of weights begin with."""
+
+
+def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
+    """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+
+    Raises:
+        CheckpointError: there is none there, or none that verifies.
+    """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "not there"
+        raise CheckpointError(
+            f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
+        )
+    return open_latest(checkpoints_in(path), world)
+
+
+def open_written(path: Path) -> Checkpoint:
+    """Return the checkpoint ``path`` that this process has just written, without reading it through.
+
+    Raises:
+        CheckpointError: its manifest cannot be read.
+    """
+    return Checkpoint(path, metadata.manifest_from_bytes(_manifest_bytes(path), path / metadata.MANIFEST_NAME))
+
+
+def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Return the tensor ``name`` as it was saved, without padding."""
+    return checkpoint.read(name, Shard(checkpoint.shape(name)))
+
+
+def weight_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the weights, without what they begin with."""
+    return [name.removeprefix(WEIGHTS) for name in checkpoint.names() if name.startswith(WEIGHTS)]
+
+
+def read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return all weights by the names that they have in the model."""
+    return {name: read_whole(checkpoint, WEIGHTS + name) for name in weight_names(checkpoint)}

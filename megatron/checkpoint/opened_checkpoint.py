@@ -1,0 +1,105 @@
+"""Checkpoint: a verified checkpoint, its step, its state, and slices of its tensors.
+
+Nothing is ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.checkpoint.metadata import Entry, Manifest
+from megatron.checkpoint.tensor_record import DTYPES, TensorRecord, part_shape, spans
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import Shard
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.dcp_load import ShardReader
+
+
+class Checkpoint:
+    """A verified checkpoint: ``step``, ``sequence``, ``state`` and named global tensors, of which any part is read."""
+
+    def __init__(self, path: Path, content: Manifest, world: Group = SINGLE) -> None:
+        self.path = path
+        self.step = content.step
+        self.sequence = content.sequence
+        self.state: dict[str, Any] = content.state
+        self._content, self._index, self._world = content, content.index, world
+        self._reader: ShardReader | None = None
+
+    def names(self) -> list[str]:
+        """Return the names of the global tensors."""
+        return list(self._index)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the global shape of ``name``."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the element type in which ``name`` was saved."""
+        return DTYPES[self._entry(name).dtype]
+
+    def read(self, name: str, shard: Shard, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the part ``shard`` of the tensor ``name``, without padding, on the CPU. Not collective.
+
+        Whoever saved it may have cut it otherwise; only the bytes asked for are read.
+
+        Args:
+            dtype: convert to this type; None keeps the saved one.
+        """
+        self.check([(name, shard)])
+        result = torch.empty(part_shape(shard), dtype=dtype or self.dtype(name))
+        self._load([TensorRecord(name, result, shard)], SINGLE)
+        return result
+
+    def load(self, records: Iterable[TensorRecord]) -> None:
+        """Copy every record's part into its tensor, converted to its type; padding rows are left as they are.
+
+        Collective over the ranks that opened the checkpoint.
+
+        Raises:
+            CheckpointError: as ``check``, on all ranks before anything is copied.
+        """
+        self._load(list(records), self._world)
+
+    def check(self, wanted: Iterable[tuple[str, Shard]]) -> None:
+        """Check that every wanted tensor is here with its global shape.
+
+        Raises:
+            CheckpointError: listing every name that is missing and every shape that differs.
+        """
+        problems = []
+        for name, shard in wanted:
+            entry = self._index.get(name)
+            if entry is None:
+                problems.append(f"{name}: not in the checkpoint")
+            elif entry.shape != tuple(shard.global_shape):
+                problems.append(f"{name}: saved {list(entry.shape)}, now {list(shard.global_shape)}")
+            elif any(
+                not 0 <= start <= stop <= size for (start, stop), size in zip(spans(shard), entry.shape, strict=True)
+            ):
+                problems.append(f"{name}: {shard} reaches beyond the tensor")
+        if problems:
+            raise CheckpointError(
+                f"{self.path} does not fit this model ({len(problems)} tensors): " + "; ".join(problems)
+            )
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._index:
+            raise CheckpointError(f"{name}: not in the checkpoint {self.path}")
+        return self._index[name]
+
+    def _load(self, records: list[TensorRecord], world: Group) -> None:
+        from megatron.checkpoint import (
+            dcp,  # 0.6 s, so not before something is read
+            dcp_load,
+        )
+
+        if self._reader is None:
+            self._reader = dcp_load.ShardReader(self.path, self._content)
+        dcp.load(self._reader, dcp_load.RecordLoadPlanner(records, self.check), world)

@@ -1,0 +1,107 @@
+"""Verify every byte of a checkpoint against its checksums, on all ranks.
+
+The files are cut into segments, whoever wrote them: the ranks take them in turn, and the checksum of a file is put
+together from those of its segments.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron import files
+from megatron.checkpoint.file_visibility import FileVisibility
+from megatron.checkpoint.metadata import (
+    FileFacts,
+    Manifest,
+)
+from megatron.checkpoint.rank_errors import gather_verdict
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import Group
+
+if TYPE_CHECKING:
+    pass
+
+
+SEGMENT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The bytes from ``start`` to ``stop`` of a file."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank found: checksums by segment, and which files it could not read as they should be."""
+
+    crcs: dict[Segment, int]
+    problems: dict[str, str]
+
+
+def verify(path: Path, content: Manifest, world: Group) -> None:
+    """Compare sizes and checksums of the files in ``path`` with the manifest. Collective.
+
+    Raises:
+        CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
+    """
+    own = [part for name, facts in sorted(content.files.items()) for part in segments(name, facts.size)]
+    gather_verdict(
+        world, lambda: _read(path, content, own[world.rank :: world.size]), lambda all: _judge(path, content, all)
+    )
+
+
+def segments(name: str, size: int) -> list[Segment]:
+    """Return the segments of a file of ``size`` bytes, one at least."""
+    starts = range(0, max(size, 1), SEGMENT_BYTES)
+    return [Segment(name, start, min(start + SEGMENT_BYTES, size)) for start in starts]
+
+
+def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
+    names = sorted({segment.name for segment in own})
+    patience = FileVisibility()
+    problems = {name: _size_problem(path / name, content.files[name], patience) for name in names}
+    found = {name: problem for name, problem in problems.items() if problem}
+    readable = [segment for segment in own if segment.name not in found]
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        read = pool.map(lambda one: files.segment_crc(path / one.name, one.start, one.stop), readable)
+        return _Share(dict(zip(readable, read, strict=True)), found)
+
+
+def _size_problem(path: Path, facts: FileFacts, patience: FileVisibility) -> str | None:
+    patience.wait_for(path, facts.size)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if size != facts.size:
+        return f"{path.name} is {'truncated' if size < facts.size else 'too long'}: {size} of {facts.size} bytes"
+    return None
+
+
+def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
+    """Rank 0 only."""
+    crcs = {segment: value for share in shares for segment, value in share.crcs.items()}
+    problems = {name: problem for share in shares for name, problem in share.problems.items()}
+    for name, facts in sorted(content.files.items()):
+        if name not in problems:
+            crc = 0
+            for part in segments(name, facts.size):
+                crc = files.crc32_combine(crc, crcs[part], part.stop - part.start)
+            if crc != facts.crc32:
+                problems[name] = f"{name} was altered: its checksum does not fit"
+    if problems:
+        raise CheckpointError(f"{path} is damaged: " + ", ".join(problems[name] for name in sorted(problems)))
+
+
+def _num_threads() -> int:
+    """Return this rank's part of the cores that the process may use; 8 threads read faster than any disk."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here))

@@ -1,0 +1,80 @@
+"""DebugConfig: tensor dumps and the search for NaN."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.config.option import option, steps_of
+
+if TYPE_CHECKING:
+    pass
+
+
+STEPS = "1-3"
+
+
+DUMP_ONLY = ("debug_dump_steps", "debug_dump_modules", "debug_dump_tensors")
+"""Fields that act with --debug-dump only."""
+
+
+DEBUG_IN_TRAINING = ("debug_dump", "debug_nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """The dump of tensors' statistics, and the check for numbers that are not finite."""
+
+    debug_dump: str | None = option(
+        None,
+        "folder for the statistics of each module's inputs, outputs and their gradients, of weights and of their "
+        "gradients, by rank, step and micro-batch; tools/compare_dumps.py compares two such folders",
+    )
+    debug_dump_steps: str = option(STEPS, "steps that --debug-dump writes, counted from 1, as 1-3,10")
+    debug_dump_modules: str = option(
+        "", "modules and parameters that --debug-dump writes: a regular expression, searched in their names",
+        shown_default="all",
+    )  # fmt: skip
+    debug_dump_tensors: bool = option(False, "--debug-dump also writes the tensors themselves")
+    debug_nan: bool = option(
+        False,
+        "look for NaN and infinity in each module's inputs, outputs and their gradients, at every step; the first one "
+        "ends the run ahead of the update and names the module that made it",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True where anything is to be looked at."""
+        return self.debug_dump is not None or self.debug_nan
+
+    def steps(self) -> list[range]:
+        """Return the steps to dump, as ranges.
+
+        Raises:
+            ValueError: the text names none, or not whole numbers from 1 on.
+        """
+        return [steps_of(word) for word in self.debug_dump_steps.split(",")]
+
+    def wanted(self) -> re.Pattern[str]:
+        """Return the pattern of the names to dump.
+
+        Raises:
+            re.error: it cannot be read.
+        """
+        return re.compile(self.debug_dump_modules)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what cannot be read."""
+        try:
+            self.steps()
+        except ValueError:
+            yield (
+                "--debug-dump-steps must be steps from 1 on and ranges of them, joined by commas, as 1-3,10; got "
+                f"{self.debug_dump_steps!r}"
+            )
+        try:
+            self.wanted()
+        except re.error as error:
+            yield f"--debug-dump-modules must be a regular expression, got {self.debug_dump_modules!r} ({error})"

@@ -1,0 +1,85 @@
+"""LoggingConfig: layer norms, Weights & Biases, text samples, tasks, profiler."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.config.option import option, steps_of
+
+if TYPE_CHECKING:
+    pass
+
+
+PROFILE_ALONE = "11-12"
+"""Of --profile alone, as Megatron-LM has it."""
+
+
+WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
+"""Fields that act with --wandb-project only."""
+
+
+LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Metrics on request, and the profiler."""
+
+    log_layer_norms: bool = option(
+        False, "record the norm of the gradients of each layer, too, at the steps of --log-interval"
+    )
+    sample_prompts: str | None = option(
+        None,
+        "texts from which the model goes on when the training is done, each in quotes, to be read on the screen; T5 "
+        "fills the gaps <extra_id_0>, <extra_id_1> ... of each",
+        join=shlex.join,
+        short="texts to go on from at the end",
+    )
+    prompt_bos: bool = option(
+        True,
+        "start --sample-prompts and the contexts of --eval-tasks with the bos_token where the tokenizer adds one",
+        flag="",
+        constants={"--no-prompt-bos": False},
+    )
+    eval_tasks: str | None = option(
+        None,
+        "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "
+        "--eval-tasks-interval steps: tasks, include_path (own task files), num_fewshot, limit",
+    )
+    eval_tasks_interval: int = option(
+        0, "with --eval-tasks: steps between evaluations; 0: at the end of the training alone", minimum=0
+    )
+    wandb_project: str | None = option(
+        None,
+        "send the metrics to this project of Weights & Biases; WANDB_MODE=offline writes them to a folder",
+        short="send metrics to Weights & Biases",
+    )
+    wandb_exp_name: str | None = option(
+        None, "name of the run there", aliases=("--wandb-name",), shown_default="the run folder's"
+    )
+    wandb_save_dir: str | None = option(None, "folder of wandb's own files", shown_default="in the run folder")
+    wandb_entity: str | None = option(None, "team or user that the project is of", shown_default="wandb's own")
+    profile: str | None = option(
+        None,
+        "record these steps, counted from 1, as 5-7 or 5, with torch's profiler: a trace of each rank for Perfetto and "
+        "a table of the operators that take longest, in RUN/profile",
+        alone=PROFILE_ALONE,
+    )
+
+    def profiled(self) -> range:
+        """Return the steps to profile.
+
+        Raises:
+            ValueError: the text names none, or not whole numbers from 1 on.
+        """
+        return steps_of(self.profile) if self.profile is not None else range(0)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what cannot be read."""
+        try:
+            self.profiled()
+        except ValueError:
+            yield f"--profile must be a step from 1 on or a range of steps, as 5-7; got {self.profile!r}"

@@ -1,0 +1,145 @@
+"""Checks of token files before training starts.
+
+Each raises ``DataError`` where it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron import log
+from megatron.data.cache import IndexCache
+from megatron.data.documents import Documents, count_of, num_tokens_of
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.split import NAMES
+from megatron.errors import DataError
+from megatron.tokenizer.identity import is_same
+
+_ENDS_LOOKED_AT = 1000
+
+
+_REMEMBERED_TOKENS = 1 << 26
+
+
+def check_one_sample(token_file: IndexedDataset, sample_tokens: int, asked_by: str) -> None:
+    """All documents together must hold one sample.
+
+    Args:
+        sample_tokens: tokens that a sample takes from the file.
+        asked_by: the flag with its value that asks for them, such as "--seq-length 512".
+    """
+    if token_file.num_tokens < sample_tokens:
+        raise DataError(
+            f"{token_file.prefix}: all data together is {token_file.num_tokens} tokens; one sample of {asked_by} needs "
+            f"{sample_tokens}. Shorten {asked_by.split()[0]} or give more data."
+        )
+
+
+def check_splits(
+    token_file: IndexedDataset,
+    splits: Sequence[Documents],
+    needed: Sequence[bool],
+    flags: str,
+    sample_tokens: int,
+    asked_by: str,
+) -> None:
+    """Each split that is needed must hold one sample.
+
+    Args:
+        splits: the documents of train, valid and test.
+        flags: what cut them, such as "--split 949,50,1".
+        others: as ``check_one_sample``.
+    """
+    for name, documents, is_needed in zip(NAMES, splits, needed, strict=True):
+        if not is_needed:
+            continue
+        num_tokens = num_tokens_of(token_file.sizes, documents)
+        if num_tokens < sample_tokens:
+            raise DataError(
+                f"the {name} split must have at least one sample of {sample_tokens} tokens, got "
+                f"{count_of(documents)} of {token_file.num_documents} documents with {num_tokens} tokens ({flags}, "
+                f"{asked_by}, {token_file.prefix}). Give {name} a larger part of --split, shorten "
+                f"{asked_by.split()[0]}, give more data, or turn off what uses it (--eval-interval 0, --eval-iters 0)."
+            )
+
+
+def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
+    """The data must have been built with the tokenizer of this ``identity``, where both are known."""
+    built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
+    if built_with and identity and not is_same(built_with, identity):
+        log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
+        raise DataError(
+            f"{token_file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, "
+            "or build the data again with tools/preprocess_data.py."
+        )
+
+
+def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
+    """Every token id must be in the vocabulary. ``cache`` keeps that those of a large file without sidecar are."""
+    highest = token_file.max_token_id
+    if highest is not None and highest < vocab_size:
+        return
+    if highest is None and _are_known_to_fit(token_file, vocab_size, cache):
+        return
+    found = token_file.first_outside(vocab_size)
+    if found is None:
+        return
+    document, offset, token = found
+    raise DataError(
+        f"token ids must be in 0 ... {vocab_size - 1} (the vocabulary), got {token} in document {document} at token "
+        f"{offset}, byte {token_file.byte_offset(document, offset)} of {token_file.token_path}. "
+        "The data was built with another tokenizer: give that one, or build the data again."
+    )
+
+
+def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
+    """Return whether all ids of a file without sidecar are in the vocabulary; a large one is read once on a host."""
+
+    def look() -> np.ndarray:
+        log.info(f"{token_file.prefix} has no .meta.json: looking once at all {token_file.num_tokens} token ids")
+        return np.array([token_file.first_outside(vocab_size) is None], np.uint8)
+
+    if token_file.num_tokens < _REMEMBERED_TOKENS:
+        return bool(look()[0])
+    changed_ns = token_file.changed_ns  # the fingerprint of a large file is that of parts of it
+    name = f"ids-{token_file.fingerprint}-{changed_ns}-{vocab_size}"
+    return bool(cache.array(name, look, outlives_boot=True)[0])
+
+
+def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
+    """Check that documents end with the tokenizer's end-of-document token, as far as the sidecar says.
+
+    Raises:
+        DataError: If they end with another token.
+    """
+    sidecar = token_file.sidecar
+    if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None or eod_id is None or sidecar.eod_id == eod_id:
+        return
+    raise DataError(
+        f"the documents of {token_file.prefix} end with the token of id {sidecar.eod_id}, but the end-of-document "
+        f"token of the tokenizer has id {eod_id}. Name the token of id {sidecar.eod_id} with --eod-token, or build "
+        "the data again."
+    )
+
+
+def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> None:
+    """Check that documents end with the end-of-document token, which ``flags`` need.
+
+    Raises:
+        DataError: If they do not, or end with another token.
+    """
+    check_same_eod(token_file, eod_id)
+    if eod_id is None:
+        raise DataError(f"{flags} need an end-of-document token, the tokenizer has none")
+    has_eod = token_file.has_eod
+    if has_eod is None:
+        filled = np.flatnonzero(token_file.sizes)[:_ENDS_LOOKED_AT]
+        ends = (token_file.read(int(document))[-1] for document in filled)
+        has_eod = all(int(end) == eod_id for end in ends)
+    if not has_eod:
+        raise DataError(
+            f"{flags} need documents that end with the end-of-document token (id {eod_id}); those of "
+            f"{token_file.prefix} do not. Build the data again without --no-append-eod, or leave the flags out."
+        )

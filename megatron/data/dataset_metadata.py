@@ -1,0 +1,100 @@
+"""``PREFIX.meta.json``: tokenizer, special tokens and checksum of a pair of token files.
+
+Other readers ignore it; ours works without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import DataError
+
+FORMAT = 1
+
+
+_CHECKSUM = "crc32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetMetadata:
+    """Facts about a pair of token files, written with it."""
+
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    vocab_size: int
+    tokenizer: str
+    eod_id: int | None
+    has_eod: bool
+    bin_bytes: int
+    bin_crc32: int
+    idx_crc32: int
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        """Return the content of the file: the fields, and their crc32 as one more."""
+        fields = dataclasses.asdict(self)
+        return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
+
+
+def read(path: Path) -> DatasetMetadata | None:
+    """Return the sidecar at ``path``, or None where there is none.
+
+    Raises:
+        DataError: unreadable, of another format, or not what was written (older files do not tell their crc32).
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return parse(content, path)
+
+
+def parse(content: bytes, path: Path | str) -> DatasetMetadata:
+    """Return the sidecar with this content; ``path`` is for messages.
+
+    Raises:
+        DataError: as ``read``.
+    """
+    try:
+        fields = dict(json.loads(content))
+        crc32 = fields.pop(_CHECKSUM, None)
+        sidecar = DatasetMetadata(**fields)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Delete it, or build the data again.") from error
+    if sidecar.format != FORMAT:
+        raise DataError(f"{path}: format must be {FORMAT}, got {sidecar.format}. Build the data again, or delete it.")
+    if crc32 is not None and crc32 != _crc32(fields):
+        raise DataError(
+            f"{path}: its fields have the crc32 {_crc32(fields)}, it says {crc32}: it was damaged or edited. "
+            "Build the data again, or delete it."
+        )
+    return sidecar
+
+
+def check_belongs(
+    sidecar: DatasetMetadata, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None
+) -> None:
+    """The sidecar read from ``path`` must describe the files beside it; ``idx_crc32`` None: theirs is not known.
+
+    Raises:
+        DataError: it describes others.
+    """
+    expected = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
+    found = f"{num_documents} documents of {num_tokens} tokens"
+    if idx_crc32 is not None and sidecar.idx_crc32 != idx_crc32:
+        expected, found = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
+    if expected != found:
+        raise DataError(
+            f"{path}: describes another .idx ({expected}) than the one beside it ({found}). Delete it if the .bin and "
+            ".idx are right, else build all three again."
+        )
+
+
+def _crc32(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

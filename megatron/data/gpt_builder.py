@@ -1,0 +1,69 @@
+"""The three data sets of a GPT run, checked before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.data import dataset_checks
+from megatron.data.blend_paths import BlendPaths
+from megatron.data.cache import IndexCache
+from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.documents import Documents
+from megatron.data.fim import Fim
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset
+
+SHORTEST_PACKED = 2
+"""Tokens of a document that gives one label; best-fit packing pads what is left of its sample."""
+
+
+def build_train_valid_test(
+    paths: BlendPaths,
+    *,
+    seq_length: int,
+    seed: int,
+    vocab_size: int,
+    needed: Sequence[bool] = (True, True, True),
+    tokenizer_identity: str | None = None,
+    eod_id: int | None = None,
+    flags_needing_eod: Sequence[str] = (),
+    packing: str = "concat",
+    fim: Fim | None = None,
+) -> Three:
+    """Return the samples of train, valid and test; None for a split that is not needed.
+
+    Args:
+        vocab_size: of the model's tokenizer; every token id must be below it.
+        tokenizer_identity: compared with the one in the sidecar where there is one.
+        flags_needing_eod: flags in use that work only where documents end with the end-of-document token.
+        packing, fim: as ``GPTDataset``.
+
+    Raises:
+        DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
+    """
+
+    def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
+        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
+        dataset_checks.check_token_ids(token_file, vocab_size, cache)
+        dataset_checks.check_same_eod(token_file, eod_id)
+        if flags_needing_eod:
+            dataset_checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
+
+        def make(documents: Documents, draws: str) -> GPTDataset:
+            return GPTDataset(
+                token_file,
+                documents=documents,
+                seq_length=seq_length,
+                seed=seed,
+                packing=packing,
+                fim=fim,
+                cache=cache,
+                draws=draws,
+            )
+
+        sample_tokens = SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
+        asked_by = f"--seq-length {seq_length}"
+        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
+
+    return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

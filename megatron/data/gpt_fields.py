@@ -1,0 +1,68 @@
+"""Inputs, labels, loss mask, positions and documents of raw GPT samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.ops.attention import positions_in_segments
+
+
+def gpt2_fields(
+    tokens: Tensor, *, segments: Tensor | None = None, loss_mask: Tensor | None = None, eod_id: int | None = None,
+    reset_position_ids: bool = False, reset_attention_mask: bool = False, eod_mask_loss: bool = False,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
+
+    Shapes:
+        tokens [b, L+1], int64; segments [b, L+1], int32, the document of each token, -1 for padding
+        loss_mask [b, L+1], int32, 1 where a token is to be predicted; None: everywhere
+        all results [b, L]; loss_mask is float32, segment_ids int32 or None without ``reset_attention_mask``
+
+    An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` leaves out the loss where the input
+    is such a token: what follows it is another document, which nothing can predict.
+
+    With ``segments`` documents are kept apart by these alone: positions count from 0 in each, segment_ids are given,
+    and there is no loss where the label is of another document than the input, nor on padding. Padding sees padding.
+
+    Raises:
+        ValueError: one of the three options without ``eod_id``.
+    """
+    if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
+        raise ValueError(
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need an end-of-document token"
+        )
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    is_eod = inputs == eod_id if eod_id is not None else torch.zeros_like(inputs, dtype=torch.bool)
+    if segments is None:
+        segment_ids, has_loss = _exclusive_cumsum(is_eod) if reset_attention_mask else None, torch.ones_like(is_eod)
+        positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+        if reset_position_ids:
+            positions = positions - _document_starts(is_eod, positions)
+    else:
+        segment_ids, label_segments = segments[:, :-1].contiguous(), segments[:, 1:]
+        has_loss = (segment_ids == label_segments) & (label_segments >= 0)
+        positions = positions_in_segments(segment_ids)
+    if eod_mask_loss:
+        has_loss &= ~is_eod
+    if loss_mask is not None:
+        has_loss = has_loss & (loss_mask[:, 1:] > 0)
+    return {
+        "tokens": inputs,
+        "labels": labels,
+        "loss_mask": has_loss.float(),
+        "position_ids": positions.contiguous(),
+        "segment_ids": segment_ids,
+    }
+
+
+def _document_starts(is_eod: Tensor, positions: Tensor) -> Tensor:
+    """Return, for each position, where its document starts in the sample."""
+    starts = torch.zeros_like(positions)
+    starts[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
+    return starts.cummax(dim=1).values
+
+
+def _exclusive_cumsum(is_eod: Tensor) -> Tensor:
+    ended = is_eod.to(torch.int32)
+    return ended.cumsum(dim=1, dtype=torch.int32) - ended

@@ -1,0 +1,34 @@
+"""Writes the bytes of an ``.idx`` in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from megatron.data.index_format import HEADER, MAGIC, TOKEN_TYPES, VERSION
+
+_STARTS_AT_ONCE = 1 << 20
+
+
+def index_chunks(
+    blocks: Callable[[], Iterable[np.ndarray]], num_documents: int, dtype: np.dtype
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of an ``.idx`` with one sequence per document, in memory of one block.
+
+    Args:
+        blocks: gives the tokens of each document in order, as arrays of any length; called once per pass.
+        num_documents: how many there are in all blocks.
+        dtype: type of the tokens in the ``.bin``.
+    """
+    codes = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
+    yield HEADER.pack(MAGIC, VERSION, codes[dtype], num_documents, num_documents + 1)
+    for sizes in blocks():
+        yield sizes.astype("<i4").data.cast("B")
+    start = 0
+    for sizes in blocks():
+        ends = start + np.cumsum(sizes, dtype=np.int64)
+        yield ((ends - sizes) * dtype.itemsize).astype("<i8").data.cast("B")
+        start = int(ends[-1])
+    for first in range(0, num_documents + 1, _STARTS_AT_ONCE):
+        yield np.arange(first, min(first + _STARTS_AT_ONCE, num_documents + 1), dtype="<i8").data.cast("B")

@@ -1,0 +1,145 @@
+"""LargeIndex: an ``.idx`` file read in place, too large to load in each process.
+
+| part of the file | looked at |
+|---|---|
+| header, size of the file | whole |
+| lengths | each, in blocks: none negative; their sum must fit the ``.bin``; their crc32 is part of the fingerprint |
+| byte offsets | first, last and some thousand places; nothing is read by them |
+| document starts | as the offsets where a sidecar tells that our writer made the file, else each |
+
+Blocks are read by ``pread``: a mapping would leave all those pages with the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.cache import IndexCache
+from megatron.data.file_io import FileBinReader, MMapBinReader
+from megatron.data.index_format import (
+    HEADER,
+    Header,
+    check_lengths,
+    has_no_documents,
+    joined_sizes,
+    offsets_error,
+    starts_error,
+)
+
+STRIDE = 256
+
+
+NUM_PROBES = 4096
+
+
+_BLOCK = 1 << 20
+
+
+_DOCUMENTS_JOINED = 1 << 16
+
+
+class LargeIndex:
+    """``sizes`` of all documents, ``starts`` of every ``STRIDE``-th one and of the end, ``crc32`` of the sizes.
+
+    Raises:
+        DataError: the file is damaged, as far as the table above says.
+    """
+
+    def __init__(
+        self, path: Path, header: Header, *, reader: str, cache: IndexCache | None, has_metadata: bool
+    ) -> None:
+        self._path, self._header, self._cache = path, header, cache
+        self._file = FileBinReader(path)
+        self.starts, self.crc32 = self._scan(self._lengths())
+        self._check_offsets()
+        if not self._is_document_each(has_metadata):
+            self.sizes = self._kept("joined", self._joined)
+            self.starts, self.crc32 = self._scan(self.sizes[i : i + _BLOCK] for i in range(0, len(self.sizes), _BLOCK))
+        elif reader == "pread":
+            self.sizes = self._kept("lengths", self._lengths)
+        else:
+            mapped = MMapBinReader(path).bytes
+            self.sizes = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
+
+    def _numbers(self, place: int, kind: str, first: int, count: int) -> np.ndarray:
+        """Return ``count`` numbers, from number ``first`` on, of the array that begins at byte ``place``."""
+        width = np.dtype(kind).itemsize
+        return self._file.read(place + first * width, count * width).view(kind)
+
+    def _lengths(self) -> Iterator[np.ndarray]:
+        count = self._header.num_sequences
+        for first in range(0, count, _BLOCK):
+            yield self._numbers(HEADER.size, "<i4", first, min(_BLOCK, count - first))
+
+    def _scan(self, blocks: Iterable[np.ndarray]) -> tuple[np.ndarray, int]:
+        """Return (tokens before every ``STRIDE``-th of the sizes in ``blocks`` and of all, crc32 of the sizes)."""
+        sums, crc32, first = [np.zeros(1, np.int64)], 0, 0
+        for block in blocks:
+            check_lengths(block, first, self._path)
+            sums.append(np.add.reduceat(block, np.arange(0, len(block), STRIDE), dtype=np.int64))
+            crc32 = zlib.crc32(block.data, crc32)
+            first += len(block)
+        return np.cumsum(np.concatenate(sums)), crc32
+
+    def _check_offsets(self) -> None:
+        count, width = self._header.num_sequences, self._header.dtype.itemsize
+        last = int(self._numbers(HEADER.size, "<i4", count - 1, 1)[0])
+        expected = {count - 1: int(self.starts[-1]) - last}
+        for block in _spread(-(-count // STRIDE)):
+            expected[block * STRIDE] = int(self.starts[block])
+        for place, start in expected.items():
+            if int(self._numbers(self._header.offsets_at, "<i8", place, 1)[0]) != start * width:
+                raise offsets_error(self._path)
+
+    def _is_document_each(self, has_metadata: bool) -> bool:
+        """Whether each sequence is a document."""
+        count, at = self._header.num_starts, self._header.starts_at
+        if has_no_documents(self._numbers(at, "<i8", 0, min(count, 2))):
+            return True
+        if count != self._header.num_sequences + 1:
+            return False
+        if not has_metadata:
+            blocks = ((first, self._numbers(at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count))
+            return all(np.array_equal(block, np.arange(first, first + len(block))) for first, block in blocks)
+        if any(int(self._numbers(at, "<i8", place, 1)[0]) != place for place in _spread(count)):
+            raise starts_error(self._header.num_sequences, self._path)
+        return True
+
+    def _joined(self) -> Iterator[np.ndarray]:
+        """Yield the sizes of documents of several sequences (sentences), in blocks."""
+        num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
+        at, wrong = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
+        if num_documents < 1 or int(self._numbers(at, "<i8", 0, 1)[0]) != 0:
+            raise wrong
+        for first in range(0, num_documents, _DOCUMENTS_JOINED):
+            starts = self._numbers(at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
+            if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > num_sequences:
+                raise wrong
+            lengths = self._numbers(HEADER.size, "<i4", int(starts[0]), int(starts[-1] - starts[0]))
+            ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+            yield joined_sizes(ends[starts - starts[0]], first, self._path)
+        if starts[-1] != num_sequences:
+            raise wrong
+
+    def _kept(self, kind: str, blocks: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+        """Return all blocks as one array: in a file of the cache, else in memory."""
+        if self._cache is None:
+            return np.concatenate(list(blocks()))
+        status = self._path.stat()
+        key = repr((kind, str(self._path.resolve()), status.st_size, status.st_mtime_ns, self.crc32))
+        name = f"sizes-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        return self._cache.arrays(name, 1, lambda _: blocks())[0]
+
+
+def _firsts(count: int) -> range:
+    return range(0, count, _BLOCK)
+
+
+def _spread(count: int) -> list[int]:
+    """Return the first, the last and evenly spaced numbers below ``count``."""
+    return sorted(set(np.linspace(0, count - 1, min(count, NUM_PROBES)).astype(np.int64).tolist()))

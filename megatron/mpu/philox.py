@@ -1,0 +1,55 @@
+"""Philox-4x32-10: random words from a counter and a key, without state, on torch's integers.
+
+Ten rounds turn four 32-bit counter words and two key words into four random words. Words live in int64 tensors, so
+that a product of two has room; the bits are the same on every device.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDS = 10
+
+
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+
+
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+WORD = 0xFFFFFFFF
+
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox(counter: Words, key: int) -> Words:
+    """Return four random words for each counter.
+
+    The words of the counter may have different shapes: they are broadcast against each other as late as the rounds
+    allow, so that a counter made of coordinates costs less than one that is written out.
+
+    Shapes:
+        counter 4 x int64 tensors of words, 0 to 2**32 - 1, that broadcast to [...]
+        output  4 x int64 [...]
+
+    Args:
+        key: 64 bits, the first word in the low half.
+    """
+    a, b, c, d = counter
+    first, second = key & WORD, key >> 32
+    for _ in range(ROUNDS):
+        even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64, whose upper half is right even when negative
+        a, b, c, d = _mixed(odd, b, first), odd, _mixed(even, d, second), even
+        first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
+    return a, b & WORD, c, d & WORD
+
+
+def _mixed(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
+    """Return the upper half of ``product``, mixed with key and ``word``, of which only the lower half counts."""
+    mixed = (product >> 32) ^ word
+    mixed ^= key
+    mixed &= WORD
+    return mixed

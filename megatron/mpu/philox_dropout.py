@@ -1,0 +1,223 @@
+"""PhiloxDropout: dropout masks that are the same in every layout (``--layout-independent-dropout``).
+
+The key of the hash is made of seed, step, layer and site; its counter says which element of the whole tensor of the
+global batch this is, and four neighbouring columns share one counter:
+
+| word | hidden states [s, b, h] | attention probabilities [b, a, s, s_k] |
+|---|---|---|
+| 0 | column // 4 | key // 4 |
+| 1 | position | query |
+| 2 | sample in the global batch | the same |
+| 3 | 0 | head |
+
+Which rank, stage, replica or micro-batch works on it is nowhere in there. Samples are dealt as
+``megatron.data.batches`` says: sample j of micro-batch i on replica r is number (r m + i) b + j of the global batch,
+with m micro-batches of b samples on each replica. Where samples are cut into pieces (--seq-length-schedule), b is
+their number in a micro-batch, and j counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from megatron.mpu import fused_dropout
+from megatron.mpu.context_parallel import Run, runs_of, runs_within
+from megatron.mpu.fused_dropout import Mask
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.philox import philox
+from megatron.mpu.random import DropoutKey, DropoutStreams, _plus
+from megatron.mpu.random_key import hashed
+
+LANES = 4
+"""Columns that share a counter."""
+
+
+BLOCK = {"cpu": 2**14, "cuda": 2**24}
+"""Counters that are worked on at a time: on a CPU as many as its caches hold, elsewhere few enough for its memory."""
+
+
+class PhiloxDropout(DropoutStreams):
+    """The source of all dropout masks of one rank, in any layout.
+
+    Args:
+        micro_batch_size: samples in each forward, to see that the tensors are what they must be; where samples are cut
+            into pieces (--seq-length-schedule), each counts as a sample, in all layouts alike.
+        seed, data, tensor: as of ``DropoutStreams``.
+        context: the context-parallel group, whose ranks have pieces of the same samples.
+    """
+
+    def __init__(
+        self, micro_batch_size: int, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE,
+        context: Group = SINGLE,
+    ) -> None:  # fmt: skip
+        super().__init__(seed, data, tensor)
+        self.micro_batch_size, self.context, self.tensor_size = micro_batch_size, context, tensor.size
+
+    def key(self, layer: int, site: str, is_cut: bool) -> int:
+        """Return the key of the hash, the same on all ranks; cut or not is the same mask."""
+        place = (self.seed, self.position.step, layer, site)
+        return hashed(place, 8)
+
+    def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> NoReturn:
+        """Raise RuntimeError: what a generator draws depends on the layout."""
+        raise RuntimeError(
+            "with --layout-independent-dropout there is no generator to draw from, got a call of streams.generator. "
+            "Use streams.dropout, or leave the flag out"
+        )
+
+    def dropout(
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
+        is_part: bool = False, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` with elements dropped by the mask that belongs to them, added to ``residual`` if any.
+
+        Shapes:
+            x, residual, output [s, b, h], or [s, b, h/t] where ``is_cut``, or [s/t, b, h] where ``is_part``
+
+        Raises:
+            ValueError: ``x`` has other dimensions than these.
+        """
+        if not training or probability == 0.0:
+            return _plus(residual, x)
+        if x.dim() != 3 or not x.shape[1] or x.shape[1] % self.micro_batch_size:
+            raise ValueError(
+                "with --layout-independent-dropout a tensor must be [sequence, micro-batch, hidden], so that its "
+                f"samples are known, got {tuple(x.shape)} at {site!r} with --batch-size {self.micro_batch_size}. "
+                "Bring it into that shape, or leave the flag out"
+            )
+        length, samples, width = x.shape
+        key, sample = self.key(layer, site, is_cut), self._first_sample(samples)
+        row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
+        if self.context.size > 1:
+            return self._drop_runs(x, residual, probability, key, (row, sample, 0, column), is_part)
+        if self.by_kernel(x):
+            return fused_dropout.drop(x, residual, Mask(key, probability, (row, sample, 0, column)))
+        mask = dropped_mask(
+            key,
+            probability,
+            rows=_range(length, x.device, row).view(-1, 1, 1),
+            samples=_range(samples, x.device, sample).view(-1, 1),
+            planes=_range(1, x.device),
+            columns=_columns(column, width),
+        )
+        return _plus(residual, _without(x, mask, probability))
+
+    def _drop_runs(
+        self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
+        first: tuple[int, int, int, int], is_part: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` [s/c, b, h], or a part of it that begins at ``first``, each run of it dropped at its place."""
+        row, sample, plane, column = first
+        own = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
+        runs = list(runs_within(own, row, row + len(x)))
+        if self.by_kernel(x):
+            parts = [
+                fused_dropout.drop(
+                    x[run.start : run.stop],
+                    None if residual is None else residual[run.start : run.stop],
+                    Mask(key, probability, (run.first, sample, plane, column)),
+                )
+                for run in runs
+            ]
+            return torch.cat(parts)
+        mask = dropped_mask(
+            key,
+            probability,
+            rows=_rows(runs, x.device).view(-1, 1, 1),
+            samples=_range(x.shape[1], x.device, sample).view(-1, 1),
+            planes=_range(1, x.device),
+            columns=_columns(column, x.shape[2]),
+        )
+        return _plus(residual, _without(x, mask, probability))
+
+    def attend(
+        self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
+        site: str, is_cut: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what ``function`` gives with the probabilities dropped that belong to this place."""
+        key, at = self.key(layer, site, is_cut), self.position  # now: the position may move on
+        drop = partial(self._drop_probabilities, probability=probability, key=key, at=at, is_cut=is_cut)
+        return function(drop=drop)
+
+    def _drop_probabilities(
+        self, x: torch.Tensor, *, probability: float, key: int, at: DropoutKey, is_cut: bool,
+        runs: Sequence[Run] = (), first_head: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``x`` with elements dropped.
+
+        Shapes:
+            x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
+
+        Args:
+            at: where the training is.
+            runs: where its queries are in the whole sequence; none: at its start.
+            first_head: of this tensor rank's.
+        """
+        samples, heads, queries, keys = x.shape
+        sample = self._first_sample(samples, at)
+        own_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
+        plane = first_head + (self.tensor_rank * own_heads if is_cut else 0)
+        if runs and self.by_kernel(x):
+            parts = []
+            for run in runs:
+                mask_at = Mask(key, probability, (run.first, sample, plane, 0), is_attention=True)
+                parts.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
+            return torch.cat(parts, dim=2)
+        if self.by_kernel(x):
+            return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
+        mask = dropped_mask(
+            key,
+            probability,
+            rows=(_rows(runs, x.device) if runs else _range(queries, x.device)).view(-1, 1),
+            samples=_range(samples, x.device, sample).view(-1, 1, 1, 1),
+            planes=_range(heads, x.device, plane).view(-1, 1, 1),
+            columns=_columns(0, keys),
+        )
+        return _without(x, mask, probability)
+
+    def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
+        """Return the number within the global batch of the first of ``samples``, pieces included, of a micro-batch."""
+        at = at or self.position
+        return (at.first + at.micro_batch) * samples
+
+
+def dropped_mask(
+    key: int, probability: float, *, rows: torch.Tensor, samples: torch.Tensor, planes: torch.Tensor, columns: range
+) -> torch.Tensor:
+    """Return which elements are dropped, True for those with a random word below ``probability`` of all words.
+
+    Shapes:
+        rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; rows has a size above 1 in
+            one dimension, its first
+        output: bool [..., number of columns]
+    """
+    threshold = round(probability * 2**32)
+    groups = torch.arange(columns.start // LANES, -(-columns.stop // LANES), device=rows.device)
+    others = groups.numel() * samples.numel() * planes.numel()
+    parts = []
+    for part in rows.split(max(1, BLOCK.get(rows.device.type, BLOCK["cuda"]) // others)):
+        words = philox((groups, part, samples, planes), key)
+        parts.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-rows.dim())
+    return whole[..., columns.start % LANES :][..., : len(columns)]
+
+
+def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    return (x * (1.0 / (1.0 - probability))).masked_fill_(mask, 0.0)
+
+
+def _rows(runs: Iterable[Run], device: torch.device) -> torch.Tensor:
+    """Return where in the whole sequence the tokens of ``runs`` are."""
+    return torch.cat([_range(run.stop - run.start, device, run.first) for run in runs])
+
+
+def _columns(start: int, size: int) -> range:
+    return range(start, start + size)
+
+
+def _range(size: int, device: torch.device, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + size, device=device)

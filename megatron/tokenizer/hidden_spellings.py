@@ -1,0 +1,47 @@
+"""Text that a normaliser turns into the spelling of a control token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import tokenizers
+
+from megatron.tokenizer.control_tokens import UNK_NAMES
+
+
+class HiddenSpellings:
+    """Finds where tokens of a text are control tokens though it does not spell them.
+
+    Args:
+        description: the JSON text of the ``tokenizers`` library.
+        control: the ids of control tokens by name.
+    """
+
+    def __init__(self, description: str, control: Mapping[str, int]) -> None:
+        self._ids = np.zeros(0, np.int32)
+        if not control:
+            return
+        fields = json.loads(description)
+        unknown = {*UNK_NAMES, fields["model"].get("unk_token")}
+        if fields["model"].get("unk_id") is not None:
+            unknown.add(fields["model"]["vocab"][fields["model"]["unk_id"]][0])
+        ids = {token for name, token in control.items() if len(name) > 1 and name not in unknown}
+        ids -= {token for name, token in control.items() if name in unknown}
+        self._ids = np.array(sorted(ids) if fields.get("normalizer") is not None else [], np.int32)
+
+    def texts_with(self, tokens: np.ndarray, sizes: np.ndarray) -> list[int]:
+        """Return the numbers of the texts among whose tokens a control token is."""
+        if not len(self._ids):
+            return []
+        found = np.flatnonzero(np.isin(tokens, self._ids))
+        return np.unique(np.searchsorted(np.cumsum(sizes), found, side="right")).tolist()
+
+    def cut(self, text: str, encoding: tokenizers.Encoding) -> list[str]:
+        """Return ``text`` cut behind the first character of what became a control token."""
+        never = set(self._ids.tolist())
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        starts = sorted({start for token, (start, stop) in spans if token in never and stop - start > 1})
+        cuts = [0, *(start + 1 for start in starts), len(text)]
+        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]

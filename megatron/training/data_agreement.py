@@ -1,0 +1,87 @@
+"""Check that all ranks that read data read the same data sets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+
+from megatron.data import BlendSchedule
+from megatron.data.collate import Samples
+from megatron.data.sample_order import as_ordered
+
+KINDS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class RankData:
+    """What a rank tells the others of its data; ``prints`` has one text for each kind of data set that it has."""
+
+    problem: str | None
+    reads: bool
+    fingerprint: str | None = None
+    order: BlendSchedule | None = None
+    corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    prints: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> RankData:
+        if failure or not reads:
+            return cls(str(failure) if failure else None, False)
+        ordered = as_ordered(datasets.get("train"))
+        return cls(
+            problem=None,
+            reads=True,
+            fingerprint=_fingerprint(datasets.get("train")),
+            order=None if ordered is None else ordered.order,
+            corpora={kind: weights for kind, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
+            prints={kind: _print(dataset) for kind, dataset in datasets.items()},
+        )
+
+
+def _fingerprint(dataset: object) -> str | None:
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def _weights(dataset: object) -> dict[str, float]:
+    """Return the weight of each corpus by name; of none where nothing is known of corpora."""
+    ordered = as_ordered(dataset)
+    return {} if ordered is None else ordered.order.weights(0)
+
+
+def _print(dataset: object) -> str:
+    """Return a text that is the same on all ranks whose data set gives the same samples in the same order."""
+    ordered = as_ordered(dataset)
+    text = f"fingerprint {_fingerprint(dataset)}"
+    if ordered is None:
+        return f"{len(dataset)} samples and {text}" if isinstance(dataset, Sized) else text
+    order = repr((ordered.order.corpora, ordered.order.schedule)).encode()
+    return f"{text} and order {hashlib.sha256(order).hexdigest()[:8]}"
+
+
+def disagreement(ranks_data: Sequence[RankData]) -> str | None:
+    """Say which ranks have opened other data than the first one that reads."""
+    for kind in KINDS:
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(ranks_data):
+            if one.reads:
+                ranks.setdefault(one.prints.get(kind, "none"), []).append(rank)
+        if len(ranks) > 1:
+            each = "; ".join(f"{text} on rank{'s' * (len(on) > 1)} {_ranges(on)}" for text, on in ranks.items())
+            return (
+                f"all ranks must read the same data, got of the {kind} data {each}. Give every node the same files "
+                "under the same paths."
+            )
+    return None
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return "0-3, 6" for the rising numbers 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

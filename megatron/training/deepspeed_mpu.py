@@ -1,0 +1,54 @@
+"""The grid of ranks as the ``mpu`` object of DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.mpu.groups import Grid, Group
+
+
+class DeepSpeedMpu:
+    """The methods that ``deepspeed.initialize(mpu=...)`` calls; data and context are one axis to it.
+
+    DeepSpeed takes a missing handle for the whole world, so a group of one gets a real process group here. Collective.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._data = _handle(grid, grid.data_context)
+        self._tensor = _handle(grid, grid.tensor)
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return self._grid.data_context.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._grid.data_context.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self._grid.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._grid.tensor.size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def _handle(grid: Grid, group: Group) -> Any:
+    if group.handle is not None:
+        return group.handle
+    own = None
+    for rank in range(grid.topology.world_size):
+        handle = dist.new_group([rank])
+        if rank == grid.rank:
+            own = handle
+    return own

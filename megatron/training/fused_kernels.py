@@ -1,0 +1,132 @@
+"""``--fused-kernels``: norms and Adam of torch or of NVIDIA's apex on CUDA.
+
+| flag | norms | AdamW |
+|---|---|---|
+| auto, torch | ``torch.nn.functional`` | ``torch.optim.AdamW(fused=True)`` |
+| apex | ``apex.normalization``, but for layer norms without a shift | ``apex.optimizers.FusedAdam``, if not offloaded |
+
+"auto" is torch's even where there is apex: what is installed must not change the numbers of a run, and nobody has
+measured apex to be faster here. Both are the same functions of their inputs, but for rounding. A checkpoint of one
+goes on with the other.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+
+MODULES = ("apex.normalization.fused_layer_norm", "apex.optimizers", "fused_layer_norm_cuda", "amp_C")
+"""What is imported of apex: its Python files, and the extensions without which they fail at the first call."""
+
+
+def check_fused_kernels(config: Config, kind: str) -> None:
+    """Check that apex can be used where it is asked for.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.parallel.fused_kernels != "apex":
+        return
+    if kind != "cuda":
+        raise ConfigError(
+            f"--fused-kernels apex needs a GPU, got --device {kind}: apex has kernels for CUDA only. Leave it out"
+        )
+    if config.precision.dtype == "fp64":
+        raise ConfigError("--fused-kernels apex needs fp32, bf16 or fp16, got --fp64. Use --fused-kernels torch")
+    if missing := _missing():
+        raise ConfigError(
+            f"--fused-kernels apex needs NVIDIA's apex with its CUDA extensions, got {missing}. Build apex with "
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or use --fused-kernels torch, which needs nothing"
+        )
+
+
+def _missing() -> str | None:
+    """Return why apex cannot be used here, or None."""
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return str(error)
+    return None
+
+
+def use_norms(config: Config, module: torch.nn.Module) -> int:
+    """Let the norms of ``module`` use apex's kernels, if that is chosen; return how many do."""
+    if config.parallel.fused_kernels != "apex":
+        return 0
+    # Not at the top: with the compiler that models bring it costs a second, which a tool without a model is spared.
+    from megatron.models.common.norms import LayerNorm, RMSNorm
+
+    num_norms = 0
+    for norm in module.modules():
+        if isinstance(norm, RMSNorm):
+            norm.kernel, num_norms = apex_rms_norm, num_norms + 1
+        elif isinstance(norm, LayerNorm) and norm.bias is not None:  # apex has none without a shift
+            norm.kernel, num_norms = apex_layer_norm, num_norms + 1
+    return num_norms
+
+
+def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """As ``megatron.models.common.norms.layer_norm``, by apex."""
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+    return fused_layer_norm_affine(x, weight, bias, (x.shape[-1],), epsilon)
+
+
+def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """As ``megatron.models.common.norms.rms_norm``, by apex."""
+    from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+    return fused_rms_norm_affine(x, weight, (x.shape[-1],), epsilon)
+
+
+def uses_adam(config: Config) -> bool:
+    """Return whether the optimizer is apex's: AdamW with its states on the GPU, in fp32."""
+    settings = config.optimizer
+    is_on_gpu = not settings.offload_optimizer
+    return (
+        config.parallel.fused_kernels == "apex"
+        and settings.optimizer == "adamw"
+        and is_on_gpu
+        and not settings.bf16_states
+    )
+
+
+def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """Return apex's FusedAdam over ``groups``; ``settings`` as of ``torch.optim.AdamW``.
+
+    apex counts steps by group. Checkpoints hold them by parameter, as torch does, so they are kept there too.
+    """
+    from apex.optimizers import FusedAdam
+
+    class CountedAdam(FusedAdam):  # type: ignore[misc, valid-type]
+        @torch.no_grad()
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            for group in self.param_groups:
+                counts = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]
+                group["step"] = counts[0] if counts else 0
+            result = super().step(*args, **kwargs)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if self.state.get(parameter):
+                        self.state[parameter]["step"] = group["step"]
+            return result
+
+    return CountedAdam(groups, adam_w_mode=True, **settings)
+
+
+def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says whose kernels are used."""
+    if config.parallel.fused_kernels == "apex":
+        others = "" if uses_adam(config) else "; the optimizer is not apex's: it has AdamW on the GPU alone"
+        yield "fused kernels", f"apex's norms{' and AdamW' if uses_adam(config) else ''}{others}"
+    elif kind == "cuda" and config.parallel.fused_kernels == "auto" and _missing() is None:
+        yield "fused kernels", "torch's (apex is here too: --fused-kernels apex takes its norms and AdamW)"
+    else:
+        yield "fused kernels", "torch's"

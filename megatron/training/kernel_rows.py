@@ -1,0 +1,116 @@
+"""Rows of the start table: the kernels used for dropout and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron import device
+from megatron.config import Config
+from megatron.config.decoder import ALIBI
+from megatron.costs.decoder_cost import mask_reason
+from megatron.models import registry
+from megatron.mpu import fused_dropout
+from megatron.ops.attention import attention_kernels
+
+
+def drops_by_kernel(config: Config, kind: str) -> bool:
+    """Return whether the masks of dropout are made by Triton's kernel."""
+    model, is_wide = config.model, config.precision.dtype == "fp64"
+    is_asked = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
+    return is_asked and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
+
+
+def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says by what elements are dropped on CUDA."""
+    if drops_by_kernel(config, kind):
+        yield "dropout", "by a kernel in Triton, which no GPU has run yet (--fused-kernels torch takes torch's)"
+
+
+def dropout_warning(config: Config, kind: str) -> str | None:
+    """Return what to say of ``--layout-independent-dropout`` on CUDA, None where there is nothing to say."""
+    model = config.model
+    if kind != "cuda" or not model.layout_independent_dropout:
+        return None
+    attention = "; dropout of attention keeps all probabilities in memory" if model.attention_dropout else ""
+    if drops_by_kernel(config, kind):
+        return (
+            "--layout-independent-dropout makes its masks by a kernel in Triton that has been held against torch's "
+            f"operators on a CPU and not been run on a GPU{attention}"
+        )
+    return (
+        "--layout-independent-dropout makes each mask by some 100 operators of torch's, by which a step is estimated "
+        f"to take 6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
+    )
+
+
+KERNEL_NAMES = {
+    SDPBackend.ERROR: "none that torch has",
+    SDPBackend.MATH: "torch's operators one by one",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
+    SDPBackend.OVERRIDEABLE: "the device's own",
+}
+
+
+def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that names the kernels of attention; none on a CPU."""
+    if place.type == "cpu":
+        return
+    model = config.model
+    if model.layout_independent_dropout and model.attention_dropout:
+        yield "attention", "torch's operators one by one, for the masks of --layout-independent-dropout"
+        return
+    plain, masked = (attention_kernel(config, place, has_mask=has_mask) for has_mask in (False, True))
+    yield "attention", f"causal by {plain}" + (f", with a mask by {masked}" if masked != plain else "")
+
+
+def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says by what documents, or padding, are kept apart, where they are."""
+    pads = config.own.pads_samples
+    if not config.data.keeps_documents_apart and not pads:
+        return
+    if config.own.is_encoder_decoder:
+        yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
+        return
+    how, reason = _way_of_documents(config, place, is_causal=registry.family_of(config.family).kind == "decoder")
+    what = "padding apart" if pads else "apart"
+    if reason is not None:
+        yield "documents", f"{what} by a mask of [b, 1, s, s], one a stage: {reason}"
+        return
+    yield "documents", f"{what} by where each begins, without a mask{how}"
+
+
+def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
+    """Return by what documents are kept apart on ``place``, or why by a mask."""
+    from megatron.ops.document_attention import BLOCKS, TILES, way_of  # not ahead of need: it loads torch's compiler
+
+    model = config.model
+    reason = mask_reason(config, place.type, is_causal=is_causal)
+    if reason is not None:
+        return "", reason
+    x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
+    has_more = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
+    way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_more)
+    if way is None:
+        return "", "flex_attention needs Triton, which is not installed"
+    return {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}"), None
+
+
+def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:
+    """Return by what torch computes the attention of one sample on ``place``, in words.
+
+    Args:
+        has_mask: as of documents kept apart, of padding, or of positions in the scores; else it is causal.
+    """
+    model, length = config.model, config.batch.seq_length
+    heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)
+    shape, dtype = (1, heads, length, model.kv_hidden_size), device.DTYPES[config.precision.dtype or "fp32"]
+    query, key, value = (torch.empty(shape, dtype=dtype, device=place, requires_grad=True) for _ in range(3))
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=place) if has_mask else None
+    with attention_kernels(mask):
+        chosen = torch._fused_sdp_choice(query, key, value, mask, model.attention_dropout, is_causal=not has_mask)
+    return KERNEL_NAMES.get(SDPBackend(chosen), str(chosen))

@@ -1,0 +1,46 @@
+"""Checks that the model's layers implement the requested sequence and context parallelism."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.errors import ConfigError
+
+
+def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
+    """Check that the layers of ``module``, a model or a stage, cut the sequence as the flag says.
+
+    Raises:
+        ConfigError: they do although nobody asked for it, or the other way round.
+    """
+    if any(map(_cuts, module.modules())) == is_asked_for:
+        return
+    if is_asked_for:
+        raise ConfigError(
+            f"--sequence-parallel acts on layers that are built for it, got none in {type(module).__name__}. Build it "
+            "with megatron.models.ParallelContext(group, streams, sequence_parallel=True), or leave the flag out"
+        )
+    raise ConfigError(
+        f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. "
+        "Give the flag, or build them without"
+    )
+
+
+def _cuts(module: torch.nn.Module) -> bool:
+    place = getattr(module, "place", None)
+    return bool(getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False))
+
+
+def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
+    """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
+
+    Raises:
+        ConfigError: it is not: tokens of other ranks would not be seen.
+    """
+    built = {place.context.size for each in module.modules() if (place := getattr(each, "place", None)) is not None}
+    if size > 1 and built != {size}:
+        raise ConfigError(
+            f"--context-parallel-size {size} acts on layers that are built for it, got "
+            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build it with "
+            "megatron.models.ParallelContext(..., context=mpu.get_grid().context), or leave the flag out"
+        )

@@ -1,0 +1,96 @@
+"""Losses in the forms of Megatron's users: scalars, (sum, count) pairs, dictionaries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron.models.common.router import Routers
+from megatron.mpu.groups import Grid
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.step_result import StepResult
+from tds.loss import (
+    Weighted,
+    named_losses,
+)
+
+
+def as_weighted(loss: Any) -> Any:
+    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``.
+
+    Of a dictionary of losses each.
+    """
+    if isinstance(loss, Mapping):
+        return {name: as_weighted(each) for name, each in loss.items()}
+    is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
+    return Weighted(*loss) if is_pair else loss
+
+
+def reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
+    """Return a loss function that gives what ``loss_fn`` does (None: the output), a plain pair as ``Weighted``."""
+
+    def read(output: Any, labels: Any) -> Any:
+        return as_weighted(output if loss_fn is None else loss_fn(output, labels))
+
+    read.is_identity = loss_fn is None  # type: ignore[attr-defined]
+    return read
+
+
+def mean_of_micro_batch(loss: Any) -> Any:
+    """Return ``loss`` with the loss to train on as the mean over its micro-batch, for ``--loss-average micro-batch``.
+
+    The engines average such a scalar over the micro-batches of all replicas and context ranks, each with the same
+    weight. A micro-batch in which nothing is counted has the mean 0. Losses that are only reported stay as they are.
+
+    Args:
+        loss: in a form that a loss function may return, pairs as ``Weighted``.
+
+    Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``.
+    """
+    if isinstance(loss, Weighted):
+        count = torch.as_tensor(loss.count, device=loss.total.device)
+        return loss.total / count.to(loss.total.dtype).clamp(min=1)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    losses = named_losses(loss, 0)
+    trained = next(iter(losses))
+    return {**losses, trained: mean_of_micro_batch(losses[trained])}
+
+
+def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
+    """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
+    return {
+        name: value
+        for name, value in report.items()
+        if value is not loss and isinstance(value, torch.Tensor) and value.numel() == 1
+    }
+
+
+def nominal_weight(tokens_per_step: float) -> float:
+    """Return the power of two nearest to the tokens of a step.
+
+    Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
+    """
+    return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
+
+
+def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
+    """Return the number that the loss of one token is divided by in the backward, before loss scaling.
+
+    Args:
+        tokens_per_step: over all replicas.
+        is_mean: the loss of a micro-batch is the mean over its tokens, not a pair (sum, count).
+    """
+    return tokens_per_step / grid.data_context.size if is_mean else nominal_weight(tokens_per_step)
+
+
+def with_router_losses(
+    result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
+) -> StepResult:
+    """Let the routers take what a step has counted; return ``result`` with their losses and choices. Collective."""
+    losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
+    result.losses |= losses
+    return result

@@ -1,0 +1,139 @@
+"""The optimizer, loss scaler and learning-rate schedule of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from megatron import device
+from megatron.checkpoint import named_parameters
+from megatron.config import Config, OptimizerConfig
+from megatron.errors import ConfigError
+from megatron.optim import (
+    GradScaler,
+    LRScheduler,
+    MixedPrecisionOptimizer,
+    MuonArgs,
+    OffloadConfig,
+    ParamInit,
+    build_optimizer,
+)
+from megatron.optim.param_rates import RateTable
+from megatron.training import fused_kernels
+from megatron.training.world import World
+
+
+def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` as of ``torch.optim.AdamW``.
+
+    Raises:
+        ConfigError: it cannot be compiled here.
+    """
+    try:
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    except Exception as error:  # whatever the compiler, its loader or their files say
+        raise ConfigError(
+            f"--cpu-adam deepspeed compiles an extension, which failed here: {type(error).__name__}: {error}. It needs "
+            "a C++ compiler (g++) and ninja. Use --cpu-adam torch, which needs none"
+        ) from error
+
+
+def make_optimizer(
+    config: Config, module: torch.nn.Module, world: World, param_init: ParamInit | None = None
+) -> MixedPrecisionOptimizer:
+    """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
+    settings, precision = config.optimizer, config.precision
+    table = RateTable.of(config)
+    named = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
+    return build_optimizer(
+        module.parameters(),
+        name=settings.optimizer,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        epsilon=settings.adam_eps,
+        momentum=settings.sgd_momentum,
+        dtype=device.DTYPES[_known(precision.dtype)],
+        clip_grad=settings.clip_grad,
+        scaler=make_scaler(config),
+        model=world.grid.model,
+        tensor=world.grid.tensor,
+        data=world.grid.data_context,
+        expert_data=world.grid.expert_data,
+        zero_stage=settings.zero_stage,
+        overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
+        offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
+        adam=_adam(config),
+        param_init=param_init,
+        reduce_bucket_size=config.parallel.reduce_bucket_size,
+        allgather_bucket_size=config.parallel.allgather_bucket_size,
+        prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
+        fuses_accumulation=config.parallel.gradient_accumulation_fusion,
+        muon=_muon(settings),
+        bf16_states=settings.bf16_states,
+        rates={parameter: rate for _, parameter, rate in named if rate is not None},
+    )
+
+
+def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
+    """Check that the tables of rates name parameters of the model, on whichever stage. Collective.
+
+    Raises:
+        ConfigError: a pattern fits none; the same on every rank.
+    """
+    table = RateTable.of(config)
+    if table.named or table.decays:
+        every = world.grid.host.gather_objects([name for name, _ in named_parameters(module)])
+        table.check_names(name for names in every for name in names)
+
+
+def _muon(settings: OptimizerConfig) -> MuonArgs:
+    return MuonArgs(**{each.name: getattr(settings, f"muon_{each.name}") for each in fields(MuonArgs)})
+
+
+def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return what AdamW is, where it is not torch's."""
+    if config.optimizer.cpu_adam == "deepspeed":
+        return deepspeed_adam
+    return fused_kernels.apex_adam if fused_kernels.uses_adam(config) else None
+
+
+def make_scaler(config: Config) -> GradScaler:
+    """Return the loss scale: dynamic or fixed for fp16, 1 for every other precision."""
+    precision = config.precision
+    if precision.dtype != "fp16":
+        return GradScaler()
+    if precision.loss_scale:
+        return GradScaler(scale=precision.loss_scale)
+    return GradScaler(
+        scale=2.0**precision.initial_scale_power,
+        is_dynamic=True,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        floor=precision.min_scale,
+    )
+
+
+def make_learning_rate(config: Config) -> LRScheduler:
+    """Return the learning-rate schedule; its lengths are samples if ``config.optimizer.lr_follows_samples``."""
+    settings = config.optimizer
+    return LRScheduler(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        style=settings.lr_decay_style,
+        decay_updates=settings.lr_decay_samples or settings.lr_decay_iters,
+        warmup_length=settings.warmup_length,
+        wsd_decay_fraction=settings.wsd_decay_fraction,
+        wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
+        wsd_style=settings.lr_wsd_decay_style,
+    )
+
+
+def _known(dtype: str | None) -> str:
+    if dtype is None:
+        raise RuntimeError("the precision is not resolved yet: call config.resolve_dtype first")
+    return dtype

@@ -1,0 +1,136 @@
+"""One training step and one evaluation through the pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.config.batch import Share
+from megatron.models.common.router import Routers
+from megatron.mpu.groups import Grid
+from megatron.mpu.random import DropoutKey, DropoutStreams
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.loss_forms import (
+    mean_of_micro_batch,
+    nominal_weight,
+    reading_pairs,
+    token_weight,
+    with_router_losses,
+)
+from megatron.training.step_engine import (
+    DataIterator,
+    _loss_values,
+    _own_work,
+    _raising_data_error,
+    set_micro_batches,
+)
+from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
+from tds.loss import (
+    has_loss_function,
+    is_weighted,
+    named_losses,
+)
+
+
+class PipelineStepEngine:
+    """``tds``: the same step with the model's layers on several stages."""
+
+    def __init__(
+        self, engine: Any, *, grid: Grid, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
+        averages_micro_batches: bool = False, routers: Routers | None = None,
+    ) -> None:  # fmt: skip
+        """As ``SingleStageEngine``."""
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        self.grid, self.streams = grid, streams
+        self.share, self.micro_batch_tokens = share, micro_batch_tokens
+        self.averages_micro_batches = averages_micro_batches
+        self.routers, self.device = routers, torch.device(engine.device)
+        self._step, self._first, self._micro_batch = 0, share.first, 0
+        self.micro_losses: dict[int, torch.Tensor] = {}
+        self.has_weighted_loss: bool | None = None
+        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
+        self.on_activity: Callable[[str], None] = lambda text: None
+        engine.agrees_on_data = False  # DataLoader never end
+        engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean)
+        engine.mean_micro_batches = share.mean
+        engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
+        engine.on_micro_batch = self._start_micro_batch
+        engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
+        engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
+
+    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
+        """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
+        self._step, (self._first, number, mean) = step, share or self.share
+        set_micro_batches(self.engine, number)
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
+        self.engine.mean_micro_batches = mean
+        self.micro_losses.clear()
+        scale = self.optimizer.loss_scale
+        if self.routers is not None:
+            tokens = self.micro_batch_tokens * mean
+            self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
+        with _raising_data_error():
+            self.engine.train_batch(data)
+        result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
+        return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
+
+    @torch.no_grad()
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        with _raising_data_error():
+            self.engine.eval_batch(data, num_micro_batches=self.share.number)
+        return _loss_values(self.engine.means)[0]  # which the host has read; what eval_batch returns it has not
+
+    def bubble(self) -> float | None:
+        """Return the share of time that stages idled in the training steps since the last call. Collective.
+
+        None if there was no step.
+        """
+        share: float | None = self.engine.bubble()
+        return share
+
+    def busy(self) -> tuple[float, int]:
+        """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
+        return _own_work(self.engine.rows_of_steps("busy"))
+
+    def _start_micro_batch(self, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+        self.streams.position = DropoutKey(self._step, micro_batch, self._first)
+
+    def _recording_losses(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
+
+        def noted(output: Any, labels: Any) -> Any:
+            loss = loss_fn(output, labels)
+            if torch.is_grad_enabled():
+                loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
+                trained = next(iter(named_losses(loss, self._micro_batch).values()))
+                self.has_weighted_loss = is_weighted(trained)
+                if self.routers is not None and self.has_weighted_loss == self._trains_on_means:
+                    raise ValueError(self._other_loss_text())
+                self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
+            return loss
+
+        noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
+        return noted
+
+    @property
+    def _trains_on_means(self) -> bool:
+        """True if each micro-batch is trained on its mean: by --loss-average, or as the model declares.
+
+        Stages without the loss rely on it.
+        """
+        return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
+
+    def _other_loss_text(self) -> str:
+        actual = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
+        return (
+            f"the loss function of {type(self.module).__name__} returns {actual}, but its attribute loss_weighting is "
+            f"{getattr(self.module, 'loss_weighting', None)!r}. Every stage of a pipeline with experts weights the "
+            "losses of its routers by this attribute. Set loss_weighting = "
+            f'"{"tokens" if self.has_weighted_loss else "micro-batches"}" on the model.'
+        )

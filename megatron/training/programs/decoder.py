@@ -1,0 +1,122 @@
+"""Pretraining of every decoder: data sets, batches, model and forward step, for ``pretrain_gpt2.py`` and its relatives.
+
+``--model`` selects the decoder. ``examples/own_model.py`` has the same functions for a model of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron import data, models, mpu
+from megatron.models import registry
+from megatron.training import (
+    get_args,
+    get_chat_template,
+    get_config,
+    get_data_paths,
+    get_streams,
+    get_tokenizer,
+    pretrain,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the data sets of the three splits; None for a split without samples."""
+    args, tokenizer = get_args(), get_tokenizer()
+    needed = tuple(count > 0 for count in train_val_test_num_samples)
+    if args.sft is not None:
+        return data.build_sft_train_valid_test(
+            get_data_paths(),
+            seq_length=args.seq_length,
+            seed=args.seed,
+            template=get_chat_template(),
+            overlong=args.sft_overlong,
+            needed=needed,
+        )
+    return data.build_train_valid_test(
+        get_data_paths(),
+        seq_length=args.seq_length,
+        seed=args.seed,
+        vocab_size=args.vocab_size,
+        needed=needed,
+        tokenizer_identity=tokenizer.identity,
+        eod_id=tokenizer.eod_id,
+        flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
+        packing=args.packing,
+        fim=data.fim_from(tokenizer, args.fim_rate, args.fim_spm_rate),
+    )
+
+
+def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """Return tokens, labels, loss mask, segment ids and position ids of a micro-batch.
+
+    The tensors are the same on all ranks of a tensor group. With context parallelism, each tensor holds this rank's
+    chunks of the sequences.
+
+    Args:
+        batch: the micro-batch on the rank of the tensor group that reads data; None on the others.
+    """
+    args, config = get_args(), get_config()
+    text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
+    keys = config.data.packed_keys  # segments of packed documents, and the loss mask of conversations
+    packed = mpu.broadcast_data(keys, batch, "int32") if keys else {}
+    flags = {name: getattr(args, name) for name in EOD_FLAGS}
+    fields = data.gpt2_fields(text, **packed, eod_id=get_tokenizer().eod_id, **flags)
+    if not config.model.has_learned_positions and not args.reset_position_ids:
+        fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
+    return mpu.get_batch_on_this_cp_rank(fields) if args.context_parallel_size > 1 else fields
+
+
+def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the inputs of the first stage, and the arguments of the loss on the last stage."""
+    fields = get_batch(batch)
+    others = (fields[name] for name in get_config().model.entering if fields[name] is not None)
+    return (fields["tokens"], *others), (fields["labels"], fields["loss_mask"])
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch as the pair (sum, count), and the same by name."""
+    fields = get_batch(None if data_iterator is None else next(data_iterator))
+    loss = model(**fields)
+    return loss, {"lm loss": loss}
+
+
+def model_provider() -> torch.nn.Module:
+    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
+    config, grid = get_config(), mpu.get_grid()
+    parallel = config.parallel
+    context = models.ParallelContext(
+        grid.tensor,
+        get_streams(),
+        parallel.sequence_parallel,
+        context=grid.context,
+        cp_comm_type=parallel.cp_comm_type,
+        expert=grid.expert,
+        cuts_experts=parallel.cuts_experts,
+    )
+    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+
+
+def main(family: str = "gpt2", *, args_defaults: Mapping[str, Any] | None = None, name: str | None = None) -> None:
+    """Pretrain a decoder, from the command line of this process to its exit code.
+
+    Args:
+        family: the decoder without ``--model``.
+        args_defaults: as of ``pretrain``.
+        name: as of ``pretrain``.
+    """
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        forward_step,
+        args_defaults=args_defaults,
+        name=name,
+        family=family,
+        accepts_model=True,
+    )

@@ -1,0 +1,85 @@
+"""Pretraining of T5: data sets, batches, model and forward step, for ``pretrain_t5.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron import models, mpu
+from megatron.models import registry
+from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.models.t5.data import T5Tokens
+
+DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the data sets of the three splits; None for a split without samples."""
+    from megatron.models.t5.span_files import build_t5_train_valid_test
+
+    args, settings = get_args(), get_config().own
+    return build_t5_train_valid_test(
+        get_data_paths(),
+        enc_seq_length=settings.enc_seq_length,
+        dec_seq_length=settings.dec_seq_length,
+        denoisers=settings.kinds,
+        tokens=t5_tokens(),
+        seed=args.seed,
+        reset_attention_mask=args.reset_attention_mask,
+        needed=tuple(count > 0 for count in train_val_test_num_samples),
+        tokenizer_identity=get_tokenizer().identity,
+    )
+
+
+def t5_tokens() -> T5Tokens:
+    """Return the ids of sentinels, end of sequence, start of the decoder and padding."""
+    from megatron.models.t5 import data
+
+    settings = get_config().own
+    return data.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
+
+
+def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
+    from megatron.models.t5 import data
+
+    fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
+    fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
+    return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
+
+
+def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the inputs of the first stage, and the arguments of the loss on the last stage."""
+    fields = get_batch(batch)
+    names = ("enc_tokens", "dec_tokens", "enc_segments", "dec_segments")[: 4 if has_documents() else 2]
+    return tuple(fields[name] for name in names), (fields["labels"], fields["loss_mask"])
+
+
+def forward_step(data_iterator: Any, t5: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch as the pair (sum, count), and the same by name."""
+    fields = get_batch(None if data_iterator is None else next(data_iterator))
+    loss = t5(**fields)
+    return loss, {"lm loss": loss}
+
+
+def has_documents() -> bool:
+    """Return True if segment ids are sent along with the hidden states: for separate documents or padded inputs."""
+    config = get_config()
+    return config.own.has_segments(config.data.reset_attention_mask)
+
+
+def model_provider() -> torch.nn.Module:
+    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
+    config, grid = get_config(), mpu.get_grid()
+    context = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+
+
+def main() -> None:
+    """Pretrain T5, from the command line of this process to its exit code."""
+    pretrain(
+        train_valid_test_datasets_provider, model_provider, forward_step, args_defaults=DEFAULTS, family="t5", name="t5"
+    )

@@ -1,0 +1,190 @@
+"""Check that all ranks run the same code, versions, arguments and devices.
+
+What differs goes wrong much later otherwise, or not at all: two versions of a layer train without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron import device, log
+from megatron.config import Config
+from megatron.device import identity
+from megatron.errors import ConfigError
+from megatron.mpu.groups import Grid
+from megatron.runtime.rendezvous import format_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+VERSIONS = ("torch", "triton", "deepspeed", "numpy", "tokenizers", "sentencepiece")
+
+
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADAPTOR", "DS_ACCELERATOR", "ENABLE_DEEPSPEED_ADAPTOR",
+    "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",
+    "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+"""Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
+
+
+DEVICE_VARIABLES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+"""What decides which GPU a rank takes."""
+
+
+MOST_ROWS = 20
+
+
+_OWN = ("run.local_rank",)
+
+
+def check_ranks_identical(config: Config, grid: Grid) -> None:
+    """Raise if ranks differ in what must be the same (rows I05 and I06 of the faults note). Collective.
+
+    Raises:
+        ConfigError: with a table of what differs on which ranks; the same on every rank.
+    """
+    if grid.world.size == 1:
+        return
+    mine = facts(config)
+    common = sorted((name, value) for name, value in mine.items() if not name.startswith("code"))
+    digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
+    found = grid.host.gather_objects((digest, mine.get("code")))  # some 100 bytes; all else only if something differs
+    if len({digest for digest, _ in found}) == 1 and len({code for _, code in found if code is not None}) == 1:
+        return
+    rows = list(differences(grid.host.gather_objects(mine)))
+    shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+    raise ConfigError(
+        "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
+        + "\n  ".join(shown)
+        + "\nStart every node with the same command, files and versions."
+    )
+
+
+def compare_devices(place: torch.device, grid: Grid) -> None:
+    """Raise if two ranks have one GPU, which NCCL refuses, but late and on some of the ranks. Collective.
+
+    GPUs of unlike kinds round unlike: within a replica they are refused, over replicas they are named.
+
+    Raises:
+        ConfigError: naming the ranks and what made them choose it; the same on every rank.
+    """
+    if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
+        return
+    chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
+    ranks_of: dict[tuple[str, str], dict[int, str]] = {}
+    places = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
+    _compare_kinds([kind for *_, kind in places], grid)
+    for rank, (host, device_there, device_name, _) in enumerate(places):
+        if device_there:
+            ranks_of.setdefault((host, device_there), {})[rank] = device_name
+    shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
+    if not shared:
+        return
+    rows = [
+        f"{which} of {host}: " + "; ".join(f"rank {rank} ({device_name})" for rank, device_name in ranks.items())
+        for (host, which), ranks in shared.items()
+    ]
+    raise ConfigError(
+        "each rank must have a GPU of its own, got several ranks on one:\n  "
+        + "\n  ".join(rows[:MOST_ROWS])
+        + "\nStart as many ranks on each host as it has GPUs, each with a LOCAL_RANK of its own; LOCAL_RANK=0 for all "
+        "is right only where CUDA_VISIBLE_DEVICES names another GPU for each. For numbers only, ranks may share a GPU: "
+        "--distributed-backend gloo."
+    )
+
+
+def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
+    """Raise if the ranks of a replica have GPUs of unlike kinds, and say so if replicas have."""
+    if len(set(kinds)) == 1:
+        return
+    ranks_of = {kind: format_ranks([rank for rank, one in enumerate(kinds) if one == kind]) for kind in set(kinds)}
+    named = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in sorted(ranks_of.items()))
+    for ranks in grid.topology.groups("pipe", "context", "tensor"):
+        if len({kinds[rank] for rank in ranks}) > 1:
+            raise ConfigError(
+                f"the ranks of a replica must have GPUs of one kind, got {named}: other kernels would round otherwise, "
+                f"and copies of a weight drift apart (ranks {format_ranks(ranks)}). Start them on hosts of one kind"
+            )
+    if grid.world.rank == 0:
+        log.warning(f"replicas have GPUs of unlike kinds, and the slowest sets the pace: {named}")
+
+
+def facts(config: Config) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name; the code on the first rank of each machine only."""
+    found = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
+    found |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
+    found |= {f"version: {name}": value for name, value in device.versions().items()}
+    found |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
+    json_file = config.run.deepspeed_config
+    if json_file:
+        found["file: --deepspeed_config"] = f"crc {zlib.crc32(Path(json_file).read_bytes()):08x}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        found |= {"code": f"crc {code_checksum():08x}", "code: git commit": commit(ROOT)}
+    return found
+
+
+def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a row for each fact that is not the same on all ranks that have it: the values, with their ranks."""
+    for name in sorted({name for one in everyone for name in one}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            if name in one or not name.startswith("code"):
+                ranks_of.setdefault(one.get(name, "none"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
+            yield f"{name}: {'; '.join(values)}"
+
+
+def code_checksum(root: Path = ROOT) -> int:
+    """Return a checksum over the names and contents of the code and of the script that runs."""
+    files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
+    checksum = 0
+    for path in files:
+        checksum = zlib.crc32(f"{path.relative_to(root)}\0".encode() + path.read_bytes(), checksum)
+    script = Path(sys.argv[0])
+    return zlib.crc32(script.read_bytes(), checksum) if script.is_file() else checksum
+
+
+def commit(root: Path) -> str:
+    """Return the commit that is checked out in ``root``, or "unknown"; read from git's files, which is quick."""
+    try:
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        reference = head.removeprefix("ref: ")
+        loose = root / ".git" / reference
+        if loose.is_file():
+            return loose.read_text().strip()
+        packed = (root / ".git" / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {reference}")), "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, str(value)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

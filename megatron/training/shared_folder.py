@@ -1,0 +1,54 @@
+"""Check at the start that all nodes see the run folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+from megatron.checkpoint.file_visibility import FileVisibility
+from megatron.errors import ConfigError
+from megatron.training.rank_0 import run_on_rank_0
+from megatron.training.world import World
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Check that the first rank of each node sees a file that rank 0 leaves in ``folder``. Collective.
+
+    On a network file system the file is waited for as long as those of a checkpoint are.
+
+    Raises:
+        ConfigError: a node does not see it; on all ranks alike.
+    """
+    host = world.grid.host
+    if host.size == 1:
+        return
+    probe = run_on_rank_0(world, lambda: _leave_probe(folder))
+    if world.local_rank == 0:
+        FileVisibility().wait_for(probe)
+    is_blind = world.local_rank == 0 and not probe.exists()
+    hosts = host.gather_objects(platform.node() if is_blind else None)
+    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in hosts if name is not None})))
+
+
+def _leave_probe(folder: Path) -> Path:
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"--save must name a folder that can be written, got {folder}: {error}") from error
+    os.close(descriptor)
+    return Path(name)
+
+
+def _judge(probe: Path, blind: list[str]) -> None:
+    """Take the probe away; one that has gone already, with the leftovers of another start, proves nothing."""
+    try:
+        probe.unlink()
+    except OSError:
+        return
+    if blind:
+        raise ConfigError(
+            f"--save must be a folder that all nodes share; node {', '.join(blind)} does not see what rank 0 writes to "
+            f"{probe.parent} on {platform.node()}. Name a folder of a file system that all of them mount there"
+        )

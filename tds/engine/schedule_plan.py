@@ -1,0 +1,90 @@
+"""SchedulePlan: the actions of a stage, from a named schedule, a user's order, or ``auto``."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from tds.schedule import (
+    Action,
+    Order,
+    Placement,
+    ScheduleError,
+    forward_only,
+    schedule_named,
+    validate,
+)
+from tds.schedule.limits import Posts, receive_posts, send_window
+from tds.schedule.simulate import by_default
+
+if TYPE_CHECKING:
+    pass
+
+
+class SchedulePlan:
+    """The orders of one stage.
+
+    Args:
+        schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
+            interleaved where a stage has several chunks, zb-v in a V.
+        group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
+
+    Raises:
+        ValueError: no such name, or it does not go with ``placement``.
+    """
+
+    def __init__(self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0) -> None:
+        self.placement, self.stage, self.group_size = placement, stage, group_size
+        self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
+
+    def set(self, schedule: Any) -> None:
+        """Run ``schedule`` from the next call on."""
+        known = self.placement.num_chunks, self.placement.kind, self.group_size
+        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
+        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
+        self._is_built_in = not callable(schedule)
+        self._actions: dict[int, list[Action]] = {}
+        self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
+
+    def training(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of a train_batch; a user's own order is proven to run first."""
+        if num_micro_batches not in self._actions:
+            self._prove(num_micro_batches)
+            self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
+        return self._actions[num_micro_batches]
+
+    def _prove(self, num_micro_batches: int) -> None:
+        if not self._is_built_in and num_micro_batches not in self._actions:
+            prove(self.order, self.name, num_micro_batches, self.placement)
+
+    def evaluation(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of an eval_batch."""
+        return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
+
+    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
+        """Return the limit of sends that wait, and when each receive is posted, for ``P2PCommunicator.set_limits``."""
+        key = num_micro_batches, is_training
+        if key not in self._limits:
+            if is_training:
+                self._prove(num_micro_batches)
+            order = self.order if is_training else _forwards(self.placement.num_chunks)
+            sizes = self.placement.num_stages, num_micro_batches, self.placement.num_chunks
+            window = send_window(order, *sizes, is_training, self.placement.kind)
+            posts = receive_posts(order, *sizes, self.placement.kind)
+            self._limits[key] = window, posts[self.stage]
+        return self._limits[key]
+
+
+@functools.lru_cache
+def _forwards(num_chunks: int) -> Order:
+    return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
+
+
+def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
+    """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
+    try:
+        num_stages = placement.num_stages
+        every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+        validate(every, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule {name} cannot run: {error}") from error

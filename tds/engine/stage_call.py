@@ -1,0 +1,97 @@
+"""State of one ``train_batch`` or ``eval_batch`` on a stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tds.engine.micro_batches import BatchSource
+from tds.engine.step_report import untimed
+from tds.gradient_reducer import GradientReducer
+from tds.gradients import GradientSource
+from tds.loss import LossMeter
+from tds.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    Placement,
+    received,
+    sent,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass
+class Call:
+    """What a call needs and what it leaves.
+
+    ``reducer`` is None where there are no replicas to add up gradients over, or no gradients.
+    """
+
+    source: BatchSource
+    is_training: bool
+    meter: LossMeter
+    loss_fn: Callable[[Any, Any], Any] | None
+    gradients: GradientSource | None = None
+    reducer: GradientReducer | None = None
+    loss_scale: float = 1.0
+    on_micro_batch: Callable[[int], None] | None = None
+    on_action: Callable[[Action], None] | None = None
+    recomputes_reentrantly: bool = False
+    collects_losses: bool = True
+    part: Callable[[str], AbstractContextManager[None]] = untimed
+    outputs: list[Any] = field(default_factory=list)
+    last_output: Any = None
+
+
+@dataclass
+class InFlight:
+    """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
+
+    The outputs themselves are let go once sent: a gradient edge is enough to run the backward. The last stage has the
+    loss, whose gradient is None, which autograd takes for 1.
+    """
+
+    leaves: list[torch.Tensor]
+    roots: list[Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What follows from the actions of a call on one stage.
+
+    Attributes:
+        messages: of each action: what it waits for and what it sends when done; None: the data, the loss.
+        last: the actions after which all gradients of their chunk are final.
+        put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
+        reads: a micro-batch is read from the data.
+    """
+
+    messages: dict[Action, tuple[Message | None, Message | None]]
+    last: frozenset[Action]
+    put_off: frozenset[tuple[int, int]]
+    reads: bool
+
+
+@functools.lru_cache(maxsize=16)
+def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
+    """Return what follows from ``actions``; found once for all calls that have the same."""
+    messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
+    last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
+    put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
+    reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
+    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.micro_batch, action.chunk

@@ -1,0 +1,128 @@
+"""Table of stages: layers, parameters and cost of each, written once by rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.bubble_timer import Row
+from tds.deepspeed_api import layer_specs
+from tds.layer_profiler import LayerCost, name_of_layer
+from tds.log import log_rank_0
+from tds.p2p.collective_scope import collective_scope
+from tds.schedule import LOOP, Placement
+
+_log = logging.getLogger("tds")
+
+MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One run of layers on a stage. Times and activations are of one micro-batch; None if nobody measured them."""
+
+    stage: int
+    chunk: int
+    layers: str
+    parameters: int
+    weight_bytes: int
+    costs: Sequence[LayerCost] | None = None
+
+    def cells(self) -> list[str]:
+        row = [f"{self.stage}" + (f".{self.chunk}" if self.chunk else ""), self.layers, f"{self.parameters:,}"]
+        row.append(f"{self.weight_bytes / MEBI:.1f}")
+        if self.costs is not None:
+            row.append(f"{sum(each.forward_s for each in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(each.backward_s for each in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(each.activation_bytes for each in self.costs) / MEBI:.1f}")
+        return row
+
+
+def table(pieces: Sequence[Piece]) -> str:
+    """Return the table as text, one line for each piece in the order of the layers."""
+    heads = ["stage", "layers", "parameters", "weights MiB"]
+    if any(piece.costs is not None for piece in pieces):
+        heads += ["forward ms", "backward ms", "activations MiB"]
+    rows = [heads, *(piece.cells() for piece in pieces)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index == 1 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def format_layers(names: Sequence[str], start: int) -> str:
+    """Return "3-6 Block x 3, Norm": the numbers of the first and last layer, and the names in their order."""
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
+    return f"{span} " + ", ".join(name if number == 1 else f"{name} x {number}" for name, number in runs)
+
+
+def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
+    """Write the table of ``module`` on rank 0: to be seen after a probe, else as information. Collective."""
+    num_chunks = getattr(module, "chunks", 1)
+    counts = _gathered(module, stage, num_chunks, group, device)
+    placement = Placement(len(counts), num_chunks, getattr(module, "placement", LOOP))
+    cut = getattr(module, "profile", None)
+    names = [name_of_layer(spec) for spec in layer_specs(module)]
+    pieces = []
+    for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
+        chunk, owner = index // len(counts), placement.stage_of(index)
+        parameters, weight_bytes = counts[owner][chunk]
+        costs = None if cut is None else cut.layers[start:stop]
+        pieces.append(Piece(owner, chunk, format_layers(names[start:stop], start), parameters, weight_bytes, costs))
+    if dist.get_rank() != 0:
+        return
+    if cut is not None:
+        log_rank_0(f"stages by measured time, per micro-batch:\n{table(pieces)}")
+    else:
+        _log.info("stages:\n%s", table(pieces))
+
+
+def _gathered(
+    module: Any, stage: int, num_chunks: int, group: Any, device: torch.device
+) -> list[list[tuple[int, int]]]:
+    """Return (parameters, their bytes) of each chunk of each stage. Collective over the pipeline."""
+    own = []
+    for chunk in range(num_chunks):
+        parameters = list(module.parameters()) if num_chunks == 1 else module.parameters_of(chunk)
+        own.append((sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)))
+    if dist.get_world_size(group) == 1:
+        return [own]
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with collective_scope(stage, "counting the parameters of the stages"):
+        dist.all_gather(every, mine, group=group)
+    return [[(int(number), int(size)) for number, size in each.tolist()] for each in every]
+
+
+def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
+    """Return the share of idle time over all stages and steps; None without a step."""
+    idle_ns = total_ns = 0
+    for rows in zip(*stages, strict=True):
+        step_ns = max(row[1] for row in rows) - rows[0][0]
+        busy_ns = sum(ended - began - waited for began, ended, waited in rows)
+        total_ns += step_ns * len(rows)
+        idle_ns += max(0, step_ns * len(rows) - busy_ns)
+    return idle_ns / total_ns if total_ns else None
+
+
+def gathered_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
+    """Return the bubble of the steps whose ``rows`` each stage brings. Collective over the pipeline's ``group``."""
+    if dist.get_world_size(group) == 1:
+        return bubble_of([rows])
+    own = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with collective_scope(stage, "gathering the times of the stages"):
+        dist.all_gather(every, own, group=group)
+    return bubble_of([[(int(b), int(e), int(w)) for b, e, w in each.tolist()] for each in every])

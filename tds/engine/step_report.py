@@ -1,0 +1,113 @@
+"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0.
+
+"steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
+in any case, as DeepSpeed's do. Both tell means over the steps since the last line. DeepSpeed's monitors (TensorBoard,
+CSV, ...) get every step and every evaluation, under DeepSpeed's names. Where there are stages to wait for, the line
+has the bubble of its steps, and so have the monitors; what ``engine.bubble()`` tells does not change by that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from tds.deepspeed_api import log_dist
+from tds.deepspeed_api import logger as _deepspeed_logger
+from tds.engine.engine_parts import EngineParts
+from tds.loss_reduction import MeanLosses
+
+FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
+
+
+PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
+"""What train_batch has beyond the sum of the others is waiting for the other stages."""
+
+
+def untimed(_: str) -> AbstractContextManager[None]:
+    """Measure nothing."""
+    return nullcontext()
+
+
+class StepReport:
+    """Measures the training steps of one engine.
+
+    Args:
+        bubble: returns that of the steps since it was last called. Collective over the pipeline.
+    """
+
+    def __init__(self, engine: EngineParts, bubble: Callable[[], float | None]) -> None:
+        self._engine, self._measured = engine, bubble
+        self._num_steps = 0
+        self._elapsed_s = 0.0
+        self.part = self._timed if engine.wall_clock_breakdown() else untimed
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the time spent within to the timer ``name``; on a GPU that of the device."""
+        timer = self._engine.timers(name)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.stop()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one train_batch, and write the lines that are due after it."""
+        began = time.perf_counter()
+        with self.part(TRAIN_BATCH):
+            yield
+        self._elapsed_s += time.perf_counter() - began
+        self._num_steps += 1
+        every = self._engine.steps_per_print()
+        if self._engine.global_steps % (every or 1) == 0:
+            self._write(None if every is None or self._engine.num_stages == 1 else self._bubble(), every is not None)
+            self._num_steps, self._elapsed_s = 0, 0.0
+
+    def _bubble(self) -> float | None:
+        """Return the bubble since the last line, told to the monitors too. Collective over the pipeline."""
+        bubble = self._measured()
+        if bubble is not None:
+            _write_events(self._engine, {"bubble": bubble})
+        return bubble
+
+    def _write(self, bubble: float | None, has_line: bool) -> None:
+        engine = self._engine
+        if engine.wall_clock_breakdown():
+            engine.timers.log(list(PARTS), normalizer=self._num_steps)
+            for timer in engine.timers.get_timers().values():  # DeepSpeed's hooks run some more, which would grow
+                timer.reset()
+        if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
+            step_s = self._elapsed_s / self._num_steps
+            others = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
+            log_dist(
+                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {others}iter time (s): {step_s:0.3f} "
+                f"samples/sec: {engine.train_batch_size() / step_s:0.3f}"
+                + ("" if bubble is None else f" bubble: {100 * bubble:0.1f} %"),
+                ranks=[0],
+            )
+
+
+def write_training(engine: EngineParts, means: MeanLosses) -> None:
+    """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
+    loss, *others = means.numbers.items()
+    values = {"train_loss": loss[1]} | dict(others)
+    values["lr"] = engine.get_lr()[0]
+    if engine.fp16_enabled():
+        values["loss_scale"] = engine.optimizer.loss_scale
+    _write_events(engine, values)
+
+
+def write_evaluation(engine: EngineParts, means: MeanLosses) -> None:
+    """Tell the monitors the losses of an evaluation."""
+    loss, *others = means.numbers.items()
+    _write_events(engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
+
+
+def _write_events(engine: EngineParts, values: dict[str, float]) -> None:
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.monitor.write_events(
+            [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
+        )

@@ -1,0 +1,94 @@
+"""Fixed-size header of a message: dtypes, shapes, gradients and structure.
+
+| words | content |
+|---|---|
+| 4 | mark of tds, number of tensors, form of the structure, bytes of its keys |
+| 32 x 11 | of each tensor: dtype, flags (1 needs a gradient, 2 partitioned), dimensions, shape |
+| 128 | the keys of a dict, as JSON |
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from tds.p2p.boundary import BoundaryError
+from tds.p2p.boundary_layers import Place
+from tds.p2p.structure import CONTAINERS, Structure
+from tds.p2p.tensor_meta import TensorMeta
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+MAX_TENSORS = 32
+
+
+MAX_DIMS = 8
+
+
+MAX_KEY_BYTES = 1024
+
+
+MAGIC = 0x746473
+
+
+_FRONT = 4
+
+
+_FIELDS = 3 + MAX_DIMS
+
+
+_KEYS = _FRONT + MAX_TENSORS * _FIELDS
+
+
+HEADER_SIZE = _KEYS + MAX_KEY_BYTES // 8
+
+
+def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Place) -> torch.Tensor:
+    """Return the header, int64 on the CPU.
+
+    Raises:
+        BoundaryError: more tensors, dimensions or names than a header holds, or a dtype that cannot travel.
+    """
+    if len(specs) > MAX_TENSORS:
+        raise BoundaryError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from {place}")
+    keys = json.dumps(structure.keys).encode()
+    if len(keys) > MAX_KEY_BYTES:
+        raise BoundaryError(
+            f"the keys of a dict that crosses a stage must fit into {MAX_KEY_BYTES} bytes, got {len(keys)} bytes for "
+            f"{len(structure.keys)} keys from {place}, {structure.keys[0][:40]!r} first. Use shorter keys, or a tuple."
+        )
+    values = [MAGIC, len(specs), CONTAINERS.index(structure.form), len(keys)]
+    for index, spec in enumerate(specs):
+        if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
+            raise BoundaryError(
+                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} from "
+                f"{place.tensor(index)}. Reshape it, or send it as another dtype."
+            )
+        flags = int(spec.needs_grad) | int(spec.partitioned) << 1
+        shape = [*spec.shape, *[0] * (MAX_DIMS - len(spec.shape))]
+        values += [DTYPES.index(spec.dtype), flags, len(spec.shape), *shape]
+    header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+    header[: len(values)] = torch.tensor(values)
+    header[_KEYS:].view(torch.uint8)[: len(keys)] = torch.frombuffer(bytearray(keys), dtype=torch.uint8)
+    return header
+
+
+def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structure]:
+    """Return (what each tensor is, how they hang together)."""
+    magic, number, form, num_key_bytes, *values = header.tolist()  # all at once: a device is waited for
+    if magic != MAGIC:
+        raise RuntimeError(f"expected a header of tds, got {magic:#x}: the stages run different schedules")
+    specs = []
+    for start in range(0, number * _FIELDS, _FIELDS):
+        dtype, flags, dims, *shape = values[start : start + _FIELDS]
+        specs.append(TensorMeta(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
+    text = b"".join(word.to_bytes(8, sys.byteorder, signed=True) for word in values[_KEYS - _FRONT :])
+    keys = json.loads(text[:num_key_bytes])
+    return tuple(specs), Structure(CONTAINERS[form], tuple(keys))

@@ -1,0 +1,161 @@
+"""TensorMeta: dtype, shape and gradient flag of each tensor of a message, checked against the declaration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tds.p2p.boundary import Boundary, BoundaryError, Records, dtype_name
+from tds.p2p.boundary_layers import Place
+from tds.p2p.structure import Structure
+
+_log = logging.getLogger("tds")
+
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What one tensor of a message is; the same on both sides of the wire."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    needs_grad: bool
+    partitioned: bool
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def format_tensor(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as a user writes them."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def describe(
+    tensors: Sequence[torch.Tensor],
+    structure: Structure,
+    records: Records | None,
+    place: Place,
+    *,
+    is_training: bool,
+    marks_all: bool = False,
+) -> tuple[TensorMeta, ...]:
+    """Return what a stage's output is on the wire, once it matches the declaration.
+
+    Args:
+        marks_all: reentrant recompute is on, which lets every float of its output require a gradient; those that are
+            declared without one then go without.
+
+    Raises:
+        BoundaryError: naming the stage, the layer, the tensor, what was declared and what was got.
+    """
+    if records is None:
+        return tuple(
+            TensorMeta(t.dtype, tuple(t.shape), is_training and t.requires_grad, partitioned=False) for t in tensors
+        )
+    if len(tensors) != len(records):
+        raise BoundaryError(
+            f"{place} must pass on the {len(records)} tensors that are declared "
+            f"({', '.join(_declared(record) for record in records)}), got {len(tensors)} "
+            f"({', '.join(map(format_tensor, tensors))}). "
+            "Change the layer's output or _input_grad, _input_type and _input_pipe_partitioned."
+        )
+    names = tuple(record.name for record in records)
+    if structure.keys and all(names) and structure.keys != names:
+        raise BoundaryError(f"{place} must return a dict with the declared names {names} in order, got {structure}")
+    names = structure.keys or names
+    return tuple(
+        _describe_one(tensor, record, place.tensor(index, names[index]), is_training, marks_all)
+        for index, (tensor, record) in enumerate(zip(tensors, records, strict=True))
+    )
+
+
+def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorMeta:
+    got = format_tensor(tensor)
+    if not record.fits(tensor.dtype):
+        text = f"{place}: declared {dtype_name(record.dtype)}, got"
+        if not _is_float_declared_int(record, tensor.dtype):
+            raise BoundaryError(f"{text} {got}. Change the layer's output or _input_type.")
+        _warn_once(f"{text} {dtype_name(tensor.dtype)}; it travels as it is, without gradient")
+    if is_training and record.needs_grad and not tensor.requires_grad:
+        raise BoundaryError(
+            f"{place}: declared with a gradient, got {got} that requires none. Detach nothing on its way (reentrant "
+            "recompute of a layer whose input needs no gradient does that too), or set _input_grad to False."
+        )
+    if is_training and tensor.requires_grad and not record.needs_grad and not marks_all:
+        raise BoundaryError(
+            f"{place}: declared without a gradient, got {got} that requires one, which would be lost. "
+            "Detach it in the layer, or set _input_grad to True."
+        )
+    return TensorMeta(tensor.dtype, tuple(tensor.shape), is_training and bool(record.needs_grad), record.partitioned)
+
+
+def check_same(
+    now: tuple[TensorMeta, ...],
+    first: tuple[TensorMeta, ...],
+    structures: tuple[Structure, Structure],
+    place: Place,
+    *,
+    micro_batch: int,
+    names: Sequence[str] = (),
+) -> None:
+    """Raise unless a later micro-batch's output is like the first one's of the call.
+
+    Args:
+        structures: of this micro-batch and of the first one.
+    """
+    for index, (spec, before) in enumerate(zip(now, first, strict=False)):
+        if spec != before:
+            grad = "" if spec.needs_grad == before.needs_grad else f" with gradient={spec.needs_grad}"
+            raise BoundaryError(
+                "shapes and dtypes must stay the same within one train_batch or eval_batch: "
+                f"{place.tensor(index, names[index] if names else '')} was {before}, got {spec}{grad} at micro-batch "
+                f"{micro_batch}. Pad the micro-batches of one call to one shape, or build the PipelineModule with "
+                "dynamic_shape=True."
+            )
+    if len(now) != len(first) or structures[0] != structures[1]:
+        raise BoundaryError(
+            f"{place} returned {len(first)} tensors as {structures[1]} before, got {len(now)} as {structures[0]} at "
+            f"micro-batch {micro_batch}. Return the same within one call, or build the PipelineModule with "
+            "dynamic_shape=True."
+        )
+
+
+def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, is_training: bool) -> None:
+    """Raise unless what a header announces matches this rank's own declaration."""
+    if records is None:
+        return
+    if len(specs) != len(records):
+        raise BoundaryError(
+            f"{place} expects the {len(records)} tensors that are declared, but {len(specs)} are announced "
+            f"({', '.join(map(str, specs))}). Declare the same on every rank."
+        )
+    for index, (spec, record) in enumerate(zip(specs, records, strict=True)):
+        grad_differs = is_training and spec.needs_grad != record.needs_grad
+        dtype_differs = not record.fits(spec.dtype) and not _is_float_declared_int(record, spec.dtype)
+        if dtype_differs or grad_differs or spec.partitioned != record.partitioned:
+            raise BoundaryError(
+                f"{place.tensor(index, record.name)}: declared here {_declared(record)} with gradient="
+                f"{record.needs_grad}, partitioned={record.partitioned}; announced {spec} with gradient="
+                f"{spec.needs_grad}, partitioned={spec.partitioned}. Declare the same on every rank."
+            )
+
+
+def _declared(record: Boundary) -> str:
+    return f"{record.name} {dtype_name(record.dtype)}".strip()
+
+
+def _is_float_declared_int(record: Boundary, dtype: torch.dtype) -> bool:
+    """True for the habit of calling a float without gradient an int, which does no harm."""
+    return record.dtype == "int" and not record.needs_grad and dtype.is_floating_point
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        _log.warning(text)

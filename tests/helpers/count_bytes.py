@@ -1,0 +1,60 @@
+"""Count the bytes that autograd saves and that context-parallel collectives send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron.models.common import context_attention
+from megatron.mpu import context_parallel
+
+
+@contextmanager
+def bytes_kept(model: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes of each memory that autograd keeps of what is done within, the weights of ``model`` aside."""
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # so that no place in memory is used twice
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+            held.append(x)
+        return x
+
+    pack = context_attention._KeptAsPart.pack
+
+    def pack_part(self: Any, x: torch.Tensor) -> Any:
+        found = pack(self, x)
+        keep(found if isinstance(found, torch.Tensor) else self._part)
+        return found
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with hooks, patch.object(context_attention._KeptAsPart, "pack", pack_part):
+        yield kept
+
+
+@contextmanager
+def bytes_sent(size: int, sent: list[float] | None = None) -> Iterator[list[float]]:
+    """Yield the bytes that each exchange over ``size`` context ranks sends from this one, added to ``sent``."""
+    found = [] if sent is None else sent
+
+    def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
+        def counted(*tensors: torch.Tensor, **how: Any) -> Any:
+            found.append(tensors[number].nbytes * (size - 1) / size)
+            return call(*tensors, **how)
+
+        return counted
+
+    with ExitStack() as stack:
+        for module, name, number in (
+            (context_parallel, "all_gather_single", 0), (context_parallel, "reduce_scatter_single", 1),
+            (context_parallel.dist, "all_to_all_single", 0),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(module, name, counting(getattr(module, name), number)))
+        yield found

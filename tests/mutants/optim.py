@@ -1,0 +1,804 @@
+"""Mutants of the optimizer, ZeRO, the learning rate and the training step."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.groups import SINGLE
+from megatron.torch_compat import newton_schulz
+from tests.mutants.mutant import mutant
+
+MIXED = "tests/optim/test_mixed_precision.py"
+TINY_GRADIENTS = f"{MIXED}::test_many_tiny_gradients_add_up_in_fp32[dtype0]"
+TWO_STAGES = f"{MIXED}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process"
+OVERFLOW = f"{MIXED}::test_an_fp16_overflow_skips_the_step_and_halves_the_scale"
+ASKED_AHEAD = f"{MIXED}::test_a_norm_that_was_asked_for_ahead_is_of_the_gradients_that_lie_there"
+CLIPS = f"{MIXED}::test_clipping_equals_torchs[clipping acts]"
+DOES_NOT_CLIP = f"{MIXED}::test_clipping_equals_torchs[clipping has nothing to do]"
+SCALER = "tests/optim/test_scaler.py"
+RESUMED_SCALER = f"{SCALER}::test_going_on_from_its_state_equals_no_stop"
+SGD = "tests/optim/test_sgd.py"
+SGD_RESUMED = f"{SGD}::test_momentum_survives_a_state_dict"
+SCHEDULES = "tests/optim/test_schedules.py"
+LAST_UPDATE = f"{SCHEDULES}::test_the_last_update_has_min_lr_and_so_have_all_after"
+RATES = "tests/optim/test_param_rates.py"
+PATTERNS = f"{RATES}::test_each_parameter_has_the_rate_of_the_last_pattern_that_fits_it[adamw]"
+MUP = "tests/models/common/test_mup.py"
+MUP_RATES = f"{MUP}::test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does[gpt2]"
+ADAM = "tests/optim/test_adam.py"
+BF16_STATES = f"{ADAM}::test_steps_are_the_formula_to_the_bit[4194304-('exp_avg', 'exp_avg_sq')]"
+MUON = "tests/optim/test_muon.py"
+TORCHS_MUON = f"{MUON}::test_twenty_steps_are_those_of_torchs_muon_to_the_bit[torch.float32-]"
+MUON_LAYOUT = "tests/optim/test_muon_layouts.py::test_every_layout_trains_the_weights_of_one_process[2-1-2-1-1]"
+BUFFER = "tests/optim/test_grad_buffer.py"
+BUFFER_PARTS = f"{BUFFER}::test_each_replica_finds_its_part_of_the_sum_of_micro_batches_in_one_run"
+SCATTERED = f"{BUFFER}::test_reduce_scattered_sums_train_as_whole_ones[3-2]"
+OVERLAPPED = "tests/optim/test_overlapped_gradients.py"
+OVERLAPPED_BITS = f"{OVERLAPPED}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
+CUTS = "tests/optim/zero/test_cuts.py"
+ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
+ZERO_3 = f"{ZERO_2_3}::test_micro_batches_add_up_to_rounding"
+TWO_REDUCTIONS = f"{ZERO_2_3}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce"
+ZERO_3_READS = f"{ZERO_2_3}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
+LATER_GATHERS = "tests/optim/zero/test_param_gather.py"
+GATHERS = f"{LATER_GATHERS}::test_weights_that_come_later_have_the_bits_of_those_that_come_at_once[2]"
+READERS = f"{LATER_GATHERS}::test_whoever_reads_weights_outside_of_a_forward_waits_for_them"
+LAYOUTS = "tests/parity/test_layouts.py"
+TWO_REPLICAS = f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order"
+LOSS_AVERAGE = "tests/parity/test_loss_average.py"
+RAMP = "tests/parity/test_rampup.py::test_steps_of_growing_size_equal_those_of_one_process[2-1]"
+REFUSED = "tests/training/test_guard.py::test_a_loss_that_is_no_number_on_one_tensor_rank_is_left_out_on_all"
+SEQUENCE_PARALLEL = (
+    "tests/parity/test_sequence_parallel.py::test_parts_of_gradients_are_summed_over_replicas_and_over_tensor_ranks"
+)
+EXPERTS = "tests/parity/test_experts.py::test_every_layout_is_one_process[balanced-2-1-2-ep-2-cut-zero-stage-1-1]"
+MEANS = f"{LOSS_AVERAGE}::test_only_the_loss_to_train_on_becomes_a_mean"
+
+
+# Main params and their gradients.
+
+
+@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+def sixteen_bit_gradients_accumulate_in_16_bits(original: Any) -> Any:
+    def add(self: Any, parameter: Any) -> None:
+        original(self, parameter)
+        total = self._sums[parameter]
+        total.copy_(total.to(parameter.dtype))
+
+    return add
+
+
+@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+def a_16_bit_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
+    def add(self: Any, parameter: Any) -> None:
+        self._sums.pop(parameter, None)
+        original(self, parameter)
+
+    return add
+
+
+@mutant(
+    "megatron.optim.main_params:MainParams.register",
+    f"{MIXED}::test_masters_keep_the_bits_of_the_weights_before_rounding",
+)
+def main_params_start_from_rounded_weights(original: Any) -> Any:
+    def register(self: Any, parameter: Any, dtype: torch.dtype) -> Any:
+        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        return original(self, parameter, dtype)
+
+    return register
+
+
+@mutant(
+    "megatron.optim.optimizer:MixedPrecisionOptimizer._send_weights",
+    f"{MIXED}::test_many_tiny_updates_move_a_bf16_weight",
+)
+def updated_main_params_are_not_copied_to_the_weights(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant("megatron.optim.main_params:MainGradients.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
+def gradients_are_kept_after_the_step(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant(
+    "megatron.optim.main_params:MainGradients.add_product",
+    "tests/tds/test_fused_linear.py::test_gradients_are_those_of_autograd[False]",
+)
+def a_fused_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
+    def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
+        parameter.grad = None
+        self._sums.pop(parameter, None)
+        original(self, parameter, rows, inputs)
+
+    return add_product
+
+
+# Norm, clipping, loss scale and skipped steps.
+
+
+@mutant(
+    "megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums",
+    f"{MIXED}::test_the_loss_scale_leaves_no_trace[1024.0]",
+)
+def norm_includes_the_loss_scale(original: Any) -> Any:
+    return lambda self: original(self) * self.loss_scale
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._hand_to_masters", OVERFLOW)
+def update_includes_the_loss_scale(original: Any) -> Any:
+    return lambda self, factor: original(self, factor * self.loss_scale)
+
+
+@mutant("tds.grad_norm:clip_coefficient", CLIPS)
+def gradients_are_not_clipped(original: Any) -> Any:
+    return lambda norm, clip_grad: 1.0
+
+
+@mutant("tds.grad_norm:clip_coefficient", DOES_NOT_CLIP)
+def small_gradients_are_scaled_up_to_the_clipping_norm(original: Any) -> Any:
+    return lambda norm, clip_grad: clip_grad / (norm + 1.0e-6)
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums", TWO_STAGES)
+def norm_is_that_of_one_stage(original: Any) -> Any:
+    def norm_of_sums(self: Any) -> Any:
+        self.model_group = self.tensor_group
+        return original(self)
+
+    return norm_of_sums
+
+
+@mutant("tds.grad_norm:is_counted_in_norm", TWO_STAGES)
+def norm_counts_replicated_weights_on_each_tensor_rank(original: Any) -> Any:
+    return lambda parameter, tensor_rank: original(parameter, 0)
+
+
+@mutant("tds.grad_norm:is_counted_in_norm", TWO_STAGES)
+def norm_counts_tied_weights_on_each_stage(original: Any) -> Any:
+    return lambda parameter, tensor_rank: tensor_rank == 0 or parameter.dim() == 2
+
+
+@mutant(
+    "megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums",
+    f"{MIXED}::test_an_overflow_on_one_rank_skips_the_step_on_all",
+)
+def overflow_of_another_rank_is_ignored(original: Any) -> Any:
+    def norm_of_sums(self: Any) -> Any:
+        norm = original(self)
+        is_finite = all(gradient.isfinite().all() for _, gradient in self.gradients())
+        return torch.ones_like(norm) if is_finite and not norm.isfinite() else norm
+
+    return norm_of_sums
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.step", ASKED_AHEAD)
+def gradient_factor_is_ignored(original: Any) -> Any:
+    def step(self: Any, closure: None = None) -> None:
+        self.gradient_factor = 1.0
+        original(self)
+
+    return step
+
+
+@mutant(
+    "megatron.optim.grad_scaler:GradScaler._follow",
+    f"{SCALER}::test_it_halves_at_an_overflow_and_the_window_starts_anew",
+)
+def overflow_does_not_restart_the_loss_scale_window(original: Any) -> Any:
+    def follow(self: Any, has_overflow: bool) -> None:
+        before = self.good_steps
+        original(self, has_overflow)
+        self.good_steps = before if has_overflow else self.good_steps
+
+    return follow
+
+
+@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
+def halving_the_loss_scale_restores_the_hysteresis(original: Any) -> Any:
+    def follow(self: Any, has_overflow: bool) -> None:
+        before = self.scale
+        original(self, has_overflow)
+        self.overflows_left = self.hysteresis if self.scale < before else self.overflows_left
+
+    return follow
+
+
+@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_it_does_not_fall_below_the_floor")
+def loss_scale_falls_below_its_minimum(original: Any) -> Any:
+    def follow(self: Any, has_overflow: bool) -> None:
+        self.floor = 0.0
+        original(self, has_overflow)
+
+    return follow
+
+
+@mutant("megatron.optim.grad_scaler:GradScaler.load", RESUMED_SCALER)
+def good_steps_of_the_loss_scale_are_not_resumed(original: Any) -> Any:
+    return lambda self, state: original(self, {**state, "good_steps": 0})
+
+
+# State of the inner optimizer.
+
+
+@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+def momentum_is_not_loaded(original: Any) -> Any:
+    def take_state(optimizer: Any, state: Any) -> None:
+        original(optimizer, state)
+        optimizer.inner.state.clear()
+
+    return take_state
+
+
+@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+def main_params_are_not_loaded(original: Any) -> Any:
+    def take_state(optimizer: Any, state: Any) -> None:
+        masters = [master.detach().clone() for group in optimizer.param_groups for master in group["params"]]
+        original(optimizer, {**state, "masters": masters})
+
+    return take_state
+
+
+@mutant("megatron.optim.optimizer:_beside", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
+def bf16_moments_are_loaded_in_the_dtype_of_the_main_params(original: Any) -> Any:
+    return lambda master, dtype, value: original(master, master.dtype if dtype else None, value)
+
+
+@mutant("megatron.optim.adam:_update", f"{ADAM}::test_with_wide_states_it_is_torchs_adamw")
+def adam_moments_are_not_bias_corrected(original: Any) -> Any:
+    return lambda w, g, mean, square, number, group: original(w, g, mean, square, 10**9, group)
+
+
+@mutant("megatron.optim.adam:_update", BF16_STATES)
+def adam_rounds_the_gradient_to_the_dtype_of_its_states(original: Any) -> Any:
+    return lambda w, g, mean, *rest: original(w, g.to(mean.dtype).to(g.dtype), mean, *rest)
+
+
+@mutant(
+    "megatron.optim.param_groups:_with_eps",
+    "tests/optim/test_adafactor.py::"
+    "test_a_matrix_moves_as_the_paper_says_with_gradients_of_any_size[gradients of 1e-8]",
+)
+def adafactor_matrices_have_the_epsilon_of_vectors(original: Any) -> Any:
+    return lambda group: {**group, "eps": (1e-8, 1e-3)}
+
+
+# Parameter groups: weight decay, named rates, muP.
+
+
+@mutant(
+    "megatron.optim.param_groups:decay_groups",
+    "tests/optim/test_param_groups.py::test_a_step_without_gradients_decays_weights_only[adamw]",
+)
+def biases_and_norms_are_decayed(original: Any) -> Any:
+    def decay_groups(parameters: Any, weight_decay: float) -> Any:
+        return [{**group, "weight_decay": weight_decay} for group in original(parameters, weight_decay)]
+
+    return decay_groups
+
+
+@mutant("megatron.optim.param_rates:RateTable.rate_of", PATTERNS)
+def first_matching_pattern_sets_the_rate(original: Any) -> Any:
+    def rate_of(self: Any, name: str, parameter: Any) -> Any:
+        return original(replace(self, named=dict(reversed(self.named.items()))), name, parameter)
+
+    return rate_of
+
+
+@mutant(
+    "megatron.optim.param_rates:_floor",
+    f"{RATES}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_of_the_peaks[39-linear]",
+)
+def named_rates_decay_to_min_lr(original: Any) -> Any:
+    return lambda settings, lr: settings.min_lr
+
+
+@mutant("megatron.optim.lr_scheduler:set_learning_rates", PATTERNS)
+def all_groups_have_the_rate_of_lr(original: Any) -> Any:
+    def set_learning_rates(optimizer: Any, scheduler: Any, done: float) -> float:
+        lr: float = original(optimizer, scheduler, done)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    return set_learning_rates
+
+
+@mutant("megatron.optim.param_rates:_of_mup", MUP_RATES)
+def mup_leaves_the_rate_of_matrices(original: Any) -> Any:
+    def of_mup(config: Any) -> Any:
+        settings = config.optimizer
+        return replace(original(config), lr=settings.lr, min_lr=settings.min_lr) if original(config) else None
+
+    return of_mup
+
+
+# The learning rate.
+
+
+@mutant("megatron.optim.lr_scheduler:LRScheduler.at", f"{SCHEDULES}::test_warm_up_rises_in_equal_steps_to_lr[linear]")
+def rate_is_that_of_the_update_before(original: Any) -> Any:
+    return lambda self, update: original(self, update - 1)
+
+
+@mutant("megatron.optim.lr_scheduler:LRScheduler.after", f"{LAST_UPDATE}[linear]")
+def decay_does_not_include_the_warmup(original: Any) -> Any:
+    def after(self: Any, done: float) -> float:
+        longer = replace(
+            self, decay_updates=self.decay_updates + self.warmup_updates, warmup_length=self.warmup_updates
+        )
+        rate: float = original(longer, done)
+        return rate
+
+    return after
+
+
+@mutant("megatron.optim.lr_scheduler:_DECAYS", f"{LAST_UPDATE}[cosine]")
+def cosine_stops_half_way(original: Any) -> Any:
+    return {**original, "cosine": lambda rate, u: original["cosine"](rate, u / 2)}
+
+
+@mutant(
+    "megatron.optim.lr_scheduler:LRScheduler.wsd_share", f"{SCHEDULES}::test_wsd_decays_as_megatrons_styles_say[linear]"
+)
+def wsd_length_is_a_share_of_all_updates(original: Any) -> Any:
+    return property(lambda self: self.wsd_length / self.decay_updates if self.wsd_length else self.wsd_decay_fraction)
+
+
+@mutant(
+    "megatron.training.optimizer_setup:make_learning_rate",
+    f"{SCHEDULES}::test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates[]",
+)
+def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
+    def make_learning_rate(config: Any) -> Any:
+        schedule, size = original(config), config.batch.sizes(2).full
+        return replace(schedule, warmup_length=size * round(schedule.warmup_updates / size))
+
+    return make_learning_rate
+
+
+# Muon.
+
+
+@mutant("megatron.optim.muon:Muon._orthogonalised", MUON_LAYOUT)
+def each_rank_orthogonalizes_its_own_shard(original: Any) -> Any:
+    def orthogonalised(self: Any, weights: Any, owned_by: Any, parts: Any) -> Any:
+        return [newton_schulz(part, self._args.num_ns_steps) if part.numel() else part for part in parts]
+
+    return orthogonalised
+
+
+@mutant(
+    "megatron.optim.muon:MuonArgs.scale", f"{MUON}::test_an_update_is_scaled_by_the_formula_of_its_mode[1.0-original]"
+)
+def muon_scale_takes_columns_for_rows(original: Any) -> Any:
+    return lambda self, rows, columns: original(self, columns, rows)
+
+
+@mutant("megatron.optim.muon:Muon._momentum", TORCHS_MUON)
+def muon_leaves_out_nesterovs_momentum(original: Any) -> Any:
+    def momentum(self: Any, master: Any) -> Any:
+        update = original(self, master)
+        return self.state[master]["momentum_buffer"].to(update.dtype)
+
+    return momentum
+
+
+@mutant("megatron.optim.muon:MuonArgs.matrices", TORCHS_MUON)
+def query_key_and_value_are_orthogonalized_as_one_matrix(original: Any) -> Any:
+    return lambda self, packed: original(replace(self, split_qkv=False), packed)
+
+
+@mutant(
+    "megatron.optim.muon:Muon._move",
+    "tests/optim/test_param_groups.py::test_a_step_without_gradients_decays_weights_only[muon]",
+)
+def muon_does_not_decay_matrices(original: Any) -> Any:
+    return lambda self, weight, master, group, update: original(
+        self, weight, master, {**group, "weight_decay": 0.0}, update
+    )
+
+
+# The gradient buffer: accumulation and reduce-scatter in buckets.
+
+
+@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
+def gradient_shard_starts_one_element_late(original: Any) -> Any:
+    def main_grad(self: Any, parameter: Any) -> Any:
+        part = original(self, parameter)
+        return part if self._cuts[parameter] is None else part.roll(-1)
+
+    return main_grad
+
+
+@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
+def gradient_shard_is_that_of_the_previous_replica(original: Any) -> Any:
+    def main_grad(self: Any, parameter: Any) -> Any:
+        part, first = original(self, parameter), self._first[parameter]
+        if self._cuts[parameter] is None:
+            return part
+        return self.slots[self._rank - 1, first : first + part.numel()].view(part.shape)
+
+    return main_grad
+
+
+@mutant("megatron.optim.grad_buffer:_BucketMemory.add", BUFFER_PARTS)
+def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
+    def add(self: Any, parameter: Any, gradient: Any) -> None:
+        self._filled.discard(parameter)
+        original(self, parameter, gradient)
+
+    return add
+
+
+@mutant(
+    "megatron.optim.grad_buffer:_BucketMemory.add_product", f"{BUFFER}::test_a_product_adds_what_its_gradient_would"
+)
+def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
+    def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
+        self._filled.discard(parameter)
+        original(self, parameter, rows, inputs)
+
+    return add_product
+
+
+@mutant(
+    "megatron.optim.grad_buffer:_BucketMemory._fill",
+    f"{BUFFER}::test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero",
+)
+def missing_gradients_are_not_zeroed(original: Any) -> Any:
+    """Ones stand for memory that is not cleared, which could be zero by chance."""
+
+    def fill(self: Any, parameter: Any) -> None:
+        if parameter not in self._filled:
+            self._filled.add(parameter)
+            for _, place in self._pairs(parameter, parameter.detach()):
+                place.fill_(1.0)
+
+    return fill
+
+
+@mutant("megatron.optim.grad_buffer:_BucketMemory.start", SCATTERED)
+def unsharded_gradients_of_a_bucket_are_not_reduced(original: Any) -> Any:
+    def start(self: Any, group: Any) -> Any:
+        rest, self._rest = self._rest, 0
+        try:
+            return original(self, group)
+        finally:
+            self._rest = rest
+
+    return start
+
+
+@mutant("megatron.optim.main_params:BufferedGradients.is_counted_in_norm", SCATTERED)
+def norm_counts_unsharded_gradients_on_each_replica(original: Any) -> Any:
+    return lambda self, parameter: True
+
+
+@mutant(
+    "megatron.optim.grad_buffer:_BucketMemory._refuse_if_summed",
+    f"{BUFFER}::test_a_gradient_that_comes_behind_its_reduce_scatter_is_refused",
+)
+def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
+    return lambda self, parameter: None
+
+
+# Reduction during the last backward.
+
+
+@mutant("megatron.optim.main_params:OverlappedMainGradients.begin_last_backward", OVERLAPPED_BITS)
+def overlapped_gradients_are_not_reduced(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant("megatron.optim.main_params:OverlappedMainGradients.finish", OVERLAPPED_BITS)
+def overlapped_sums_are_not_scaled(original: Any) -> Any:
+    return lambda self, factor: original(self, 1.0)
+
+
+@mutant(
+    "megatron.optim.main_params:OverlappedMainGradients.end_micro_batch",
+    f"{OVERLAPPED}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once",
+)
+def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) -> Any:
+    def end_micro_batch(self: Any) -> None:
+        self._reducer.finish_launch = lambda: None
+        original(self)
+
+    return end_micro_batch
+
+
+@mutant(
+    "megatron.optim.main_params:OverlappedMainGradients.clear",
+    f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
+)
+def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
+    return lambda self: self.buffer.clear()
+
+
+# ZeRO: shards of main params, gradients and weights.
+
+
+@mutant("megatron.optim.zero.partition:VECTOR", f"{CUTS}::test_fused_adamw_gives_parts_the_bits_of_the_whole")
+def shards_start_within_a_vector(original: Any) -> Any:
+    return 1
+
+
+@mutant(
+    "megatron.optim.zero.partition:_even_bounds",
+    f"{CUTS}::test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly",
+)
+def remainder_of_an_uneven_split_has_no_owner(original: Any) -> Any:
+    return lambda number, parts: [number // parts * part for part in range(parts + 1)]
+
+
+@mutant(
+    "megatron.optim.zero.partition:ParamPartition.shard",
+    f"{CUTS}::test_the_places_of_the_parts_tile_what_is_real_of_the_rank",
+)
+def padding_is_part_of_the_shard(original: Any) -> Any:
+    def shard(self: Any, whole: Any, replica: int) -> Any:
+        return replace(original(self, whole, replica), length=self.bounds[replica + 1] - self.bounds[replica])
+
+    return shard
+
+
+@mutant(
+    "megatron.optim.zero.partition:ParamPartition.shard",
+    f"{CUTS}::test_a_weight_cut_by_the_tensor_group_is_cut_along_the_same_dimension",
+)
+def shards_of_each_tensor_rank_start_at_zero(original: Any) -> Any:
+    def shard(self: Any, whole: Any, replica: int) -> Any:
+        found = original(self, whole, replica)
+        return replace(found, start=found.start - whole.start) if whole.partition_dim == self.dim else found
+
+    return shard
+
+
+@mutant(
+    "megatron.optim.zero.partition:ParamPartition.pairs",
+    "tests/optim/zero/test_gather.py::test_every_part_comes_to_its_place_in_copies_as_few_as_lengths",
+)
+def gathered_shards_are_those_of_the_next_replica(original: Any) -> Any:
+    return lambda self, whole, slots: original(self, whole, slots.roll(-1, 0))
+
+
+@mutant("megatron.optim.zero.partition:Gather.start", GATHERS)
+def replicas_gather_the_weights_of_before_the_update(original: Any) -> Any:
+    def start(cls: Any, bucket: Any, group: Any, note: Any = ()) -> Any:
+        old = [replace(p, master=p.cut.part(p.parameter, group.rank).clone()) for p in bucket]
+        gather = original(cls, old, group, note)
+        return replace(gather, bucket=bucket)
+
+    return start
+
+
+@mutant("megatron.optim.main_params:MainParams.contiguous", MUON_LAYOUT)
+def updates_of_column_shards_are_lost(original: Any) -> Any:
+    @contextmanager
+    def contiguous(self: Any) -> Any:
+        views = [(master, master.data) for master in self.of.values() if not master.is_contiguous()]
+        for master, view in views:
+            master.data = view.contiguous()
+        yield
+        for master, view in views:
+            master.data = view
+
+    return contiguous
+
+
+@mutant(
+    "megatron.optim.optimizer:MixedPrecisionOptimizer.owns",
+    "tests/optim/zero/test_zero.py::test_replicas_own_their_parts_and_the_first_what_is_not_cut",
+)
+def only_the_first_replica_saves_its_shards(original: Any) -> Any:
+    return lambda self, parameter: original(self, parameter) and self._masters.group_of(parameter).rank == 0
+
+
+@mutant("megatron.optim.zero.param_gather:ParamGather.wait", GATHERS)
+def layers_do_not_wait_for_their_weights(original: Any) -> Any:
+    return lambda self, weights=None: original(self) if weights is None else None
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.finish_gathers", READERS)
+def weights_are_read_before_they_are_gathered(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant("megatron.optim.zero.stage2:_in_slots", TWO_REDUCTIONS)
+def reduce_scatter_sends_the_shards_in_reverse_order(original: Any) -> Any:
+    return lambda shares, replicas: original(shares, replicas).flip(0)
+
+
+@mutant("megatron.optim.zero.stage2:_in_one_run", TWO_REDUCTIONS)
+def sharded_gradients_are_reduced_in_bf16(original: Any) -> Any:
+    def in_one_run(shares: Any) -> Any:
+        flat = original(shares)
+        return flat.bfloat16().to(flat.dtype)
+
+    return in_one_run
+
+
+@mutant("megatron.optim.zero.stage2:PartitionedGradients._wait", ZERO_3)
+def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
+    def wait(self: Any) -> None:
+        for run in self._pending._runs if self._pending else ():
+            for share in run.shares:
+                self._parts.pop(share.parameter, None)
+        original(self)
+
+    return wait
+
+
+@mutant("megatron.optim.zero.stage2:PartitionedGradients.is_counted_in_norm", ZERO_3)
+def norm_counts_unsharded_gradients_once_per_replica(original: Any) -> Any:
+    return lambda self, parameter: True
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.gradient_holders", ZERO_3)
+def norm_of_sharded_gradients_is_not_reduced(original: Any) -> Any:
+    return property(lambda self: SINGLE)
+
+
+@mutant("megatron.optim.main_params:MainParams.to_parameters", ZERO_3_READS)
+def weight_shards_are_not_updated(original: Any) -> Any:
+    def to_parameters(self: Any, later: Any = None) -> None:
+        before = {parameter: home.clone() for parameter, home in self.homes.items()}
+        original(self, later)
+        for parameter, home in self.homes.items():
+            home.copy_(before[parameter])
+
+    return to_parameters
+
+
+@mutant("megatron.optim.zero.stage3:ParamUnits.free", ZERO_3_READS)
+def gathered_weights_survive_the_update(original: Any) -> Any:
+    return lambda self: self._order.drop()
+
+
+@mutant(
+    "megatron.optim.zero.gather_order:GatherOrder.drop",
+    "tests/optim/zero/test_prefetch.py::test_what_comes_ahead_of_an_update_is_not_used_after_it",
+)
+def prefetched_weights_survive_the_update(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant(
+    "megatron.optim.zero.partition:OffloadConfig.copy",
+    "tests/optim/test_muon_layouts.py::test_where_masters_lie_changes_no_number[--offload-optimizer]",
+)
+def offloaded_main_params_are_rounded(original: Any) -> Any:
+    return lambda self, tensor: original(self, tensor.bfloat16().to(tensor.dtype))
+
+
+@mutant(
+    "megatron.optim.zero.partition:OffloadConfig.copies",
+    "tests/optim/zero/test_host.py::test_copies_are_waited_for_once_behind_the_last",
+)
+def offloaded_gradients_are_read_before_they_are_copied(original: Any) -> Any:
+    return lambda self, tensors: [self._room(each).copy_(each, non_blocking=True) for each in tensors]
+
+
+# Losses and the training step.
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.scale_gradients", TWO_REPLICAS)
+def gradients_are_divided_by_the_number_of_replicas(original: Any) -> Any:
+    return lambda self, factor: original(self, factor / self._masters.data_group.size)
+
+
+@mutant(
+    "megatron.training.single_stage_engine:reduce_gradients",
+    "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits",
+)
+def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
+    return lambda gradients, group, *how: None
+
+
+@mutant(
+    "megatron.training.loss_forms:as_weighted",
+    f"{LOSS_AVERAGE}::test_one_process_trains_on_the_mean_of_the_means",
+)
+def weighted_losses_are_averaged_by_micro_batch(original: Any) -> Any:
+    def as_weighted(loss: Any) -> Any:
+        found = original(loss)
+        return found.total / found.count if hasattr(found, "count") and hasattr(found, "total") else found
+
+    return as_weighted
+
+
+@mutant("megatron.training.loss_forms:mean_of_micro_batch", MEANS)
+def mean_of_an_empty_micro_batch_is_nan(original: Any) -> Any:
+    def mean(loss: Any) -> Any:
+        return loss.total / loss.count if hasattr(loss, "total") else original(loss)
+
+    return mean
+
+
+@mutant(
+    "megatron.training.loss_forms:token_weight",
+    f"{LOSS_AVERAGE}::test_the_routers_divisor_is_all_tokens_of_the_mean_number_of_micro_batches",
+)
+def router_losses_are_divided_by_the_tokens_of_all_replicas(original: Any) -> Any:
+    return lambda tokens, grid, *, is_mean: tokens if is_mean else original(tokens, grid, is_mean=False)
+
+
+@mutant("megatron.training.single_stage_engine:all_reduce_loss", TWO_REPLICAS)
+def loss_is_that_of_one_replica(original: Any) -> Any:
+    return lambda meter, device, **groups: original(meter, device, **groups | {"data_size": 1})
+
+
+@mutant(
+    "megatron.optim.optimizer:MixedPrecisionOptimizer.counted_gradients",
+    f"{LOSS_AVERAGE}::test_layouts_with_the_same_micro_batches_are_equal"
+    "[1-1-2-2---fp64 --eod-mask-loss --loss-average micro-batch---zero-stage 1]",
+)
+def norm_of_full_gradients_counts_the_local_shard_only(original: Any) -> Any:
+    return lambda self: [(p, self._masters.part(p, gradient)) for p, gradient in original(self)]
+
+
+@mutant("megatron.training.step_engine:set_micro_batches", RAMP)
+def a_growing_batch_keeps_its_number_of_micro_batches(original: Any) -> Any:
+    return lambda engine, number: None
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._is_refused", f"{REFUSED}[fp32]")
+def a_refused_step_is_taken(original: Any) -> Any:
+    return lambda self, norm: original(self, norm) and False
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._is_refused", f"{REFUSED}[fp16]")
+def a_refused_step_counts_towards_the_loss_scale_window(original: Any) -> Any:
+    def is_refused(self: Any, norm: float) -> bool:
+        found: bool = original(self, norm)
+        if found:
+            self.scaler.update(has_overflow=False)
+        return found
+
+    return is_refused
+
+
+@mutant(
+    "megatron.training.step_result:result_of",
+    "tests/training/test_loss_scale.py::test_overflowed_and_refused_steps_are_reported_as_skipped",
+)
+def overflowed_steps_count_as_taken(original: Any) -> Any:
+    return lambda *step: replace(original(*step), is_skipped=original(*step).is_refused)
+
+
+# Gradients of sequence-parallel weights and of experts.
+
+
+@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
+def sequence_parallel_gradients_are_not_summed(original: Any) -> Any:
+    return lambda self, gradient_of: None
+
+
+@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
+def sequence_parallel_gradients_are_summed_twice(original: Any) -> Any:
+    def sum_twice(self: Any, gradient_of: Any) -> None:
+        original(self, gradient_of)
+        original(self, gradient_of)
+
+    return sum_twice
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.gradient_holders", EXPERTS)
+def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
+    return property(lambda self: self._gradients.holders)
+
+
+@mutant("megatron.optim.main_params:ExpertGradients.sum", EXPERTS)
+def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
+    def sum_over_all(self: Any, gradient_of: Any) -> None:
+        for parameter in self._parameters:
+            dist.all_reduce(gradient_of(parameter))
+
+    return sum_over_all

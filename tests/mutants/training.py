@@ -1,0 +1,314 @@
+"""Mutants of the training loop: position, learning rate, evaluation, stability guard, resume and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megatron.checkpoint import save
+from megatron.data.blend_resume import SAME_LENGTH
+from megatron.training.trainer import STEP_HOOKS
+from tests.mutants.mutant import mutant
+
+LOOP = "tests/training/test_loop.py"
+GUARD = "tests/training/test_guard.py"
+DATA_ORDER = "tests/training/test_data_order.py"
+LENGTHS = "tests/training/test_sample_lengths.py"
+RAMP = "tests/config/test_rampup.py"
+
+SKIPPED = f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate"
+ORDER_OF_CALLS = f"{LOOP}::test_report_then_evaluate_then_save_then_stop"
+MEAN_LOSS = f"{LOOP}::test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean"
+CORPORA = f"{LOOP}::test_several_corpora_are_evaluated_one_by_one_and_weighed"
+RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
+OTHER_LAYOUTS = "tests/training/test_reshard.py::test_some_layouts_load_what_others_saved"
+
+
+# Position and learning rate.
+
+
+@mutant(
+    "megatron.training.trainer:Trainer.open_batches",
+    f"{LOOP}::test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped",
+)
+def resumed_run_trains_on_the_first_samples(original: Any) -> Any:
+    def open_batches(self: Any) -> Any:
+        with mock.patch.object(self.progress, "samples_consumed", 0):
+            return original(self)
+
+    return open_batches
+
+
+@mutant("megatron.training.trainer:Trainer.train_step", SKIPPED)
+def consumed_samples_omit_the_accumulation(original: Any) -> Any:
+    def train_step(self: Any) -> Any:
+        result = original(self)
+        self.progress.samples_consumed -= self.samples.count - self.samples.micro_batch_size * self.samples.replicas
+        return result
+
+    return train_step
+
+
+@mutant("megatron.training.trainer:Trainer.train_step", SKIPPED)
+def learning_rate_advances_in_skipped_steps(original: Any) -> Any:
+    def train_step(self: Any) -> Any:
+        result = original(self)
+        self.progress.updates += result.is_skipped
+        return result
+
+    return train_step
+
+
+@mutant("megatron.training.trainer:set_learning_rates", SKIPPED)
+def learning_rate_is_one_step_late(original: Any) -> Any:
+    return lambda optimizer, scheduler, position: original(optimizer, scheduler, max(position - 1, 1))
+
+
+@mutant(
+    "megatron.training.train_state:TrainState.samples_updated",
+    f"{LENGTHS}::test_skipped_steps_count_their_samples_and_hold_the_rate",
+)
+def learning_rate_by_samples_counts_skipped_samples(original: Any) -> Any:
+    return property(lambda self: self.samples_consumed)
+
+
+# Batch size ramp-up and the length of a run.
+
+
+@mutant(
+    "megatron.config.batch_rampup:BatchSizes.at",
+    f"{RAMP}::test_the_batch_grows_by_increments_until_the_samples_are_reached",
+)
+def batch_grows_one_sample_early(original: Any) -> Any:
+    return lambda self, samples_consumed: original(self, samples_consumed + 1)
+
+
+@mutant(
+    "megatron.config.batch_rampup:BatchSizes.consumed_after",
+    f"{RAMP}::test_samples_after_many_steps_are_those_of_single_steps",
+)
+def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
+    return lambda self, steps, samples_consumed=0: samples_consumed + steps * self.full
+
+
+@mutant(
+    "megatron.config.batch_rampup:BatchSizes.steps_within",
+    "tests/config/test_run_length.py::test_of_several_limits_the_first_one_ends_the_run",
+)
+def last_step_exceeds_the_limit_of_samples(original: Any) -> Any:
+    return lambda self, samples, samples_consumed=0: self.steps_until(samples, samples_consumed)
+
+
+@mutant("megatron.training.step_samples:StepSamples.share", f"{GUARD}::test_samples_are_named_as_replicas_read_them")
+def replicas_are_named_with_the_samples_of_the_first(original: Any) -> Any:
+    return lambda self, replica: original(self, 0)
+
+
+# Evaluation.
+
+
+@mutant("megatron.training.trainer:Trainer.due", ORDER_OF_CALLS)
+def intervals_are_one_step_late(original: Any) -> Any:
+    def due(self: Any, hook: str) -> list[Any]:
+        if hook not in STEP_HOOKS:
+            return original(self, hook)
+        with mock.patch.object(self, "samples", replace(self.samples, step=self.samples.step - 1)):
+            return original(self, hook)
+
+    return due
+
+
+@mutant("megatron.training.callbacks.evaluator:Evaluator._mean_loss", ORDER_OF_CALLS)
+def evaluation_continues_at_the_samples_of_training(original: Any) -> Any:
+    def mean_loss(self: Any, split: str, corpus: str | None) -> float | None:
+        data = self.trainer.data
+        batches = partial(data.batches, samples_consumed=self.trainer.progress.samples_consumed)
+        with mock.patch.object(data, "batches", batches):
+            return original(self, split, corpus)
+
+    return mean_loss
+
+
+@mutant("megatron.training.callbacks.evaluator:Evaluator._mean_loss", MEAN_LOSS)
+def evaluated_loss_is_a_sum(original: Any) -> Any:
+    return lambda self, split, corpus: original(self, split, corpus) * self.trainer.config.batch.eval_iters
+
+
+@mutant("megatron.training.callbacks.evaluator:weighted_mean", CORPORA)
+def corpora_count_alike_in_the_evaluated_loss(original: Any) -> Any:
+    return lambda values, weights: original(values, {name: float(weight > 0) for name, weight in weights.items()})
+
+
+@mutant(
+    "megatron.training.data:RunData.batches", f"{DATA_ORDER}::test_an_evaluation_reads_whole_batches_whatever_the_ramp"
+)
+def evaluation_reads_the_small_batches_of_a_ramp(original: Any) -> Any:
+    def batches(self: Any, kind: str, config: Any, world: Any, *args: Any, **options: Any) -> Any:
+        with mock.patch("megatron.training.data.BatchSizes", lambda full: config.batch.sizes(world.grid.data.size)):
+            return original(self, kind, config, world, *args, **options)
+
+    return batches
+
+
+@mutant(
+    "megatron.training.single_stage_engine:SingleStageEngine.evaluate_batch",
+    f"{LOOP}::test_evaluation_drops_nothing[1]",
+)
+def evaluation_uses_dropout(original: Any) -> Any:
+    def evaluate_batch(self: Any, data: Any) -> float:
+        with mock.patch.object(self.engine, "eval", lambda: None):
+            return original(self, data)
+
+    return evaluate_batch
+
+
+# Resume.
+
+
+@mutant(
+    "megatron.training.data:RunData.use_order",
+    f"{DATA_ORDER}::test_after_a_change_of_weights_no_corpus_repeats_what_it_gave",
+)
+def data_set_ignores_the_resumed_order(original: Any) -> Any:
+    def use_order(self: Any, order: Any) -> None:
+        self.order = order
+
+    return use_order
+
+
+@mutant(
+    "megatron.training.data_resume:_length_ratio",
+    f"{DATA_ORDER}::test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus[4-carried0-96]",
+)
+def cursors_ignore_a_changed_sequence_length(original: Any) -> Any:
+    return lambda state, tokens_per_sample: SAME_LENGTH
+
+
+@mutant(
+    "megatron.training.train_state:RestoreOptions.of",
+    "tests/training/test_resume_rules.py::test_what_each_flag_takes_up",
+)
+def weights_only_restores_the_optimizer(original: Any) -> Any:
+    return lambda cls, flags: original(cls, replace(flags, load_weights_only=False))
+
+
+@mutant("megatron.training.state_records:set_optimizer_steps", f"{RESUME}[1-1-1]")
+def optimizer_steps_are_not_restored(original: Any) -> Any:
+    return lambda optimizer, steps: None
+
+
+@mutant("megatron.training.state_records:restore_rng", f"{RESUME}[1-1-1]")
+def random_states_are_not_restored(original: Any) -> Any:
+    return lambda checkpoint, world: None
+
+
+@mutant("megatron.training.state_records:restore_rng", f"{RESUME}[1-1-2]")
+def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
+    return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
+
+
+@mutant("megatron.training.train_state:save_state", f"{RESUME}[1-1-1]")
+def weights_are_rounded_when_saved(original: Any) -> Any:
+    def save_state(*args: Any, write: Any = save, **options: Any) -> Any:
+        def write_rounded(root: Any, step: int, records: list[Any], *rest: Any, **kept: Any) -> Any:
+            is_weight = [record.name.startswith("weights/") for record in records]
+            rounded = [
+                replace(record, tensor=record.tensor.bfloat16().to(record.tensor.dtype)) if rounds else record
+                for record, rounds in zip(records, is_weight, strict=True)
+            ]
+            return write(root, step, rounded, *rest, **kept)
+
+        return original(*args, write=write_rounded, **options)
+
+    return save_state
+
+
+@mutant("megatron.training.train_state:restore", OTHER_LAYOUTS)
+def model_continues_with_its_initial_weights(original: Any) -> Any:
+    def restore(checkpoint: Any, *, optimizer: Any, **options: Any) -> Any:
+        with mock.patch.object(optimizer, "copy_masters_to_parameters", lambda: None):
+            return original(checkpoint, optimizer=optimizer, **options)
+
+    return restore
+
+
+# Stability guard.
+
+
+@mutant(
+    "megatron.training.callbacks.stability_guard:StabilityGuard._worst",
+    f"{GUARD}::test_what_one_rank_finds_bad_is_bad_for_all",
+)
+def each_rank_judges_by_its_own_loss(original: Any) -> Any:
+    return lambda self, value: value
+
+
+@mutant(
+    "megatron.training.callbacks.running_statistics:RunningStatistics.limit",
+    f"{GUARD}::test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values",
+)
+def limit_of_the_guard_ignores_the_deviations(original: Any) -> Any:
+    return lambda self: self.mean() * (1 + self.sigma * 1e-3)
+
+
+@mutant(
+    "megatron.training.callbacks.running_statistics:RunningStatistics.add",
+    f"{GUARD}::test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts",
+)
+def nonfinite_losses_enter_the_statistics(original: Any) -> Any:
+    return lambda self, value: self.values.append(value)
+
+
+@mutant(
+    "megatron.training.callbacks.stability_guard:StabilityGuard._go_back",
+    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[async]",
+)
+def rollback_repeats_the_anomalous_samples(original: Any) -> Any:
+    def go_back(self: Any, reason: str) -> None:
+        original(self, reason)
+        self.trainer.progress.samples_consumed -= self.trainer.progress.samples_skipped
+
+    return go_back
+
+
+@mutant(
+    "megatron.training.callbacks.stability_journal:EventLog.__init__",
+    f"{GUARD}::test_the_journal_keeps_what_belongs_to_a_checkpoint",
+)
+def journal_has_records_twice_after_a_resume(original: Any) -> Any:
+    return lambda self, folder, known=0: original(self, folder, 10**9)
+
+
+# Metrics and comparisons.
+
+
+@mutant("megatron.training.trainer:perplexity", CORPORA)
+def perplexity_is_a_power_of_two(original: Any) -> Any:
+    return lambda loss: 2.0**loss
+
+
+@mutant(
+    "megatron.training.callbacks.metrics_writer:MetricsWriter.truncate_to_step",
+    "tests/training/test_metrics_files.py::test_going_back_drops_what_comes_again",
+)
+def rollback_leaves_metrics_of_abandoned_steps(original: Any) -> Any:
+    return lambda self, step: None
+
+
+@mutant(
+    "megatron.training.callbacks.replica_check:checksum",
+    "tests/training/test_drift.py::test_every_flipped_bit_changes_the_checksum",
+)
+def checksum_of_a_weight_covers_its_first_half(original: Any) -> Any:
+    return lambda tensor: original(tensor.reshape(-1)[: -(-tensor.numel() // 2)])
+
+
+@mutant(
+    "megatron.training.callbacks.speed_monitor:Rates.flops_of_sample",
+    "tests/training/test_plan.py::test_rates_count_pieces_as_samples_of_their_length",
+)
+def pieces_have_the_flops_of_a_whole_sample(original: Any) -> Any:
+    return lambda self, length: self.flops_per_sample
