@@ -12,7 +12,7 @@ from megatron.arguments import engine_dict, parse
 from megatron.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
-from megatron.training.setup import make_learning_rate
+from megatron.training.optimizer_setup import make_learning_rate
 
 
 def read(content: dict[str, Any] | str, folder: Path, line: str = "") -> Config:
