@@ -65,6 +65,7 @@ PROGRAMS = {
     "bigscience": "BigScience",
     "cpm": "CPM",
     "gpt-neox": "GPT-NeoX",
+    "former": "earlier versions of this project",
     "forks": "forks of Megatron-LM",
 }
 """Program in the table of other trainers' flags -> its name in the page."""

@@ -366,7 +366,7 @@ def test_a_removed_setting_of_a_run_is_dropped_and_reported_if_it_was_on(tmp_pat
     settings["deepspeed"] = {"pipeline": {"overlap_forward_backward": value}}
     config = again(tmp_path, json.dumps(settings))
     assert asdict(config.parallel) == asdict(again(tmp_path, written(tmp_path)).parallel)
-    assert list(config.neutral) == (["--overlap-forward-backward"] if value else [])
+    assert list(config.ignored) == (["--overlap-forward-backward"] if value else [])
 
 
 LENGTHS = ("train_samples", "train_tokens", "train_iters", "lr_decay_samples", "lr_decay_iters")

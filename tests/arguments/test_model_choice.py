@@ -175,7 +175,7 @@ def test_an_unknown_model_is_answered_with_the_known_ones_and_the_nearest(name: 
 
 def test_another_program_trains_what_is_no_decoder() -> None:
     assert "--model must name a decoder, got t5. T5 is trained by pretrain_t5.py" in error_of("--model t5")
-    with pytest.raises(ConfigError, match="--model is refused: it selects the decoder that pretrain_gpt2.py trains"):
+    with pytest.raises(ConfigError, match="--model is not supported: it selects the decoder that pretrain_gpt2.py"):
         parse(["--model", "llama"], world_size=1, env={}, family="t5")
 
 
