@@ -407,7 +407,7 @@ def guard(config: Config) -> Any:
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
     setup.compile_layers = lambda *_, **__: compiled.append(True)
-    optimizer_setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
     global_vars.set_current(config, stand_in(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
