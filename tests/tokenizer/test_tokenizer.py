@@ -133,6 +133,7 @@ def test_a_vocabulary_of_cpm_without_jieba_says_what_to_install(
 ) -> None:
     """And nothing else needs them: GPU machines have neither."""
     monkeypatch.delitem(sys.modules, "megatron.tokenizer.cpm", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.tokenizer.chinese_words", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(DataError, match=f"--tokenizer-type {kind} needs {missing}, .* Run: pip install {missing}$"):
         tokenizer.build(kind, tokenizer_path=tmp_path)
