@@ -15,8 +15,6 @@ from typing import Any
 from tds.clocks import Clock, offset_to_wall_ns
 
 KEPT_STEPS = 1000
-
-
 Row = tuple[int, int, int]
 """(began, ended, waited) of one step on one stage, in nanoseconds of a clock that all stages share."""
 

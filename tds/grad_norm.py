@@ -14,8 +14,6 @@ from tds.gradients import multiply
 
 ROW = 1024
 """Numbers of a large tensor whose squares are added up in fp32."""
-
-
 LARGE = 2**16
 
 

@@ -23,20 +23,10 @@ from tds.device import upload
 from tds.loss import LossMeter
 
 MAX_LOSSES = 32
-
-
 MAX_BYTES = 1020
-
-
 _HEAD, _PART = 4, 6  # a float64 holds any 6 bytes as a whole number
-
-
 _NAMES = _HEAD + 3 * MAX_LOSSES
-
-
 _SIZE = _NAMES + MAX_BYTES // _PART
-
-
 _CHECK_BITS = 20  # squares of checks add up exactly over 8,192 replicas
 
 

@@ -36,9 +36,9 @@ from megatron.checkpoint.huggingface.config import (
     saved_config,
     words_of,
 )
-from megatron.checkpoint.huggingface_args import _read_huggingface
+from megatron.checkpoint.huggingface_args import read_huggingface
 from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
-from megatron.checkpoint.settings_source import OF_WEIGHTS, Source, _require_family
+from megatron.checkpoint.settings_source import OF_WEIGHTS, Source, require_family
 from megatron.config import Config
 from megatron.config.changed_defaults import describe_kept, kept_settings
 from megatron.errors import CheckpointError, marked
@@ -169,7 +169,7 @@ def read_source(path: Path | str, family: str, model: str = "") -> Source | None
             sizes that contradict the tensors.
     """
     if isinstance(path, Path) and is_huggingface(path):
-        return _read_huggingface(path, family, model)
+        return read_huggingface(path, family, model)
     newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
     if newest is None:
         return None
@@ -178,7 +178,7 @@ def read_source(path: Path | str, family: str, model: str = "") -> Source | None
         config = saved_config(state)
     except CheckpointError:
         return None
-    _require_family(config.family, family, f"{place}: family {config.family}", model)
+    require_family(config.family, family, f"{place}: family {config.family}", model)
     settings = former.settings(state["config"])
     stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
     return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))

@@ -63,11 +63,7 @@ from megatron.errors import CheckpointError
 from megatron.log import human_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
-
-
 _format_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
 

@@ -12,11 +12,7 @@ from pathlib import Path
 
 WAIT_S = 120.0
 """How long files on a network file system are waited for. NFS caches attributes for up to 60 s by default."""
-
-
 MOUNTS = Path("/proc/self/mountinfo")
-
-
 _NETWORK = (
     "nfs",
     "cifs",
@@ -32,8 +28,6 @@ _NETWORK = (
     "orangefs",
     "pvfs",
 )
-
-
 _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 

@@ -24,21 +24,21 @@ from megatron.checkpoint.huggingface.config import (
     read_json,
     uses_index,
 )
-from megatron.checkpoint.settings_source import Source, _require_family
+from megatron.checkpoint.settings_source import Source, require_family
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import NOTHING
 from megatron.models.registry import costs_of
 
 
-def _read_huggingface(path: Path, family: str, model: str) -> Source:
+def read_huggingface(path: Path, family: str, model: str) -> Source:
     theirs, known = read_json(path, CONFIG), family_by_type()
     kind = theirs.get("model_type")
     if kind not in known:
         raise CheckpointError(
             f"{path / CONFIG}: model_type must be one of {', '.join(known)}, got {kind!r}. Its architecture is not here"
         )
-    _require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}", model)
+    require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}", model)
     if model and model not in (kind, known[kind]):
         raise CheckpointError(
             f"{path / CONFIG}: model_type {kind} is not --model {model}. Use --model {kind}, or name another folder"

@@ -126,7 +126,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
         CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
     """
     path = Path(path)
-    raw = gather_verdict(world, lambda: None, lambda _: _manifest_bytes(path))
+    raw = gather_verdict(world, lambda: None, lambda _: manifest_bytes(path))
     content = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
     verify(path, content, world)
     if world.rank == 0:
@@ -134,7 +134,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
     return Checkpoint(path, content, world)
 
 
-def _manifest_bytes(path: Path) -> bytes:
+def manifest_bytes(path: Path) -> bytes:
     """Return the content of the manifest in ``path``. Rank 0 only, so that all ranks see the same."""
     try:
         return (path / metadata.MANIFEST_NAME).read_bytes()

@@ -10,7 +10,7 @@ import torch
 from megatron import hub
 from megatron.checkpoint import metadata
 from megatron.checkpoint.folders import checkpoints_in
-from megatron.checkpoint.loading import _manifest_bytes, open_latest
+from megatron.checkpoint.loading import manifest_bytes, open_latest
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE, Group
@@ -44,7 +44,7 @@ def open_written(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: its manifest cannot be read.
     """
-    return Checkpoint(path, metadata.manifest_from_bytes(_manifest_bytes(path), path / metadata.MANIFEST_NAME))
+    return Checkpoint(path, metadata.manifest_from_bytes(manifest_bytes(path), path / metadata.MANIFEST_NAME))
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Source:
         return {name: flat[name] for name in names if name in flat and name in self.stated}
 
 
-def _require_family(family: str, wanted: str, said: str, model: str) -> None:
+def require_family(family: str, wanted: str, said: str, model: str) -> None:
     if model and family != wanted and FAMILIES[family].kind == "decoder":
         raise CheckpointError(
             f"{said} is {FAMILIES[family].title}, and --model {model} selects {FAMILIES[wanted].title}. Use --model "

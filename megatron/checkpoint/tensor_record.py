@@ -25,8 +25,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """The names that safetensors gives to the element types that a checkpoint may hold."""
-
-
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

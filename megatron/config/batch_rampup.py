@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 FLAG = "--rampup-batch-size"
-
-
 _RULE = "must be START INCREMENT SAMPLES, three whole numbers above 0 such as 32 32 100000"
 
 

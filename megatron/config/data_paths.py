@@ -17,18 +17,10 @@ import shlex
 from collections.abc import Sequence
 
 DATA_FLAG = "--data-path"
-
-
 SCHEDULE_FLAG = "--mixture-schedule"
-
-
 LARGEST_TOKENS = 2**62
 """Tokens are counted in 64 bits."""
-
-
 _PATHS_RULE = "must be one path, or weights and paths in turn, such as 0.7 a 0.3 b"
-
-
 _SCHEDULE_RULE = 'must be steps "TOKENS: WEIGHTS" with semicolons between them, such as "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
 
 

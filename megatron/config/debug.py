@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 
 
 STEPS = "1-3"
-
-
 DUMP_ONLY = ("debug_dump_steps", "debug_dump_modules", "debug_dump_tensors")
 """Fields that act with --debug-dump only."""
-
-
 DEBUG_IN_TRAINING = ("debug_dump", "debug_nan")
 
 

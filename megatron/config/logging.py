@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 
 PROFILE_ALONE = "11-12"
 """Of --profile alone, as Megatron-LM has it."""
-
-
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that act with --wandb-project only."""
-
-
 LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
 
 

@@ -21,12 +21,8 @@ from __future__ import annotations
 
 WHOLE = 0
 """What ``tokens_at_once`` returns where the logits of all tokens are made together and kept for backward."""
-
-
 SMALL = 2**22
 """Logits of a micro-batch, over the whole vocabulary, up to which they are made together unless a flag says more."""
-
-
 ON_CPU, ELSEWHERE = 256, 4096
 """Tokens of a chunk unless a flag says more; see docs/experiments.md."""
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 GUARDS = ("off", "skip", "rollback")
-
-
 DRIFT_INTERVAL = 100
 
 

@@ -29,11 +29,8 @@ from tds.schedule import LOOP
 ELEMENTWISE = 64
 """Cost of passing over one number (norm, softmax) in FLOPs of a matrix product. With it a head counts 2.77 layers where
 212 ms beside 75 ms were measured, 2.83 layers (h 256, v 8192, s 256, two CPU cores)."""
-
 KEPT = 2**24
 """Probabilities that T5's blocked attention keeps for backward at most: ``megatron.ops.biased_attention.KEPT``."""
-
-
 GATHERED_COPIES = 4
 """Of the keys and values of whole sequences, in a backward of context parallelism: these, the gradients of two runs of
 queries, and their sum by rank."""

@@ -13,8 +13,6 @@ from megatron.data.split import NAMES
 from megatron.errors import DataError
 
 WeightedPath = tuple[float, str]
-
-
 _SUFFIXES = (".bin", ".idx")
 
 

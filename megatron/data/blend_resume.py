@@ -19,14 +19,8 @@ from megatron.errors import CheckpointError
 
 _ONE = "the one corpus of the checkpoint"
 """Checkpoints of a single corpus held no name."""
-
-
 SAME_LENGTH = Fraction(1)
-
-
 CONTENT, TOKENIZER, SAMPLES = "content", "tokenizer", "samples"
-
-
 _PARTS = (CONTENT, TOKENIZER, SAMPLES)
 """The parts of a fingerprint."""
 

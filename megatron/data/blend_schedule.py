@@ -21,8 +21,6 @@ from megatron.data.blend_index import BlendIndex
 from megatron.errors import DataError
 
 FORMAT = 1
-
-
 _LARGEST_TOTAL = 1 << 48
 
 

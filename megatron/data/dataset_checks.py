@@ -18,8 +18,6 @@ from megatron.errors import DataError
 from megatron.tokenizer.identity import is_same
 
 _ENDS_LOOKED_AT = 1000
-
-
 _REMEMBERED_TOKENS = 1 << 26
 
 

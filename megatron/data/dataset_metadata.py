@@ -15,8 +15,6 @@ from typing import Any
 from megatron.errors import DataError
 
 FORMAT = 1
-
-
 _CHECKSUM = "crc32"
 
 

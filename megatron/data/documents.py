@@ -10,8 +10,6 @@ import numpy as np
 
 Documents = tuple[int, int] | np.ndarray
 """(start, stop), or ascending document numbers (int32 or int64), as a split by hash gives them."""
-
-
 _BLOCK = 1 << 18
 
 

@@ -27,14 +27,8 @@ from megatron.data.sample_index import runs
 from megatron.errors import ConfigError, DataError
 
 NAMES = FIM_TOKENS
-
-
 _NUM_CONTROL_TOKENS = 3
-
-
 _SHORTEST = 2 * _NUM_CONTROL_TOKENS
-
-
 _WORDS_A_DOCUMENT = 4
 
 

@@ -32,14 +32,8 @@ from megatron.data.index_format import (
 )
 
 STRIDE = 256
-
-
 NUM_PROBES = 4096
-
-
 _BLOCK = 1 << 20
-
-
 _DOCUMENTS_JOINED = 1 << 16
 
 

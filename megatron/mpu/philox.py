@@ -11,17 +11,9 @@ from __future__ import annotations
 import torch
 
 ROUNDS = 10
-
-
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-
-
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-
-
 WORD = 0xFFFFFFFF
-
-
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

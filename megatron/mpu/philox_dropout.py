@@ -29,13 +29,11 @@ from megatron.mpu.context_parallel import Run, runs_of, runs_within
 from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.philox import philox
-from megatron.mpu.random import DropoutKey, DropoutStreams, _plus
+from megatron.mpu.random import DropoutKey, DropoutStreams, add_residual
 from megatron.mpu.random_key import hashed
 
 LANES = 4
 """Columns that share a counter."""
-
-
 BLOCK = {"cpu": 2**14, "cuda": 2**24}
 """Counters that are worked on at a time: on a CPU as many as its caches hold, elsewhere few enough for its memory."""
 
@@ -82,7 +80,7 @@ class PhiloxDropout(DropoutStreams):
             ValueError: ``x`` has other dimensions than these.
         """
         if not training or probability == 0.0:
-            return _plus(residual, x)
+            return add_residual(residual, x)
         if x.dim() != 3 or not x.shape[1] or x.shape[1] % self.micro_batch_size:
             raise ValueError(
                 "with --layout-independent-dropout a tensor must be [sequence, micro-batch, hidden], so that its "
@@ -104,7 +102,7 @@ class PhiloxDropout(DropoutStreams):
             planes=_range(1, x.device),
             columns=_columns(column, width),
         )
-        return _plus(residual, _without(x, mask, probability))
+        return add_residual(residual, _without(x, mask, probability))
 
     def _drop_runs(
         self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
@@ -132,7 +130,7 @@ class PhiloxDropout(DropoutStreams):
             planes=_range(1, x.device),
             columns=_columns(column, x.shape[2]),
         )
-        return _plus(residual, _without(x, mask, probability))
+        return add_residual(residual, _without(x, mask, probability))
 
     def attend(
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,

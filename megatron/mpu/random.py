@@ -116,9 +116,9 @@ class DropoutStreams:
             is_part: ``x`` is this tensor rank's part of the sequence.
         """
         if not training or probability == 0.0:
-            return _plus(residual, x)
+            return add_residual(residual, x)
         if self._counts is not None and torch.compiler.is_compiling():
-            return _plus(residual, self._drop_in_graph(x, probability, layer, site, is_cut or is_part))
+            return add_residual(residual, self._drop_in_graph(x, probability, layer, site, is_cut or is_part))
         return self.drop(x, probability, layer, site, is_cut or is_part, residual)
 
     def drop(
@@ -130,7 +130,7 @@ class DropoutStreams:
             return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
         with self.generator(x.device, layer, site, is_cut):
             dropped = F.dropout(x, probability, training=True)
-        return _plus(residual, dropped)
+        return add_residual(residual, dropped)
 
     def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
         """Return what ``drop`` does, by an operator; ``layer`` is a tensor."""
@@ -178,5 +178,5 @@ def checkpoint(
     return torch_checkpoint(run, *held, use_reentrant=False, preserve_rng_state=False)
 
 
-def _plus(residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def add_residual(residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x if residual is None else residual + x

@@ -24,8 +24,6 @@ PRESS_S = 0.5
 wrapper among them, such as ``timeout --foreground`` or torchrun, passes it on once more."""
 LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
 """Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
-
-
 REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
 """Names a file that the launcher of an elastic job makes while a node waits to be taken in."""
 REGROUP = "a node has come: the launcher starts again with it"

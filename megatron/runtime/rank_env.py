@@ -22,14 +22,8 @@ from typing import NamedTuple
 from megatron.errors import marked, raise_all
 
 DEFAULT_PORT = "29500"
-
-
 MOST_PORT = 65535
-
-
 _TASKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"  # such as 4(x2)
-
-
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

@@ -23,14 +23,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 SIZE = 512
-
-
 RUNNING, LATE, IDLE, REGROUP = "running", "late", "idle", "regroup"
-
-
 _BOUNDS = (0, 96, 480, 488, SIZE)
-
-
 _page: mmap.mmap | bytearray = bytearray(SIZE)
 
 

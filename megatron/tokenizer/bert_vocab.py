@@ -14,11 +14,7 @@ from megatron.tokenizer.build import read_vocabulary
 from megatron.tokenizer.huggingface import LibraryTokenizer
 
 _UNK = "[UNK]"
-
-
 _CONTROL = ("[PAD]", _UNK, "[CLS]", "[SEP]", "[MASK]")
-
-
 _MAX_WORD_CHARACTERS = 100
 
 

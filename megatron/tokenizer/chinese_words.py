@@ -23,15 +23,9 @@ from jieba import finalseg
 from jieba.finalseg import MIN_FLOAT, emit_P, start_P, trans_P
 
 _STATES = "BMES"
-
-
 _BEFORE = {"B": "ES", "M": "BM", "E": "BM", "S": "ES"}
 """What may stand before each state; of equal paths jieba takes the second."""
-
-
 _FIRST, _LAST = 0x4E00, 0x9FD5
-
-
 _UTF_32 = "utf-32-le"
 
 
@@ -109,34 +103,18 @@ def _follow_back(
 
 MARK = "\ud800"
 """Stands between words: a lone surrogate, which no text that can be encoded has."""
-
-
 NO_PIECE = "\ufffd"
 """Stands in a text for an id that the vocabulary does not have."""
-
-
 _TEXT_END = "\ud801"
-
-
 _HAN = "\u4e00-\u9fd5"
-
-
 _UNIT = f"(?:[{_HAN}]|[a-zA-Z0-9]+|[-+#&._%])"
-
-
 _RUN = re.compile(f"{MARK}({_UNIT}(?:{MARK}{_UNIT})+)(?={MARK})")
-
-
 _OTHER_HAN = re.compile("([\u3400-\u4dbf\u9fd6-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
-
-
 _MOST_KNOWN = 1 << 18
-
-
 _known_runs: dict[str, str] = {}
-
-
 _dictionary = rjieba.Jieba()
+# No text contains this word; its count of 3 makes up for a word that jieba's list holds twice.
+_dictionary.add_word("\0", 3, None)
 
 
 _SPACE, _LINE_END = "\u2582", "\u2583"

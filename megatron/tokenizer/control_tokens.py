@@ -11,43 +11,25 @@ EOD_NAMES = (
     *("<EOS_TOKEN>", "[EOS]", "[SEP]"),
 )
 """Names of the end-of-document token; the first one in the vocabulary is used. See ``Tokenizer.eod_name``."""
-
-
-_NOT_OF_CHATS = ("[SEP]",)
-
-
+NOT_OF_CHATS = ("[SEP]",)
 FORMER_EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
 """Names from which versions up to 8c23b9e6 took the first one in the vocabulary, also a tag such as Gemma's </s>."""
-
-
-_NEW_NAMES = ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>")
+NEW_NAMES = ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>")
 """Names that versions up to 8c23b9e6 did not look for; the file digest of an identity leaves them out."""
-
-
 BY_NAME = "by-name"
 """Value of --eod-token that selects the rule of ``FORMER_EOD_NAMES``, which older runs keep."""
-
-
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 """Names of the padding token, as above."""
-
-
 UNK_NAMES = ("<unk>", "[UNK]", "<|unk|>")
 """Names of the token for what the vocabulary does not have, as above."""
-
-
 SENTINEL_NAMES = ("<extra_id_{}>", "<s_{}>")
 """Names of the tokens that stand for spans, T5's and CPM's; those of one kind, counted from 0 without a gap."""
-
-
 FIM_NAMES = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<PRE>", "<MID>", "<SUF>"),
 )
 """Names of the three tokens of fill-in-the-middle, by spelling."""
-
-
 OTHER_NAMES = (
     *("<s>", "<bos>", "<eos>", "</d>", "<cls>", "<sep>", "<mask>", "<bod>", "<eop>"),
     *("[CLS]", "[MASK]", "[BOS]", "[EOS]", "[gMASK]"),
@@ -55,8 +37,6 @@ OTHER_NAMES = (
     *("<fim_pad>", "<|fim_pad|>", "<EOT>"),
 )
 """Names of other control tokens."""
-
-
 _MOST_SENTINELS = 512
 
 

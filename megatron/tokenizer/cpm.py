@@ -11,14 +11,10 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.tokenizer.build import read_vocabulary
-from megatron.tokenizer.chinese_words import MARK, NO_PIECE, _dictionary, mark_words, to_pieces, to_text
+from megatron.tokenizer.chinese_words import MARK, NO_PIECE, mark_words, to_pieces, to_text
 from megatron.tokenizer.known_words import ENTRY_CHARACTERS
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
-
-# No word of a text has it: its 3 make up for the second line of a word in jieba's list.
-_dictionary.add_word("\0", 3, None)
-
 
 # The tokenizer of CPM-1: words by jieba, then a SentencePiece vocabulary of 30,000 pieces.
 #

@@ -18,17 +18,9 @@ import numpy as np
 from megatron.tokenizer.tokenizer import Arrays
 
 SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
-
-
 _WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
-
-
 _LONGEST_MEAN = 12
-
-
 _CACHE_CHARACTERS = 1 << 22
-
-
 ENTRY_CHARACTERS = 16
 """What an entry of a memory of words counts besides its own characters: some 200 bytes are spent on each."""
 

@@ -10,27 +10,13 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 _PIECE, _TEXT, _TYPE = 1, 1, 3
-
-
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-
-
 _CONTROL = 3
-
-
 _NORMALIZER, _DUMMY_PREFIX = 3, 3
-
-
 _SCORE = 2
-
-
 _TRAINER = 2
-
-
 _DECISIVE = {_TRAINER: (3, 24, 35), _NORMALIZER: (2, 3, 4, 5)}
 """Fields that decide the ids: model type, whitespace as suffix, byte fallback; character map, prefix, spaces."""
-
-
 _DEFAULTS = {"2.3": "01", "2.24": "00", "2.35": "00", "3.2": "", "3.3": "01", "3.4": "01", "3.5": "01"}
 
 

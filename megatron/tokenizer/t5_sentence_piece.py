@@ -10,8 +10,6 @@ from megatron.errors import DataError
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 
 NUM_SENTINELS = 100
-
-
 _NAME = "<extra_id_{}>"
 
 

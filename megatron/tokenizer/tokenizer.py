@@ -15,11 +15,11 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.tokenizer import identity as tokenizer_identity
 from megatron.tokenizer.control_tokens import (
-    _NEW_NAMES,
-    _NOT_OF_CHATS,
     BY_NAME,
     EOD_NAMES,
     FORMER_EOD_NAMES,
+    NEW_NAMES,
+    NOT_OF_CHATS,
     PAD_NAMES,
     SENTINEL_NAMES,
     UNK_NAMES,
@@ -225,7 +225,7 @@ class Tokenizer(ABC):
         eos = self.siblings.named.get("eos_token")
         if self.siblings.has_chat_template:
             special = {*self.siblings.special, *self._declared_control_names()}
-            of_texts = [name for name in EOD_NAMES if name in special and name not in _NOT_OF_CHATS]
+            of_texts = [name for name in EOD_NAMES if name in special and name not in NOT_OF_CHATS]
             yield from sorted(of_texts, key=lambda name: name != eos)
         elif eos is not None:
             yield eos
@@ -316,7 +316,7 @@ class Tokenizer(ABC):
 
     def _former_control_names(self) -> list[str]:
         """Return the names that versions up to 8c23b9e6 looked for, whether the vocabulary has them or not."""
-        return [*(name for name in all_names() if name not in _NEW_NAMES), *self._declared_control_names()]
+        return [*(name for name in all_names() if name not in NEW_NAMES), *self._declared_control_names()]
 
     def _files_digest(self) -> str:
         """Return the identity of versions up to 8c23b9e6: SHA-256 over the files and the names that are escaped."""

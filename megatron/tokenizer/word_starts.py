@@ -24,14 +24,8 @@ import numpy as np
 from megatron.tokenizer.tokenizer import Tokenizer
 
 _MARK = "\u2581"
-
-
 _CHINESE = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-
-
 _GOES_ON = re.compile(r"[^\W_]|'")
-
-
 _CHINESE_BYTES = range(0xE3, 0xEA)
 """First bytes of U+3000 ... U+9FFF in UTF-8."""
 
@@ -66,8 +60,6 @@ def _byte_characters() -> dict[int, str]:
 
 
 _BYTES = {character: byte for byte, character in _byte_characters().items()}
-
-
 _RULES: dict[str, Callable[[str], bool]] = {
     "bytes": _of_bytes,
     "text": _of_text,

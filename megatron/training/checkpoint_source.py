@@ -15,11 +15,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training import deepspeed_folders
 
 RUNS = Path("runs")
-
-
 NATIVE = "native"
-
-
 LOADED = "loaded"
 """Folder in a run folder of what was downloaded from the store of another run."""
 

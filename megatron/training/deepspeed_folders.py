@@ -28,11 +28,7 @@ from megatron.checkpoint.retention import RetentionPolicy, remove_old
 from megatron.mpu.groups import Group
 
 FORMAT = "deepspeed"
-
-
 _TAG = re.compile(r"global_step(\d+)(-\d+)?")
-
-
 _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 

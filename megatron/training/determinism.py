@@ -14,12 +14,8 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
-
 WORKSPACES = (":4096:8", ":16:8")
 """Values with which cuBLAS repeats itself, as its documentation on reproducibility has them; the first is faster."""
-
-
 NCCL_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """One order of sums for every start: left alone, NCCL chooses by size and by what it finds of the machine."""
 

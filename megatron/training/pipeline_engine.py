@@ -21,9 +21,9 @@ from megatron.training.loss_forms import (
 )
 from megatron.training.step_engine import (
     DataIterator,
-    _loss_values,
-    _own_work,
-    _raising_data_error,
+    as_data_error,
+    busy_seconds,
+    loss_values,
     set_micro_batches,
 )
 from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
@@ -54,13 +54,13 @@ class PipelineStepEngine:
         self.has_weighted_loss: bool | None = None
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
-        engine.agrees_on_data = False  # DataLoader never end
+        engine.agrees_on_data = False  # training data loaders never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean)
         engine.mean_micro_batches = share.mean
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
-        engine.on_loss = lambda _: self.on_loss(_loss_values(engine.means)[0])
+        engine.on_loss = lambda _: self.on_loss(loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
@@ -73,17 +73,17 @@ class PipelineStepEngine:
         if self.routers is not None:
             tokens = self.micro_batch_tokens * mean
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
-        with _raising_data_error():
+        with as_data_error():
             self.engine.train_batch(data)
-        result = result_of(*_loss_values(self.engine.means), scale, self.optimizer)
+        result = result_of(*loss_values(self.engine.means), scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
-        with _raising_data_error():
+        with as_data_error():
             self.engine.eval_batch(data, num_micro_batches=self.share.number)
-        return _loss_values(self.engine.means)[0]  # which the host has read; what eval_batch returns it has not
+        return loss_values(self.engine.means)[0]  # already on the host, unlike the result of eval_batch
 
     def bubble(self) -> float | None:
         """Return the share of time that stages idled in the training steps since the last call. Collective.
@@ -95,7 +95,7 @@ class PipelineStepEngine:
 
     def busy(self) -> tuple[float, int]:
         """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
-        return _own_work(self.engine.rows_of_steps("busy"))
+        return busy_seconds(self.engine.rows_of_steps("busy"))
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         self._micro_batch = micro_batch

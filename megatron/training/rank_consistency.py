@@ -28,26 +28,16 @@ from megatron.mpu.groups import Grid
 from megatron.runtime.rendezvous import format_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 VERSIONS = ("torch", "triton", "deepspeed", "numpy", "tokenizers", "sentencepiece")
-
-
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADAPTOR", "DS_ACCELERATOR", "ENABLE_DEEPSPEED_ADAPTOR",
     "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 """Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
-
-
 DEVICE_VARIABLES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 """What decides which GPU a rank takes."""
-
-
 MOST_ROWS = 20
-
-
 _OWN = ("run.local_rank",)
 
 

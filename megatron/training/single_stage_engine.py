@@ -28,8 +28,8 @@ from megatron.training.loss_forms import (
 from megatron.training.step_engine import (
     DataIterator,
     ForwardStep,
-    _loss_values,
-    _own_work,
+    busy_seconds,
+    loss_values,
     set_micro_batches,
 )
 from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
@@ -44,7 +44,10 @@ from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 
 
 class SingleStageEngine:
-    """DeepSpeed's engine: forward and backward of each micro-batch in turn; reduction, norm and clipping are ours."""
+    """A model without a pipeline on DeepSpeed's engine, which runs backward() and step().
+
+    Gradient reduction, norm, clipping and loss scaling are those of ``MixedPrecisionOptimizer``.
+    """
 
     def __init__(
         self,
@@ -58,14 +61,16 @@ class SingleStageEngine:
         averages_micro_batches: bool = False,
         routers: Routers | None = None,
     ) -> None:
-        """Take over ``engine``.
+        """Set up the engine for training.
 
         Args:
-            share: this replica's of a step for which nothing else is said, and of an evaluation.
-            micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
-                weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
-            averages_micro_batches: train on the mean of the micro-batches' means (``mean_of_micro_batch``).
-            routers: of this rank's layers with experts; None: the model is dense.
+            engine: DeepSpeed's engine.
+            forward_step: the user's function of (data iterator, engine) to (loss, reported values).
+            share: this replica's micro-batches in a step that names no other share, and in an evaluation.
+            micro_batch_tokens: predicted tokens of one micro-batch on all replicas together. In the backward, a sum
+                over tokens is divided by the nominal weight of a step's tokens.
+            averages_micro_batches: train on the mean of the micro-batches' means (--loss-average micro-batch).
+            routers: the routers of this rank's layers with experts; None for a dense model.
         """
         self.engine = engine
         self.module: torch.nn.Module = engine.module
@@ -85,87 +90,93 @@ class SingleStageEngine:
         engine.enable_backward_allreduce = False
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
-        """Run this replica's micro-batches of step number ``step`` and update the weights. Collective."""
-        first, number, mean = share or self.share
-        set_micro_batches(self.engine, number)
-        self.engine.train()
+        """Run this replica's micro-batches of one training step and update the weights. Collective.
+
+        Args:
+            data: iterator over the micro-batches of this replica.
+            step: index of the step, from 0.
+            share: this replica's micro-batches; None uses ``self.share``.
+        """
+        first, num_micro_batches, mean_micro_batches = share or self.share
+        tokens_per_step = self.micro_batch_tokens * mean_micro_batches
+        optimizer, replicas = self.optimizer, self.grid.data_context
+        works_in_backward = optimizer.sums_gradients or optimizer.gathers_weights
         reported: dict[str, torch.Tensor] = {}
-        meter = LossMeter(number, nominal_weight(self.micro_batch_tokens * mean), self.device, lambda: reported, mean)
+        meter = LossMeter(
+            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_micro_batches
+        )
+        set_micro_batches(self.engine, num_micro_batches)
+        self.engine.train()
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
-        sums_gradients = self.optimizer.sums_gradients
-        works_in_backward = sums_gradients or self.optimizer.gathers_weights
+
+        # 1. Forward and backward of each micro-batch; gradients accumulate.
         began = self._clock.mark()
-        for micro_batch in range(number):
+        for micro_batch in range(num_micro_batches):
             self.streams.position = DropoutKey(step, micro_batch, first)
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
             loss = as_weighted(loss)
-            loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
+            if self.averages_micro_batches:
+                loss = mean_of_micro_batch(loss)
             trained = meter.add(loss, micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = trained.detach()
-            if self.routers is not None:
-                self._scale_routers(self.routers, mean)
+            if self.routers is not None:  # a token's router losses have the weight of its cross-entropy
+                weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
+                self.routers.set_scale(optimizer.loss_scale / weight)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
-            if works_in_backward and micro_batch == number - 1:
-                self.optimizer.begin_last_backward()
-            self.engine.backward(trained * self.optimizer.loss_scale, scale_wrt_gas=False)
+            if works_in_backward and micro_batch == num_micro_batches - 1:
+                optimizer.begin_last_backward()
+            self.engine.backward(trained * optimizer.loss_scale, scale_wrt_gas=False)
             if works_in_backward:
-                self.optimizer.end_micro_batch()
+                optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
+
+        # 2. All-reduce of the losses over the replicas.
         self.on_activity(f"step {step + 1}, reduction and update")
-        agreement = self._agree(meter)
-        if sums_gradients:
-            self.optimizer.scale_gradients(1.0)
-        elif self.grid.data_context.size > 1:  # what sums are multiplied by is left to the optimizer
-            gradients = [gradient for p, gradient in self.optimizer.gradients() if not is_reduced_apart(p)]
-            reduce_gradients(gradients, self.grid.data_context.handle)
+        reduction = self._reduce_losses(meter)
+
+        # 3. All-reduce of the gradients; the optimizer applies the remaining factor.
+        if optimizer.sums_gradients:
+            optimizer.scale_gradients(1.0)
+        elif replicas.size > 1:
+            gradients = [gradient for p, gradient in optimizer.gradients() if not is_reduced_apart(p)]
+            reduce_gradients(gradients, replicas.handle)
         read_ahead(data)
-        read_with_norm(self.optimizer, agreement)
-        return self._update(*_loss_values(agreement.means()))
+        read_with_norm(optimizer, reduction)
+
+        # 4. Norm, clipping and update, or a skipped step.
+        loss_scale = optimizer.loss_scale
+        mean_loss, other_losses = loss_values(reduction.means())
+        self.on_loss(mean_loss)
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        result = result_of(mean_loss, other_losses, loss_scale, optimizer)
+        return result if self.routers is None else with_router_losses(result, self.routers, optimizer, self.device)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
-        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
         self.engine.eval()
         nominal = nominal_weight(self.micro_batch_tokens * self.share.mean)
         meter = LossMeter(self.share.number, nominal, self.device, mean_micro_batches=self.share.mean)
-        with random_numbers_kept(self.device):  # a user's layers and samples may draw some
+        with random_numbers_kept(self.device):  # layers and samples of the user may draw random numbers
             for micro_batch in range(self.share.number):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
-        return _loss_values(self._agree(meter).means())[0]
+        return loss_values(self._reduce_losses(meter).means())[0]
+
+    def _reduce_losses(self, meter: LossMeter) -> LossReduction:
+        """All-reduce the losses over the replicas and the ranks that hold shards of their sequences. Collective."""
+        replicas = self.grid.data_context
+        return all_reduce_loss(meter, self.device, data_group=replicas.handle, data_size=replicas.size)
 
     def bubble(self) -> None:
-        """Return None: a single stage waits for no other."""
+        """Return None: there is no pipeline bubble."""
 
     def busy(self) -> tuple[float, int]:
-        """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
-        return _own_work(self._busy.drain())
-
-    def _scale_routers(self, routers: Routers, mean_micro_batches: float) -> None:
-        """Scale the router losses of a token by the weight that its cross entropy has in the backward.
-
-        Args:
-            mean_micro_batches: of a step, averaged over the replicas.
-        """
-        weight = token_weight(
-            self.micro_batch_tokens * mean_micro_batches, self.grid, is_mean=not self.has_weighted_loss
-        )
-        routers.set_scale(self.optimizer.loss_scale / weight)
-
-    def _agree(self, meter: LossMeter) -> LossReduction:
-        """Return what the losses of all replicas, and of their pieces of sequences, came to. Collective."""
-        data = self.grid.data_context
-        return all_reduce_loss(meter, self.device, data_group=data.handle, data_size=data.size)
-
-    def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
-        scale = self.optimizer.loss_scale
-        self.on_loss(loss)
-        self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()
-        result = result_of(loss, losses, scale, self.optimizer)
-        return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
+        """Return the seconds of forward and backward since the last call, and the number of steps."""
+        return busy_seconds(self._busy.drain())

@@ -17,20 +17,18 @@ from tds.engine.data_consistency import DataDisagreement
 from tds.loss_reduction import MeanLosses
 
 DataIterator = Iterator[Any] | None
-
-
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
 
 
 class StepEngine(Protocol):
-    """What the loop needs of an engine.
+    """The interface of an engine to the training loop.
 
     Attributes:
-        engine: DeepSpeed's or tds's.
-        on_loss: called on every rank with the mean loss of a step, ahead of its update.
-        on_activity: called with what the engine is at, ahead of each action of a step.
-        micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
-        has_weighted_loss: on the last stage, as soon as there was a loss: whether it is a pair (sum, count).
+        engine: the engine of DeepSpeed or tds.
+        on_loss: called on every rank with the mean loss of a step, before the update.
+        on_activity: called with a description of each action of a step, before the action.
+        micro_losses: losses (or sums of losses) of the last step by micro-batch, on the last stage of this replica.
+        has_weighted_loss: on the last stage, after the first loss: True if the loss is a pair (sum, count).
     """
 
     module: torch.nn.Module
@@ -51,26 +49,27 @@ class StepEngine(Protocol):
 
 
 def set_micro_batches(engine: Any, number: int) -> None:
-    """Tell an engine of DeepSpeed's kind how many micro-batches its next step has."""
+    """Set the number of micro-batches of the next step on an engine with DeepSpeed's interface."""
     now = engine.gradient_accumulation_steps()
     if number != now:
         engine.set_train_batch_size(engine.train_batch_size() // now * number)
 
 
 @contextmanager
-def _raising_data_error() -> Iterator[None]:
-    """Turn what ``--check-data-agreement`` finds, the same on all ranks, into the error of data that cannot be used."""
+def as_data_error() -> Iterator[None]:
+    """Raise the disagreement that ``--check-data-agreement`` finds, the same on all ranks, as a DataError."""
     try:
         yield
     except DataDisagreement as error:
         raise DataError(str(error)) from error
 
 
-def _loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
-    """Return the mean loss and the others by name, as numbers of the host."""
+def loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
+    """Return the mean loss and the other losses by name, as floats."""
     (_, loss), *others = means.numbers.items()
     return loss, dict(others)
 
 
-def _own_work(rows: list[Row]) -> tuple[float, int]:
+def busy_seconds(rows: list[Row]) -> tuple[float, int]:
+    """Return the seconds of work in the recorded steps, without waits for other stages, and the number of steps."""
     return 1e-9 * sum(ended - began - waited for began, ended, waited in rows), len(rows)

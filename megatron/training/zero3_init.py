@@ -30,8 +30,6 @@ from tds.gradients import is_reduced_apart
 
 CHUNK_BYTES = 32 * 2**20
 """Of the values that are sent at a time."""
-
-
 SINGLE_PLACE = "single memory location"
 """What torch says of writing to a tensor whose elements share memory."""
 

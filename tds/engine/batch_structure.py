@@ -10,14 +10,8 @@ import torch
 BATCH_STRUCTURE = (
     "((inputs...), labels): what the first layer takes, and what the loss function takes beside the output"
 )
-
-
 _MOST_SHOWN = 6
-
-
 _DEEPEST = 6
-
-
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 

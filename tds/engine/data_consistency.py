@@ -24,8 +24,6 @@ import torch.distributed as dist
 from tds.p2p.collective_scope import collective_scope
 
 NO_READER, ENDED, READY = 0, 1, 2
-
-
 NOWHERE = -1
 
 

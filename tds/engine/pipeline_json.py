@@ -21,11 +21,7 @@ KEYS = (
 """DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
 trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split. "overlap_forward_backward" was
 removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
-
-
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
-
-
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
     "progressive_layer_drop": "drop layers in your own modules, by torch's random numbers",

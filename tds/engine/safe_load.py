@@ -27,23 +27,11 @@ from tds.deepspeed_api import (
 )
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # beats what DeepSpeed passes to ``torch.load``
-
-
 _NAME = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
-
-
 _reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]
-
-
 _scalar: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
-
-
 _HOMES = ("numpy.core.multiarray", "numpy._core.multiarray")  # it moved with NumPy 2
-
-
 _KINDS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
-
-
 ALLOWED: list[Any] = [
     LossScaler,
     DynamicLossScaler,

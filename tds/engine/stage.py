@@ -14,7 +14,7 @@ from tds.device import to_device
 from tds.engine.batch_structure import describe_structure
 from tds.engine.micro_batches import stage_inputs
 from tds.engine.recompute import Recompute
-from tds.engine.stage_call import Call, InFlight, _key, program_of
+from tds.engine.stage_call import Call, InFlight, action_key, program_of
 from tds.engine.step_report import BACKWARD, FORWARD
 from tds.engine.weight_grad_store import WeightGradStore
 from tds.gradients import GradientSource
@@ -147,7 +147,7 @@ class Stage:
         with_grad = self.exchange.send_forward(outgoing, output)
         if call.is_training:
             self._refuse_lost_gradients(with_grad)
-            self._in_flight[_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
+            self._in_flight[action_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
 
     def backward(self, action: Action, call: Call) -> None:
         """Run the whole backward of one micro-batch; send the gradients of what came in back."""
@@ -171,10 +171,10 @@ class Stage:
         reducer = call.reducer if action in self._program.last else None
         starts_early = reducer is not None and gradients.come_in_hooks
         if reducer is not None and starts_early:
-            reducer.register_chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
+            reducer.register_chunk_ready(action.chunk, apart_from=self.splitter.waiting(action_key(action)))
         with call.part(BACKWARD):
             gradients.before_backward()
-            self.splitter.run(_key(action), reducer.ready if reducer is not None and starts_early else None)
+            self.splitter.run(action_key(action), reducer.ready if reducer is not None and starts_early else None)
             gradients.after_backward()
         if reducer is not None:
             reducer.register_chunk_ready(action.chunk)
@@ -183,7 +183,7 @@ class Stage:
         incoming, outgoing = self._program.messages[action]
         gradients = _gradients(call)
         arrived = [None] if incoming is None else self.exchange.recv_backward(incoming)
-        state = self._in_flight.pop(_key(action))
+        state = self._in_flight.pop(action_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
             with self._splitting(action), self._putting_off(action):
@@ -198,19 +198,23 @@ class Stage:
 
     def _splitting(self, action: Action) -> AbstractContextManager[None]:
         """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
-        return self.splitter.active() if _key(action) in self._program.put_off else nullcontext()
+        return self.splitter.active() if action_key(action) in self._program.put_off else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
         is_on = getattr(self.module, "activation_checkpoint_interval", 0)
         return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
-        return nullcontext() if self._methods[type(action)] == self.backward else self.splitter.deferring(_key(action))
+        return (
+            nullcontext()
+            if self._methods[type(action)] == self.backward
+            else self.splitter.deferring(action_key(action))
+        )
 
     def _forward_of(self) -> tuple[int, int] | None:
         """Return the micro-batch and chunk whose forward runs in training."""
         action = self.exchange.action
-        return _key(action) if self.exchange.is_training and isinstance(action, Forward) else None
+        return action_key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
@@ -242,7 +246,7 @@ class Stage:
                 f"{action.micro_batch} on stage {self.index}"
             )
         scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
-        self._in_flight[_key(action)] = InFlight(leaves, [scaled])
+        self._in_flight[action_key(action)] = InFlight(leaves, [scaled])
 
     def made_output(self, output: Any) -> Any:
         """Return what a program is shown of an output of the last layer; None of other stages."""

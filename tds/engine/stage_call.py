@@ -88,10 +88,10 @@ def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) ->
     """Return what follows from ``actions``; found once for all calls that have the same."""
     messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
     last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
-    put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
+    put_off = {action_key(action) for action in actions if isinstance(action, BackwardInput)}
     reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
     return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
 
 
-def _key(action: Action) -> tuple[int, int]:
+def action_key(action: Action) -> tuple[int, int]:
     return action.micro_batch, action.chunk

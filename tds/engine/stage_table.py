@@ -19,7 +19,6 @@ from tds.p2p.collective_scope import collective_scope
 from tds.schedule import LOOP, Placement
 
 _log = logging.getLogger("tds")
-
 MEBI = 2**20
 
 

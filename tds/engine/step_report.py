@@ -19,8 +19,6 @@ from tds.engine.engine_parts import EngineParts
 from tds.loss_reduction import MeanLosses
 
 FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
-
-
 PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
 """What train_batch has beyond the sum of the others is waiting for the other stages."""
 

@@ -41,11 +41,7 @@ class Together:
 
 outside = Together(deque(maxlen=1))
 """Of the process while no engine is at work."""
-
-
 _present = outside
-
-
 _number = 0
 
 

@@ -24,29 +24,13 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
-
-
 MAX_TENSORS = 32
-
-
 MAX_DIMS = 8
-
-
 MAX_KEY_BYTES = 1024
-
-
 MAGIC = 0x746473
-
-
 _FRONT = 4
-
-
 _FIELDS = 3 + MAX_DIMS
-
-
 _KEYS = _FRONT + MAX_TENSORS * _FIELDS
-
-
 HEADER_SIZE = _KEYS + MAX_KEY_BYTES // 8
 
 

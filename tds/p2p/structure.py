@@ -36,11 +36,7 @@ class Structure:
 
 
 SINGLE = Structure()
-
-
 TUPLE = Structure(tuple)
-
-
 LIST = Structure(list)
 
 

@@ -13,8 +13,6 @@ from tds.p2p.boundary_layers import Place
 from tds.p2p.structure import Structure
 
 _log = logging.getLogger("tds")
-
-
 _warned: set[str] = set()
 
 

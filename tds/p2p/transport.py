@@ -20,8 +20,6 @@ from tds.p2p.packed_layout import Slice
 from tds.schedule import Action, Kind, Message
 
 HISTORY = 20
-
-
 Route = tuple[Kind, int, int]
 """What travels, the stage that sends it, the stage that it goes to."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from tds.torch_api import flight_record
 
 NUMBER = 20
-
-
 _CLOCK_S = time.time() - time.monotonic()
 """The wall clock, in which torch's times are, against the one that nobody sets; as it was at first."""
 

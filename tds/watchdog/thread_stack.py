@@ -13,14 +13,8 @@ from types import FrameType
 import torch
 
 DEEPEST = 12
-
-
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-
-
 _INSTALLED = {"site-packages", "dist-packages"}
-
-
 _OWN_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_paths()["stdlib"], *torch.__path__))
 """Of what may lie elsewhere: Python's own modules, and torch, which is often built in a checkout."""
 
