@@ -18,9 +18,9 @@ from megatron.mpu.shard import Shard, shard_of
 from megatron.training import global_vars
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer
+from megatron.training.run_callbacks import debugging_callbacks, make_callbacks
 from megatron.training.setup import build_engine, make_streams
 from megatron.training.step_engine import ForwardStep, StepEngine
-from megatron.training.train import debugging_callbacks
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 
@@ -81,7 +81,7 @@ def trace_steps(
     streams = make_streams(config, here)
     global_vars.set_current(config, tokenizer or mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
-    debuggers = list(debugging_callbacks(config, here, engine, streams))
+    debuggers = make_callbacks(debugging_callbacks(config, here, engine, streams))
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
     trace = Trace()
     _capture_first_gradients(engine, trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -17,30 +17,20 @@ from megatron.config import Config
 from megatron.config.parallel import TRACE_IN_RUN
 from megatron.errors import raise_all
 from megatron.mpu.mappings import all_reduce
-from megatron.mpu.random import DropoutStreams
 from megatron.runtime import rank_status
 from megatron.runtime.exit_signals import StopRequests
 from megatron.training import auto_placement, global_vars, initialize, run_folder, run_lock, start_table
 from megatron.training.callbacks.checkpointer import Checkpointer
-from megatron.training.callbacks.compile_meter import CompileMeter
-from megatron.training.callbacks.console import Console
-from megatron.training.callbacks.evaluator import Evaluator
-from megatron.training.callbacks.expert_monitor import ExpertMonitor
-from megatron.training.callbacks.heartbeat import Heartbeat
-from megatron.training.callbacks.layer_norms import LayerNorms
-from megatron.training.callbacks.metrics_writer import Metrics
-from megatron.training.callbacks.pipeline_picture import PipelinePicture
-from megatron.training.callbacks.precision_speed import PrecisionSpeedWarning
-from megatron.training.callbacks.replica_check import ReplicaCheck
-from megatron.training.callbacks.run_description import RunDescription
-from megatron.training.callbacks.speed_monitor import SpeedMonitor
-from megatron.training.callbacks.stability_guard import StabilityGuard
-from megatron.training.callbacks.straggler import StragglerWarning
-from megatron.training.callbacks.wandb import Wandb
-from megatron.training.data import DatasetsProvider, evaluated_splits, open_data
+from megatron.training.data import DatasetsProvider, open_data
+from megatron.training.run_callbacks import (
+    debugging_callbacks,
+    make_callbacks,
+    reporting_callbacks,
+    step_callbacks,
+)
 from megatron.training.run_folder import Place
 from megatron.training.setup import build_engine, make_streams
-from megatron.training.step_engine import ForwardStep, StepEngine
+from megatron.training.step_engine import ForwardStep
 from megatron.training.timeouts import OPENING_DATA, Sections
 from megatron.training.trainer import Callback, Trainer
 from megatron.training.vocabulary import with_tokenizer
@@ -100,7 +90,7 @@ def run(
             config = with_trace(config, traced)
         before = device.peak_memory_bytes(here.kind)
         engine = build_engine(config, here, streams, model_provider, forward_step)
-        debuggers = list(debugging_callbacks(config, here, engine, streams))
+        debuggers = make_callbacks(debugging_callbacks(config, here, engine, streams))
         phases.follow(engine)
         seed_replicas(config.run.seed, here)
         place = traced or run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder
@@ -108,79 +98,9 @@ def run(
         with run_lock.held(place.folder, here):
             checkpointer = Checkpointer(place, getattr(tokenizer, "identity", None))
             counted = start_table.count_parameters(engine.module, here)
-            every = [checkpointer, *debuggers, *step_callbacks(config, counted, before)]
-            every += [*callbacks, *reporting_callbacks(config, counted)]
+            every = [checkpointer, *debuggers, *make_callbacks(step_callbacks(config, counted, before))]
+            every += [*callbacks, *make_callbacks(reporting_callbacks(config, counted))]
             Trainer(config, here, engine, data, place.folder, every, stop=stop, phases=phases).fit()
-
-
-# The callbacks of a run, in the order in which their hooks are called. A user's own stand between the two lists: what
-# they add to the metrics is written.
-
-
-def debugging_callbacks(config: Config, here: World, engine: StepEngine, streams: DropoutStreams) -> Iterator[Callback]:
-    """Yield what looks at the engine's steps; their modules are imported where they are asked for alone."""
-    if config.debug.is_on:
-        from megatron.training.callbacks.debugger import Debugger
-
-        yield Debugger(engine, config, here, streams)
-    if config.seeing.profile is not None:
-        from megatron.training.callbacks.profiler import Profiler
-
-        yield Profiler(config.seeing.profiled())
-
-
-def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> Iterator[Callback]:
-    """Yield what acts on the steps of a run, or measures them; what is imported here is for those who ask for it.
-
-    Args:
-        counted: as ``megatron.training.start_table.count_parameters`` returns it.
-        bytes_before: held by this rank before the model was made.
-    """
-    is_training, batch, stability = not config.checkpoint.eval_only, config.batch, config.stability
-    yield StabilityGuard(stability)
-    if is_training and config.model.num_experts:
-        yield ExpertMonitor(config.model, stability)
-    if config.seeing.log_layer_norms:
-        yield LayerNorms()
-    evaluated = evaluated_splits(config)
-    if any(evaluated.values()):
-        yield Evaluator(batch.eval_interval if evaluated["valid"] else 0, has_test=evaluated["test"])
-    if is_training and config.seeing.eval_tasks:
-        from megatron.training.callbacks.task_evaluator import TaskEvaluator
-
-        yield TaskEvaluator(config.seeing.eval_tasks, config.seeing.eval_tasks_interval)
-    if stability.drift_interval:
-        yield ReplicaCheck(stability.drift_interval)
-    yield PrecisionSpeedWarning()
-    yield SpeedMonitor(counted)
-    if is_training:
-        yield RunDescription(counted, bytes_before)
-    if config.parallel.pipeline_trace and config.parallel.has_pipeline:
-        yield PipelinePicture()
-    if is_training and config.checkpoint.export_hf_interval:
-        from megatron.training.callbacks.hf_exporter import HuggingFaceExporter
-
-        yield HuggingFaceExporter(config.checkpoint.export_hf_interval, config.precision.dtype)
-    if is_training and config.checkpoint.save_remote:
-        from megatron.training.callbacks.checkpoint_uploader import CheckpointUploader
-
-        yield CheckpointUploader(config.checkpoint.save_remote)
-
-
-def reporting_callbacks(config: Config, counted: Sequence[int]) -> Iterator[Callback]:
-    """Yield what shows a run and writes its numbers down."""
-    yield Heartbeat()
-    if config.seeing.sample_prompts:
-        from megatron.training.callbacks.text_samples import TextSamples
-
-        yield TextSamples(config)
-    yield Console(config.run.progress, config.batch.train_iters, counted)
-    if config.parallel.compile:
-        yield CompileMeter()
-    yield StragglerWarning()
-    yield Metrics()
-    if config.seeing.wandb_project:
-        yield Wandb()
 
 
 def placed(config: Config, here: World) -> Config:

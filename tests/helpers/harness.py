@@ -85,6 +85,10 @@ AHEAD = {
     "megatron.training.train": (
         "megatron.data.gpt_dataset", "megatron.costs.cost", "megatron.models.common.decoder",
         "megatron.costs.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
+        *(f"megatron.training.callbacks.{name}" for name in (
+            "console", "run_description", "stability_guard", "replica_check", "precision_speed", "straggler",
+            "heartbeat",
+        )),
     ),
 }  # fmt: skip
 """What ranks import by themselves, by what the test run has imported: 20 ms in each of thousands of ranks.

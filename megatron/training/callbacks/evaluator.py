@@ -28,7 +28,7 @@ class Evaluator(Callback):
         losses: the last one of each split.
     """
 
-    def __init__(self, every: int, *, has_test: bool = True) -> None:
+    def __init__(self, every: int, has_test: bool = True) -> None:
         self.every, self.has_test = every, has_test
         self.losses: dict[str, float] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.training import Callback, initialize, train
 from megatron.training.callbacks import Callback as Reexported
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.data import RunData
+from megatron.training.run_callbacks import CallbackRow
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import AXES
 from megatron.training.trainer import HOOKS, STEP_HOOKS, Trainer
@@ -241,14 +242,13 @@ ALL = (
 SENT = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_object", "broadcast_object_list", "gather")
 
 
-def _left_out(plain: Callable[..., Iterator[Callback]]) -> Callable[..., list[Callback]]:
-    return lambda *given: [
-        each for each in plain(*given) if each.name not in ("Evaluator", "LayerNorms", "ReplicaCheck")
-    ]
+def _left_out(plain: Callable[..., list[CallbackRow]]) -> Callable[..., list[CallbackRow]]:
+    left_out = ("Evaluator", "LayerNorms", "ReplicaCheck")
+    return lambda *given: [row for row in plain(*given) if row.path.partition(":")[2] not in left_out]
 
 
-def _reordered(plain: Callable[..., Iterator[Callback]]) -> Callable[..., list[Callback]]:
-    return lambda *given: list(reversed(list(plain(*given))))
+def _reordered(plain: Callable[..., list[CallbackRow]]) -> Callable[..., list[CallbackRow]]:
+    return lambda *given: plain(*given)[::-1]
 
 
 VARIATIONS: dict[str, tuple[Any, list[Callback]]] = {

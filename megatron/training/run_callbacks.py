@@ -1,0 +1,110 @@
+"""The callbacks of a run: tables of (condition, class, arguments), in the order in which their hooks are called.
+
+A run calls the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the user's script, and
+``reporting_callbacks``, so values that a user's callback adds to the metrics are written. A class is imported only if
+its condition holds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from megatron.config import Config
+from megatron.mpu.random import DropoutStreams
+from megatron.training.data import evaluated_splits
+from megatron.training.step_engine import StepEngine
+from megatron.training.trainer import Callback
+from megatron.training.world import World
+
+
+class CallbackRow(NamedTuple):
+    """One callback of a run.
+
+    Args:
+        is_wanted: the condition under which the run has this callback.
+        path: ``module:Class`` below ``megatron.training.callbacks``.
+        get_args: returns the arguments of the class; called only if ``is_wanted``.
+    """
+
+    is_wanted: bool
+    path: str
+    get_args: Callable[[], Iterable[Any]] = tuple
+
+
+def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
+    """Import and construct the wanted callbacks of a table."""
+    callbacks = []
+    for row in rows:
+        if row.is_wanted:
+            module, _, name = row.path.partition(":")
+            callback_class = getattr(importlib.import_module(f"megatron.training.callbacks.{module}"), name)
+            callbacks.append(callback_class(*row.get_args()))
+    return callbacks
+
+
+def debugging_callbacks(config: Config, world: World, engine: StepEngine, streams: DropoutStreams) -> list[CallbackRow]:
+    """Return the callbacks that attach to the engine before its first step."""
+    profile = config.seeing.profile
+    return [
+        CallbackRow(config.debug.is_on, "debugger:Debugger", lambda: (engine, config, world, streams)),
+        CallbackRow(profile is not None, "profiler:Profiler", lambda: (config.seeing.profiled(),)),
+    ]
+
+
+def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> list[CallbackRow]:
+    """Return the callbacks that judge, measure or save training steps.
+
+    Args:
+        counted: numbers of parameters, from ``start_table.count_parameters``.
+        bytes_before: bytes allocated on this rank before the model was built.
+    """
+    training = not config.checkpoint.eval_only
+    batch, checkpoint, logging = config.batch, config.checkpoint, config.seeing
+    stability, parallel = config.stability, config.parallel
+    splits = evaluated_splits(config)
+    evaluation_interval = batch.eval_interval if splits["valid"] else 0
+    return [
+        CallbackRow(True, "stability_guard:StabilityGuard", lambda: (stability,)),
+        CallbackRow(
+            training and bool(config.model.num_experts),
+            "expert_monitor:ExpertMonitor",
+            lambda: (config.model, stability),
+        ),
+        CallbackRow(logging.log_layer_norms, "layer_norms:LayerNorms"),
+        CallbackRow(any(splits.values()), "evaluator:Evaluator", lambda: (evaluation_interval, splits["test"])),
+        CallbackRow(
+            training and bool(logging.eval_tasks),
+            "task_evaluator:TaskEvaluator",
+            lambda: (logging.eval_tasks, logging.eval_tasks_interval),
+        ),
+        CallbackRow(bool(stability.drift_interval), "replica_check:ReplicaCheck", lambda: (stability.drift_interval,)),
+        CallbackRow(True, "precision_speed:PrecisionSpeedWarning"),
+        CallbackRow(True, "speed_monitor:SpeedMonitor", lambda: (counted,)),
+        CallbackRow(training, "run_description:RunDescription", lambda: (counted, bytes_before)),
+        CallbackRow(bool(parallel.pipeline_trace) and parallel.has_pipeline, "pipeline_picture:PipelinePicture"),
+        CallbackRow(
+            training and bool(checkpoint.export_hf_interval),
+            "hf_exporter:HuggingFaceExporter",
+            lambda: (checkpoint.export_hf_interval, config.precision.dtype),
+        ),
+        CallbackRow(
+            training and bool(checkpoint.save_remote),
+            "checkpoint_uploader:CheckpointUploader",
+            lambda: (checkpoint.save_remote,),
+        ),
+    ]
+
+
+def reporting_callbacks(config: Config, counted: Sequence[int]) -> list[CallbackRow]:
+    """Return the callbacks that display and record the values of a run; ``counted`` as in ``step_callbacks``."""
+    return [
+        CallbackRow(True, "heartbeat:Heartbeat"),
+        CallbackRow(bool(config.seeing.sample_prompts), "text_samples:TextSamples", lambda: (config,)),
+        CallbackRow(True, "console:Console", lambda: (config.run.progress, config.batch.train_iters, counted)),
+        CallbackRow(config.parallel.compile, "compile_meter:CompileMeter"),
+        CallbackRow(True, "straggler:StragglerWarning"),
+        CallbackRow(True, "metrics_writer:Metrics"),
+        CallbackRow(bool(config.seeing.wandb_project), "wandb:Wandb"),
+    ]
