@@ -150,18 +150,18 @@ def keep_parts(folder: Path) -> Callable[[int], None]:
         (folder / name).write_bytes(pickle.dumps(parts_of(module, optimizer)))
 
     def plant(rank: int) -> None:
-        save, load = checkpointer.save_state, resume.restore
+        capture, load = checkpointer.capture, resume.restore
 
-        def save_and_keep(*args: Any, **given: Any) -> Any:
+        def capture_and_keep(*args: Any, **given: Any) -> Any:
             keep(f"saved-{rank}", given["module"], given["optimizer"])
-            return save(*args, **given)
+            return capture(*args, **given)
 
         def load_and_keep(*args: Any, **given: Any) -> Any:
             progress = load(*args, **given)
             keep(f"loaded-{rank}", given["module"], given["optimizer"])
             return progress
 
-        checkpointer.save_state, resume.restore = save_and_keep, load_and_keep
+        checkpointer.capture, resume.restore = capture_and_keep, load_and_keep
 
     return plant
 

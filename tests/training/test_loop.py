@@ -173,11 +173,16 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     """Return a function from flags to a run; ``kinds``: the callbacks that it has, None for all."""
     calls: list[str] = []
 
-    def note_save(folder: Path, progress: Any, **_: Any) -> Path:
-        calls.append(f"save {progress.step}")
-        return folder / str(progress.step)
+    class NotingSaver:
+        def __init__(self, world: Any) -> None:
+            pass
 
-    monkeypatch.setattr(checkpointer, "save_state", note_save)
+        def save(self, root: Path, step: int, retention: Any) -> Path:
+            calls.append(f"save {step}")
+            return root / str(step)
+
+    monkeypatch.setattr(checkpointer, "capture", lambda progress, **_: progress.step)
+    monkeypatch.setattr(checkpointer, "SyncSaver", NotingSaver)
 
     def build(extra: str, skipped: tuple[int, ...] = (), without: tuple[type[Callback], ...] = ()) -> Run:
         config = parse([*SIZES.split(), *extra.split()], world_size=1)
