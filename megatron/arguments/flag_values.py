@@ -237,13 +237,6 @@ FLAG_VARIABLES = "MEGATRON_VARIABLES"
 """``--flag=NAME`` for each flag that the run script sets by a variable of its own, so that messages can name both."""
 
 
-def default_values(
-    defaults: Mapping[str, Any], env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]
-) -> dict[str, Any]:
-    """Return field -> value of both sources; what is wrong with them goes to ``found.problems``."""
-    return of_script(defaults, found) | of_environment(env, found, extra_flags)
-
-
 def of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     """Return the checked defaults of a script; problems are added to ``found``."""
     family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}

@@ -57,7 +57,8 @@ SOURCES = (
     "A value comes from its flag, else from the file of --config, else from the JSON of --deepspeed_config, else from "
     "the flags in the environment variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; sizes "
     "of the model that neither a flag nor the file gives come from what --load or --resume names; "
-    "a flag and the JSON that differ are an error. docs/other_flags.md lists the flags of other trainers."
+    "a flag and the JSON that differ are an error, except that flags win for the optimizer's numbers and the JSON for "
+    "the loss scale. docs/other_flags.md lists the flags of other trainers."
 )
 REST = "--help-all lists every flag. docs/other_flags.md lists which flags of Megatron-LM are accepted."
 

@@ -7,10 +7,9 @@
 | finish | rank 0 | writes the manifest, flushes file and folder, renames the folder: the commit |
 | abandon | rank 0 | after an error on any rank: removes the temporary folder |
 
-
-The planner that ``torch.distributed.checkpoint.save`` calls. DCP's own check of a plan only logs which tensor is
-wrong and where; this one says it in the error. What a rank writes stays with it:
-rank 0 gets what each holds, as plain values, for at thousands of ranks reading DCP's items takes minutes.
+DCP's own check of a plan logs only which tensor is wrong; ``RecordSavePlanner`` names it in the error. Write items stay
+on their rank: rank 0 receives the claims of each rank as plain values, because reading DCP's items of thousands of
+ranks takes minutes.
 """
 
 from __future__ import annotations

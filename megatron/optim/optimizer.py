@@ -302,7 +302,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Have all sums over the replicas that are made here, and multiply the gradients by ``factor``."""
+        """Wait for the all-reduces over the replicas that started in the backward, then scale the gradients."""
         self._gradients.finish(factor)
 
     def sum_partial_gradients(self) -> None:

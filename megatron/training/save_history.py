@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from megatron.checkpoint import (
     AsyncSaver,
 )
-from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.errors import CheckpointError
 from megatron.training.checkpoint_lineage import CheckpointLineage
 

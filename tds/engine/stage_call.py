@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,6 @@ from tds.schedule import (
     received,
     sent,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
