@@ -12,7 +12,7 @@ The decorated function receives the original and returns its replacement.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
         make: returns the replacement for the original.
         tests: pytest ids, at least one of which must fail.
         raises: the package itself raises on this fault; otherwise an assertion of a test must fail.
+        needs: an optional package that the target's module imports.
     """
 
     name: str
@@ -41,18 +42,25 @@ class Mutant(NamedTuple):
     make: Callable[[Any], Any]
     tests: tuple[str, ...]
     raises: bool
+    needs: str | None
+
+    @property
+    def can_be_applied(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(target: str, *tests: str, raises: bool = False) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def mutant(
+    target: str, *tests: str, raises: bool = False, needs: str | None = None
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register the decorated function as the maker of a mutant."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
         assert name not in MUTANTS, f"two mutants are named {name}"
-        MUTANTS[name] = Mutant(name, target, make, tests, raises)
+        MUTANTS[name] = Mutant(name, target, make, tests, raises, needs)
         return make
 
     return register

@@ -107,7 +107,8 @@ def serve() -> None:
     from tests.mutants.mutant import find_target, load_mutants
 
     for mutant in load_mutants().values():
-        find_target(mutant.target)
+        if mutant.can_be_applied:
+            find_target(mutant.target)
     gc.freeze()  # keeps the collector of the children from touching, and so copying, the parent's pages
     for line in sys.stdin:
         answers.write(f"{_in_fork(json.loads(line))}\n")
@@ -169,6 +170,9 @@ def main(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder, Runner(Path(folder)) as runner:
         for name, mutant in load_mutants().items():
             if text not in name:
+                continue
+            if not mutant.can_be_applied:
+                print(f"         {name}: {mutant.needs} is not installed", flush=True)
                 continue
             start = time.monotonic()
             outcome = runner.run(mutant.tests, name)

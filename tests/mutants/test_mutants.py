@@ -20,6 +20,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 def assert_killed(mutant: Mutant, runner: Runner) -> None:
+    if not mutant.can_be_applied:
+        pytest.skip(f"{mutant.needs} is not installed")
     outcome = runner.run(mutant.tests, mutant.name)
     print(outcome.text[-3000:])
     if outcome.is_skipped:
@@ -29,7 +31,8 @@ def assert_killed(mutant: Mutant, runner: Runner) -> None:
 
 def test_every_target_and_every_test_of_a_mutant_exists() -> None:
     for mutant in MUTANTS.values():
-        find_target(mutant.target)
+        if mutant.can_be_applied:
+            find_target(mutant.target)
         assert mutant.tests, mutant.name
         for test in mutant.tests:
             file, _, function = test.partition("::")

@@ -151,7 +151,7 @@ def last_window_of_a_text_scores_tokens_again(original: Any) -> Any:
     return rolling_rows
 
 
-@mutant("megatron.evaluation.lm:DecoderLM.row", f"{LM}::test_words_may_be_cut_anywhere")
+@mutant("megatron.evaluation.lm:DecoderLM.row", f"{LM}::test_words_may_be_cut_anywhere", needs="lm_eval")
 def continuation_is_encoded_without_its_context(original: Any) -> Any:
     def row(self: Any, context: str, continuation: str) -> Row:
         return make_row(self.encode(context), self.encode(continuation), self.model.max_length)
