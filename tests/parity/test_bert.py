@@ -50,8 +50,8 @@ def test_schedules_differ_from_one_process_in_no_bit_but_for_the_word_table(sche
 @pytest.mark.parametrize(
     ("tensor", "pipe", "every"),
     [
-        *((1, 1, every) for every in (1, 2)),
-        *(pytest.param(*grid, marks=pytest.mark.slow) for grid in ((2, 1, 1), (1, 2, 2), (2, 2, 1))),
+        (1, 1, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1))),
     ],
 )
 def test_recompute_changes_no_bit_with_dropout_on(tensor: int, pipe: int, every: int) -> None:
@@ -84,9 +84,10 @@ def test_replicas_that_share_train_the_model_of_those_that_do_not() -> None:
     [
         "--bert-no-binary-head",
         "--whole-word-masking",
-        "--mask-prob 0.3",
-        "--short-seq-prob 0",
-        "--activation gated-gelu",
+        *(
+            pytest.param(flag, marks=pytest.mark.slow)
+            for flag in ("--mask-prob 0.3", "--short-seq-prob 0", "--activation gated-gelu")
+        ),
     ],
 )
 def test_each_flag_makes_another_model_or_batch(flag: str) -> None:

@@ -27,12 +27,17 @@ def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, variant: str
     "flag",
     [
         "--reset-position-ids",
-        "--reset-attention-mask",
         "--num-query-groups 1",
-        "--rotary-base 50",
         "--rotary-scaling linear",
-        "--activation gated-gelu",
-        "--tie-embeddings-and-output-weights",
+        *(
+            pytest.param(flag, marks=pytest.mark.slow)
+            for flag in (
+                "--reset-attention-mask",
+                "--rotary-base 50",
+                "--activation gated-gelu",
+                "--tie-embeddings-and-output-weights",
+            )
+        ),
     ],
 )
 def test_each_flag_makes_another_model_or_batch(flag: str) -> None:

@@ -40,7 +40,9 @@ def check(cases: list[Case], stages: int) -> None:
         check_exact(case, ranks)
 
 
-@pytest.mark.parametrize(("stages", "step"), [(2, 13), pytest.param(3, 37, marks=pytest.mark.slow), (4, 79)])
+@pytest.mark.parametrize(
+    ("stages", "step"), [(2, 13), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 37), (4, 79)))]
+)
 def test_a_cut_may_fall_anywhere_with_any_schedule(stages: int, step: int) -> None:
     """Within the encoder, at the seam, within the decoder, around each norm; here a sample."""
     check(rotated(stages, WAYS)[1::step] + rotated(stages, CHUNKED)[7 :: 25 * step], stages)

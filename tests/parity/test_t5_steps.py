@@ -11,10 +11,10 @@ from tests.helpers.t5_runs import RUNS, VARIANTS
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "variant", "schedule"),
     [
-        (2, 2, 1, "v1.1", "--pipeline-split-rank 1"),
+        pytest.param(2, 2, 1, "v1.1", "--pipeline-split-rank 1", marks=pytest.mark.slow),
         (1, 2, 2, "ul2", "--pipeline-schedule zb-h1"),
         pytest.param(1, 4, 1, "t5", "--partition-method uniform", marks=pytest.mark.slow),
-        (1, 2, 1, "learned", "--pipeline-chunks 2"),
+        pytest.param(1, 2, 1, "learned", "--pipeline-chunks 2", marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_one_process(tensor: int, pipe: int, data: int, variant: str, schedule: str) -> None:
