@@ -103,11 +103,13 @@ def test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named(
     assert "tensor 2, pipe 1, data 1" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
         pretrain_llama,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (pretrain_mpt, pretrain_bert)),
+        pretrain_mpt,
+        pretrain_bert,
     ],
     ids=lambda script: script.__name__,
 )

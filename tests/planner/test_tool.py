@@ -44,7 +44,7 @@ CASES = {
     "--moe-aux-loss-coeff 0.01 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4",
     "gpt2, any order": f"--model gpt2 {SIZES} --pipeline-schedule auto",
 }
-
+QUICK = ("gpt2, much to say", "gpt2, split", "t5", "mpt", "bert", "llama, experts", "gpt2, tokens cut")
 
 TINY = "--model gpt2 --num-layers 12"
 TIGHT = "--fits --model gpt2 --num-layers 24 --hidden-size 4096 --gpus 8 --gpu a100-80g"
@@ -95,7 +95,7 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "t5, split" else ()) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout(name: str) -> None:
     family = CASES[name].split()[1]
@@ -399,7 +399,7 @@ def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
         "slow = ('torch', 'deepspeed', 'numpy', 'yaml', 'rich', 'jinja2', 'tokenizers')\n"
         "print([name for name in slow[: 99 if '--help' in sys.argv else 3] if name in sys.modules])\n"
     )
-    for words in ("'--help'", ", ".join(map(repr, CASES["gpt2"].split()))):
+    for words in ("'--help'", ", ".join(map(repr, CASES["gpt2, much to say"].split()))):
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], cwd=ROOT, capture_output=True, text=True, check=False
         )

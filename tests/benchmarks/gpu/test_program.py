@@ -121,6 +121,7 @@ def test_what_failed_is_repeated_alone_where_that_is_asked_for(tmp_path: Path) -
     assert set(program.parse_args(["--again"]).again) == set(FINAL) and not program.parse_args([]).again
 
 
+@pytest.mark.slow
 def test_a_case_that_is_cut_off_with_its_part_has_not_failed(tmp_path: Path) -> None:
     """Nor does one begin that would be cut off at once; one that takes longer than its own limit has failed."""
 
