@@ -24,7 +24,13 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | No
 
 
 @pytest.mark.parametrize(
-    "num_stages", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "num_stages",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
     """Untied, any number of micro-batches, every schedule (row E10)."""

@@ -119,7 +119,7 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [3, 2**20])
+@pytest.mark.parametrize("size", [3, pytest.param(2**20, marks=pytest.mark.slow)])
 def test_every_weight_is_that_of_the_other_stages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero3_init, "CHUNK_BYTES", size)
     plain, cut = (run_ranks(2, own_weights, f"--fp32 --zero-stage {stage}") for stage in (0, 3))

@@ -150,7 +150,8 @@ def losses_of(rank: int, layout: Layout, scale: float) -> list[Any]:
     return trained(engine, config, here, source, 0, 3)
 
 
-@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [1, 2])
 def test_a_loss_scale_changes_nothing(pipe: int) -> None:
     """Backward multiplies the losses of routers by it as the other; powers of two leave every bit."""
     wanted, found = (run_ranks(pipe, losses_of, (1, pipe, 1, ""), scale)[0] for scale in (1.0, 1024.0))

@@ -141,7 +141,7 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
     [
         pytest.param("", 2, math.nan, marks=pytest.mark.slow),
         pytest.param(GRID, 4, 1e3, marks=pytest.mark.slow),
-        ("", 2, 1e3),
+        pytest.param("", 2, 1e3, marks=pytest.mark.slow),
         (GRID, 4, math.nan),
     ],
     ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],
@@ -233,7 +233,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_p
     ("layout", "ranks"),
     [
         ("--pipe-parallel-size 2", 2),
-        ("--async-save", 1),
+        pytest.param("--async-save", 1, marks=pytest.mark.slow),
         pytest.param(f"--async-save {GRID}", 4, marks=pytest.mark.slow),
         pytest.param(GRID, 4, marks=pytest.mark.slow),
     ],

@@ -50,7 +50,7 @@ def reads(rank: int, *made: Any) -> dict[str, float]:
     [
         (1, "--fp32 --clip-grad 1"),
         (2, "--bf16 --zero-stage 1 --checkpoint-activations --eod-mask-loss --reset-attention-mask"),
-        (2, "--fp32 --zero-stage 2"),
+        pytest.param(2, "--fp32 --zero-stage 2", marks=pytest.mark.slow),
     ],
     ids=["one rank", "two replicas", "cut gradients"],
 )
@@ -87,7 +87,8 @@ def in_own_process(kind: str, family: str, *lines: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches reads and copies of a device in the short run
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str) -> None:
     """On a device that is not the host: any other copy to it, of a table or a number, would be one that CUDA awaits."""
     fields = {"gpt2": 1, "t5": 4}[family]
@@ -96,6 +97,7 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
     assert found == data | {"to the host in tds/loss_reduction.py": 1}
 
 
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches reads and copies of a device in the short run
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
     found = {**in_own_process("sim", "gpt2", *SEEN["gpt2"])[1]}
     weights = found.pop("to the host in megatron/optim/zero/partition.py")

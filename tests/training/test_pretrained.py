@@ -120,7 +120,7 @@ def test_a_folder_of_a_qwen_3_starts_the_same_run_in_the_program_of_either_famil
 REACH = "--rotary-scaling linear --rotary-scaling-factor 4"
 
 
-@pytest.mark.parametrize("source", ["a checkpoint", "a folder"])
+@pytest.mark.parametrize("source", [pytest.param("a checkpoint", marks=pytest.mark.slow), "a folder"])
 def test_a_fresh_start_may_reach_further_than_an_earlier_training(
     source: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_tensor_ranks_of_llama_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     check_pairs(pretrain_llama, (SAVED[4],), (LOADED[7],), tmp_path)
 
 
+@pytest.mark.slow
 def test_tensor_ranks_of_bert_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     """Its bias of each word is cut with the vocabulary."""
     check_pairs(pretrain_bert, (SAVED[1],), (LOADED[2],), tmp_path)

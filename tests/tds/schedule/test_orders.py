@@ -65,9 +65,8 @@ def test_chunks_run_and_no_stage_holds_more_than_megatrons_first(name: str, p: i
     check_chunks(name, p, m, c)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "zb-h1" else pytest.param(name, marks=pytest.mark.slow) for name in MANY_CHUNKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY_CHUNKS)
 @FEW
 @given(st.integers(2, 64), MICRO_BATCHES, st.integers(2, 3))
 @example(64, 256, 2)

@@ -40,7 +40,9 @@ def samples(
     ("script", "layouts"),
     [
         (pretrain_gpt2, [(4, "--model-parallel-size 2 --pipe-parallel-size 2"), (2, "--gas 1 --zero-stage 3")]),
-        (pretrain_t5, [(2, "--pipe-parallel-size 2")]),
+        pytest.param(
+            pretrain_t5, [(2, "--pipe-parallel-size 2")], marks=pytest.mark.slow
+        ),  # tests/models/t5/test_generate.py
     ],
     ids=["gpt2", "t5"],
 )
