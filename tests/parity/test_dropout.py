@@ -40,6 +40,7 @@ def test_t5_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: int,
     check_fp64(t5_runs.RUNS.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", steps))
 
 
+@pytest.mark.slow
 def test_micro_batches_may_be_cut_otherwise() -> None:
     check_fp64(compare(serial(8, 2, DROPPED, steps=3), [serial(2, 8, DROPPED, steps=3)]))
 
