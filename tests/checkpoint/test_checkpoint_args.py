@@ -373,7 +373,13 @@ def test_a_dry_run_and_the_planner_see_the_folder(tmp_path: Path) -> None:
     assert missing.returncode == 2 and "got nowhere, which holds no model of ours" in missing.stderr
 
 
-@pytest.mark.parametrize(("change", "code"), [({"model_type": "qwen9"}, 3), ({"num_hidden_layers": 2}, 3), ({}, 3)])
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"num_hidden_layers": 2}, 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (({"model_type": "qwen9"}, 3), ({}, 3))),
+    ],
+)
 def test_bad_input_ends_a_run_before_anything_is_written(change: dict[str, Any], code: int, tmp_path: Path) -> None:
     source = write(tmp_path / "hf", model("llama"), **change)
     more = ["--num-layers", "9"] if not change else []

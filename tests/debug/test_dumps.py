@@ -128,6 +128,7 @@ def test_other_families_agree_in_slices_and_stages(tmp_path: Path, script: Modul
         assert {one.key.index for one, _ in pairs if one.key.name == "layers.1.mlp.up"} == {0, 1}
 
 
+@pytest.mark.slow
 def test_parts_of_the_sequence_are_told_and_agree_with_one_process(one: Path, tmp_path: Path) -> None:
     """Rows add up as columns do, so that the sketches of parts see what those of the whole see."""
     dumps.run(tmp_path / "parts", (2, 1, 1), gas=4, extra="--fp64 --sequence-parallel")

@@ -27,7 +27,7 @@ LAYOUTS = [
     (1, 1, 2, 3, 1), (1, 1, 4, 1, 1), (1, 1, 1, 0, 2), (1, 1, 1, 1, 2), (2, 2, 1, 0, 1), (1, 2, 2, 1, 1),
     (2, 1, 2, 1, 1), (2, 1, 2, 3, 1),
 ]  # fmt: skip
-"""tensor, pipe, data, ZeRO stage, context; quick ones have five steps, the others twenty."""
+"""tensor, pipe, data, ZeRO stage, context; quick ones have three steps, the others twenty."""
 
 
 def slow_but(few: set[tuple[int, ...]]) -> list[Any]:
@@ -43,7 +43,7 @@ def test_every_layout_trains_the_weights_of_one_process(
     With query groups two of four tensor ranks would share keys: 4 x 1 has a head of keys for each query.
     """
     extra = f"{FP64} {GROUPED if tensor < 4 else '--activation gated-silu'} --muon-scale-mode unit_rms_norm"
-    steps = 5 if (tensor, pipe, data, stage, context) in QUICK else 20
+    steps = 3 if (tensor, pipe, data, stage, context) in QUICK else 20
     found = difference(tensor, pipe, data, 4, extra, f"--zero-stage {stage}", context, steps=steps)
     check_fp64(found)
     assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"

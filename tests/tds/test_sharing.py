@@ -65,6 +65,7 @@ def test_what_one_stage_alone_holds_is_added_up_beside_its_backward() -> None:
     _compare(toys, 4, 2)
 
 
+@pytest.mark.slow
 def test_chunks_equal_one_process() -> None:
     toys = [
         Toy("sharing", micro_batches=m, **{**IN_CHUNKS, "pipeline": {"schedule": name}})

@@ -59,6 +59,7 @@ def test_one_stage_waits_once_in_a_step(data: int, extra: str) -> None:
         assert found == ONCE
 
 
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches these in the short run
 def test_tensor_ranks_and_t5_wait_once_in_a_step_and_for_shapes() -> None:
     for found in run_ranks(2, reads, "gpt2", 2, 1, 1, "--bf16 --sequence-parallel"):
         assert found == ONCE | SHAPES

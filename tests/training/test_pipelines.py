@@ -34,6 +34,7 @@ def traced(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # traces, bubbles and pictures: tests/tds
 def test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval(traced: Path) -> None:
     records = [one for one in read_metrics(traced / "run" / "metrics.jsonl") if one["kind"] == "train"]
     assert len(records) == STEPS and all(0 < record["bubble"] < 1 for record in records)
