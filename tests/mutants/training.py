@@ -259,7 +259,7 @@ def nonfinite_losses_enter_the_statistics(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.stability_guard:StabilityGuard._go_back",
-    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[async]",
+    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[pipe]",
 )
 def rollback_repeats_the_anomalous_samples(original: Any) -> Any:
     def go_back(self: Any, reason: str) -> None:

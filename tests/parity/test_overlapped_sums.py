@@ -70,7 +70,6 @@ def check(tensor: int, pipe: int, data: int, extra: str, of: Any = (flags, trace
     assert_same_bits(*traces)
 
 
-@pytest.mark.slow  # stages that put weights off, below, are the quick ones
 def test_one_stage_with_accumulation_in_fp32_has_the_same_bits() -> None:
     check(1, 1, 2, "--fp32 --clip-grad 0.5")
 

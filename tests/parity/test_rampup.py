@@ -10,8 +10,7 @@ GAS, STEPS = 4, {"steps": 5, "eval_every": 2}
 RAMP = "--fp64 --rampup-batch-size 8 4 28"  # steps of 8, 8, 12, 16 and 16 samples
 
 
-@pytest.mark.slow  # two replicas with dropout are in the short run: tests/parity/test_dropout.py
-@pytest.mark.parametrize("pipe, data", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("pipe, data", [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_steps_of_growing_size_equal_those_of_one_process(pipe: int, data: int) -> None:
     check_fp64(difference(1, pipe, data, GAS, RAMP, **STEPS))
     alone, there = (

@@ -390,7 +390,7 @@ def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_p
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["9 0 0", "9 0 1", "9 1 0", "9 1 1"]
 
 
-@pytest.mark.parametrize("pipe", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("pipe", [1, 2])
 def test_evaluation_drops_nothing(pipe: int) -> None:
     """With weights that stand still, dropout changes the training loss and not the evaluated one."""
     still = "--fp32 --optimizer sgd --lr 1e-30"
