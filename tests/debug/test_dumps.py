@@ -63,6 +63,7 @@ def assert_agree(first: Path, second: Path, rtol: float | None = None) -> None:
     assert not any(each.copies for each in found.differences)
 
 
+@pytest.mark.slow  # dumps beside the steps change no bit: tests/training/test_side_effects.py
 def test_a_dump_changes_no_bit_and_holds_each_tensor_of_a_recomputed_split_backward_once(
     one: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_fp32_is_at_the_floor(variant: str, tensor: int, pipe: int, data: int) -
     assert found.first_norm <= 1e-6
 
 
+@pytest.mark.slow  # GPT-2's replicas are in the short run: tests/parity/test_layouts.py
 def test_two_replicas_are_bitwise_the_sum_in_rank_order() -> None:
     """Row E05: one process that accumulates the two replicas' micro-batches in turn adds in the same order."""
     extra = f"{UNCLIPPED} {VARIANTS['v1.1']}"

@@ -156,6 +156,7 @@ def _convolutions(rank: int, config: dict[str, Any]) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_convolutions_equal_deepspeeds_to_the_bit_without_clipping_and_not_with_stocks() -> None:
     """The first row of the table "differs from DeepSpeed" in tds/README.md: stock's norm is that of stage 0 alone."""
     for stock, ours in run_ranks(2, _convolutions, {"gradient_clipping": 0.0}):

@@ -270,7 +270,8 @@ def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus
     assert records(cut) == records(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("file", ["rank-00000.safetensors", pytest.param(MANIFEST_NAME, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", MANIFEST_NAME])
 def test_the_way_back_leads_past_a_damaged_newest_checkpoint_twice(file: str, corpus: Path, tmp_path: Path) -> None:
     """Both checkpoints of step 6 are damaged before the run goes back to them: it goes back to step 3 each time.
 
