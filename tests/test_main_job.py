@@ -80,6 +80,7 @@ def test_an_evaluation_alone_has_the_loss_of_the_main_job(place: Path, done: sub
     assert read_metrics(run / "metrics.jsonl")[: len(before)] == before
 
 
+@pytest.mark.slow  # dry runs of the scripts: tests/test_run_script.py
 def test_a_dry_run_prints_the_plan_and_starts_nothing(place: Path) -> None:
     done = start(place, "--dry-run", GPUS_PER_NODE="8", pp_size="2", mp_size="2")
     assert done.returncode == 0, done.stderr

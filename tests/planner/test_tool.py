@@ -127,6 +127,7 @@ def test_what_makes_a_layout_fit_is_taken_by_the_parser(name: str, capsys: pytes
     assert len({json.dumps(way["layout"]) for way in ways}) == len(ways)
 
 
+@pytest.mark.slow
 def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought() -> None:
     def found(words: str) -> list[dict[str, Any]]:
         return [one["layout"] for one in layouts(words)]
@@ -249,10 +250,10 @@ def write_run_file(folder: Path) -> Path:
 
 
 def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (heading,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
+    (heading,) = [line for line in run(CASES["gpt2, split"], capsys)[1].splitlines() if line.startswith("to paste")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
         assert name in heading
-    lines = layouts(CASES["gpt2"])[0]
+    lines = layouts(CASES["gpt2, split"])[0]
     assert not re.search(r"--lr|TRAIN_ITERS|DATA_PATH|TOKENIZER", " ".join(lines["lines"]))
 
 
@@ -261,7 +262,7 @@ def test_the_reader_may_leave_early() -> None:
         "import os, runpy, sys\n"
         "read, write = os.pipe()\n"
         "os.close(read); os.dup2(write, 1)\n"
-        f"sys.argv = ['plan.py', *{CASES['gpt2'].split()!r}]\n"
+        f"sys.argv = ['plan.py', *{CASES['gpt2, split'].split()!r}]\n"
         "runpy.run_path('tools/plan.py', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -184,6 +184,7 @@ def test_what_cases_share_is_made_once(tmp_path: Path) -> None:
     assert [one.text for one in found.of("train").values()] == ["made", "made"] and made == [1]
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     words = (

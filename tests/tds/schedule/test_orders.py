@@ -100,7 +100,7 @@ def test_every_small_pipeline_runs_with_bounded_buffers() -> None:
         assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True)), (name, p, m, c)
 
 
-@pytest.mark.parametrize(("p", "m"), BIG)
+@pytest.mark.parametrize(("p", "m"), [BIG[0], *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in BIG[1:])])
 @pytest.mark.parametrize("name", ONE_CHUNK)
 def test_the_largest_run(name: str, p: int, m: int) -> None:
     validate(stages_of(name, p, m), m, window=p + 1)
