@@ -84,13 +84,14 @@ def _make_simulated_device() -> None:
 
 
 LONGEST = (
-    "cuda/test_matrix.py", "parity/test_layouts.py", "training/test_phases.py", "checkpoint/test_checkpoint_args.py",
-    "training/test_guard.py", "planner/test_tool.py", "tds/watchdog/test_watchdog.py", "test_run_script.py",
-    "training/test_faults.py", "generate/test_command.py", "examples/test_accelerator_sim.py",
-    "parity/test_t5_layouts.py", "mutants/test_mutants.py", "arguments/test_flags_table.py", "tds/test_parity.py",
-    "launch/test_exit_codes.py", "parity/test_experts.py", "test_main_job.py", "parity/test_bert.py",
+    "cuda/test_matrix.py", "parity/test_layouts.py", "tds/watchdog/test_watchdog.py", "training/test_phases.py",
+    "mutants/test_mutants.py", "examples/test_accelerator_sim.py", "training/test_guard.py",
+    "parity/test_t5_layouts.py", "checkpoint/test_checkpoint_args.py", "training/test_kills.py",
+    "training/test_faults.py", "test_run_script.py", "training/test_loss_scale.py", "planner/test_tool.py",
+    "tds/test_parity.py", "optim/test_muon_layouts.py", "test_main_job.py", "launch/test_exit_codes.py",
+    "parity/test_schedules.py", "parity/test_dropout.py", "parity/test_modern.py", "parity/test_experts.py",
 )  # fmt: skip
-"""Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""
+"""Files of 12 s and more, longest first (mutants with --all): started first, so that none runs alone at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)
