@@ -128,7 +128,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
-    if not config.getoption("--all"):  # deselected, not skipped: 4,000 reports of skipped tests cost 20 s
+    if not config.getoption("--all"):  # deselected, not skipped: a worker reports each skipped test three times
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
