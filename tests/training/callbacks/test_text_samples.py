@@ -41,9 +41,7 @@ def samples(
     [
         (pretrain_gpt2, [(2, "--gas 1 --zero-stage 3")]),
         pytest.param(pretrain_gpt2, [(4, "--model-parallel-size 2 --pipe-parallel-size 2")], marks=pytest.mark.slow),
-        pytest.param(
-            pretrain_t5, [(2, "--pipe-parallel-size 2")], marks=pytest.mark.slow
-        ),  # tests/models/t5/test_generate.py
+        pytest.param(pretrain_t5, [(2, "--pipe-parallel-size 2")], marks=pytest.mark.slow),
     ],
     ids=["gpt2", "gpt2-2x2", "t5"],
 )
