@@ -24,8 +24,9 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
+from megatron.arguments.derived_sizes import TOTAL
 from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
-from megatron.arguments.precedence import LENGTHS
+from megatron.arguments.related_fields import LENGTHS
 from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
@@ -38,7 +39,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-TOTAL = "requested_global_batch_size"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy -> ZeRO stage."""
 
@@ -247,13 +247,16 @@ OF_STEPS = ("train_iters", *(name for names in LENGTHS for name in names))
 """Fields that give a number of training steps."""
 
 
-def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
+def skip_train(found: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Turn --skip-train into --eval-only if a checkpoint is loaded, otherwise into --train-iters 0.
 
     Flags of ``found`` that only training uses become ignored flags: the script passes them for its other runs.
+
+    Returns:
+        The fields that only training uses, whose defaults must be dropped; () without --skip-train.
     """
     if "--skip-train" not in found.converted:
-        return
+        return ()
     both = {**defaults, **found.values}
     if both.get("load") or both.get("resume"):
         found.values["eval_only"], found.spelling["eval_only"] = True, "--skip-train"
@@ -263,11 +266,11 @@ def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
         for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
             found.ignored[flag] = "no step is trained with --skip-train"
     for name in unused:
-        defaults.pop(name, None)
         if found.values.pop(name, None) is not None:
             found.ignored[found.spelling.pop(name)] = "no step is trained with --skip-train"
     if "eval_only" not in found.values:
         found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
+    return unused
 
 
 # Lengths: --train-samples, --train-tokens, and warm-up and decay in samples and tokens.

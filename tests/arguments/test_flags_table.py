@@ -486,7 +486,7 @@ def test_a_run_without_foreign_flags_does_not_read_the_table(monkeypatch: pytest
     def fail() -> None:
         raise AssertionError("the table was read")
 
-    for module in ("flag_values", "translate", "precedence", "config_file"):
+    for module in ("flag_values", "translate", "related_fields", "config_file"):
         monkeypatch.setattr(f"megatron.arguments.{module}.foreign_flags", fail)
     parse(["--num-layers", "2", "--lr", "0.1"], world_size=1, env={})
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.arguments.flag_values import all_options, rejected_flags, scan, unknown
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
 from megatron.config.data import DataConfig
