@@ -384,14 +384,17 @@ class _Reader:
         return True, value
 
     def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
-        """Let ``scan`` say what it thinks of a flag that is not ours."""
+        """Read a key that is no flag of ours with ``scan``, which knows the flags of other trainers."""
         if isinstance(value, dict):
             self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
             return
         accepted = FAMILIES[self.family].config.HOLDS
         others = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
         flag = others.get(name, "--" + name.replace("_", "-"))
-        if value is None or value is False:
+        row = foreign_flags().get(flag)
+        if row is not None and row.value == "bool" and isinstance(value, bool):
+            found = scan([flag, str(value).lower()], (), self.family)
+        elif value is None or value is False:
             value = True  # it asks for nothing, but it must be a flag
             found = scan([flag], (), self.family)
             found.notes.clear()

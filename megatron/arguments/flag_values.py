@@ -128,6 +128,11 @@ def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
         found.converted[row.flag] = values
     elif not row.value:
         found.converted[row.flag] = True
+    elif row.value == "bool":
+        if values[0] in ("true", "false"):
+            found.converted[row.flag] = values[0] == "true"
+        else:
+            found.problems.append(f"{row.flag} must be true or false, got {values[0]!r}")
     else:
         value, problem = Option(
             name="", flag=row.flag, kind=row.value, default=None, help="", shown_default="", minimum=0,

@@ -343,7 +343,7 @@ def test_the_columns_of_a_rule_are_filled(rule: str):
     assert rows
     for row in rows:
         assert row.programs and set(row.programs) <= set(flags_doc.PROGRAMS), row
-        assert row.value in ("", "int", "float", "str", "str*", "any") and row.note, row
+        assert row.value in ("", "int", "float", "str", "bool", "str*", "any") and row.note, row
         assert bool(row.target) == (rule in (BY_VALUE, CONVERTED)), row
         assert bool(row.otherwise) == (rule == BY_VALUE) or rule == CONVERTED, row
 
