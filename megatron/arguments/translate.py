@@ -580,8 +580,8 @@ def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
     attention, mlp = (found.converted.get(f"--use-bias-in-{part}", True) for part in ("attn-linear", "mlp"))
     if attention != mlp:
         found.problems.append(
-            f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_word(attention)} and {_word(mlp)} (a "
-            "missing one is true): --hidden-bias gives all linear layers biases. Set both to the same value"
+            f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_word(attention)} and {_word(mlp)} "
+            "(a missing one is true): --hidden-bias gives all linear layers biases. Set both to the same value"
         )
         return
     _set_agreeing(found, values, "hidden_bias", attention, f"{named[0]} {_word(attention)}")

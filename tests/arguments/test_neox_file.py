@@ -58,7 +58,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("gpt_j_residual: true", "neox.yml:1: --gpt-j-residual is not supported"),
         (
             "init_method: small_init",
-            "neox.yml:1: --init-method small_init is not supported: use normal; for small_init",
+            "neox.yml:1: --init-method small_init is not supported: use normal; for",
         ),
         ("output_layer_init_method: wang_init", "use scaled_normal, whose standard deviation is --init-method-std / "),
         ("pos_emb: sinusoidal", "--pos-emb must be one of rotary, learned, alibi, none, got 'sinusoidal'"),
