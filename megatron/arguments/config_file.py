@@ -395,12 +395,8 @@ class _Reader:
         if row is not None and row.value == "bool" and isinstance(value, bool):
             found = scan([flag, str(value).lower()], (), self.family)
         elif value is None or value is False:
-            value = True  # it asks for nothing, but it must be a flag
-            found = scan([flag], (), self.family)
-            found.notes.clear()
-            found.ignored.clear()
-            found.converted.clear()
-            found.problems = [one for one in found.problems if one.startswith("unknown ")]
+            problems = scan([flag], (), self.family).problems  # it sets nothing, but the name must exist
+            found = Scan(self.family, problems=[one for one in problems if one.startswith("unknown ")])
         else:
             found = scan(_words(flag, value), (), self.family)
         for problem in found.problems:
@@ -411,8 +407,19 @@ class _Reader:
         self.notes += [f"{place}: {note}" for note in found.notes]
         self.ignored |= found.ignored
         self.converted |= found.converted
-        for field_name, converted in found.values.items():
-            self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"
+        targets = row.targets if row is not None else ()
+        yielding = {name for target in targets if target.yields for name in target.fields}
+        plain = {name for target in targets if not target.function for name in target.fields}
+        for name, converted in found.values.items():
+            if name in yielding:  # the field's own key decides, wherever it is in the file
+                self.values.setdefault(name, converted)
+            elif name in plain and name in self.places and self.values.get(name, converted) != converted:
+                self.problems.append(
+                    f"{place}: {key} must agree with {self.places[name]}, got {name.replace('_', ' ')} {converted} and "
+                    f"{self.values[name]}. Leave one of them out"
+                )
+            else:
+                self.values[name], self.places[name] = converted, f"{place}: {key}"
 
 
 def _normal(name: str) -> str:
