@@ -83,8 +83,9 @@ RUN_SCRIPT = Source(
 PROGRAM = Source(
     name="program",
     about=(
-        "pretrain(args_defaults=...): Megatron's defaults in pretrain_gpt.py and pretrain_bert.py; a script for "
-        "Megatron's T5, known by its flags, has the defaults of that program"
+        "pretrain(args_defaults=...): Megatron's defaults in pretrain_gpt.py and pretrain_bert.py, --activation relu "
+        "and --layernorm-epsilon 1e-6 in pretrain_t5.py; a script for Megatron's T5, known by its flags, has the "
+        "defaults of that program"
     ),
     is_default=True,
 )
@@ -95,10 +96,7 @@ DEEPSPEED_DEFAULT = Source(
 )
 FAMILY = Source(
     name="family",
-    about=(
-        "LLaMA: --activation gated-silu, an untied head, no dropout; MPT: no dropout; T5: --activation relu, "
-        "--layernorm-epsilon 1e-6"
-    ),
+    about="LLaMA: --activation gated-silu, an untied head, no dropout; MPT: no dropout",
     is_default=True,
 )
 DEFAULT = Source(name="default", about="the default in the table of flags", overrides="", is_default=True)
