@@ -65,28 +65,28 @@ def parse(
     choice = model_choice.choose(words, env, family) if accepts_model else ModelChoice(family=family, program=family)
     extras = ExtraFlags(extra_args_provider, choice.family, accepts_model=accepts_model)
     if asked := HELP_FLAGS & set(words):
-        is_whole = "--help-all" in asked
-        sys.stdout.write(
-            help_text(
-                extra_args_provider,
-                choice.family,
-                defaults or {},
-                is_whole=is_whole,
-                env=env,
-                choice=choice,
-                accepts_model=accepts_model,
-            )
+        text = help_text(
+            extra_args_provider,
+            choice.family,
+            defaults or {},
+            is_whole="--help-all" in asked,
+            env=env,
+            choice=choice,
+            accepts_model=accepts_model,
         )
+        sys.stdout.write(text)
         raise SystemExit(0)
 
+    # Collect the values of all sources, and merge them.
     collected = collect(
         words, env, choice, extras, defaults or {}, accepts_model=accepts_model, checkpoint_args=checkpoint_args
     )
     found, json = collected.found, collected.json
     settings = merge(collected.layers, found)
-
     stated = {name: setting.value for name, setting in settings.items() if not setting.source.is_default}
     usual = {name: setting.value for name, setting in settings.items() if setting.source.is_default}
+
+    # Derive the sizes and lengths that follow from others.
     sizes = resolve_batch_size(found, stated, usual, world_size) | resolve_chunks(found, stated, usual)
     values = {**usual, **stated, **sizes}
     limits = translate.lengths(found, values, world_size)
@@ -111,6 +111,7 @@ def parse(
     )
     config = replace(config, shadowed=_shadowed(config, found))
 
+    # Check all sections, and raise all problems at once.
     if config.run.strict_flags:
         without_effect = {**found.ignored, **config.shadowed}
         found.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
