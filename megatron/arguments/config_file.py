@@ -210,8 +210,8 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.rest[:0] = reader.rest
     found.ignored = {**reader.ignored, **found.ignored}
     if reader.json:
-        places = {keys: (line, 1) for keys, line in text.lines.items()}
-        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, places))
+        key_places = {keys: (line, 1) for keys, line in text.lines.items()}
+        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, key_places))
         found.problems += problems
         found.ignored |= ignored
     has_problems = bool(set(reader.problems) - reader.unknown.keys())
