@@ -295,6 +295,12 @@ def test_all_problems_are_told_at_once_and_numbered():
         assert part in message
 
 
+def test_fewer_hidden_units_than_heads_are_an_error():
+    assert error_of("--hidden-size 2").startswith(
+        "--hidden-size must be a multiple of --num-attention-heads, got 2 and 4"
+    )
+
+
 @pytest.mark.parametrize("line", ["--num-layers 0", "--num-layers 1", "--batch-size 1 --gas 1 --seq-length 1"])
 def test_the_smallest_sizes_work(line):
     read(line)
