@@ -261,6 +261,7 @@ class _Reader:
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
+        self.yielded: set[str] = set()  # fields that only a yielding flag has set
         self.problems: list[str] = []
         self.unknown: dict[str, str] = {}
         self.json: dict[str, Any] = {}
@@ -335,12 +336,13 @@ class _Reader:
             return
         if not is_said:
             return
-        if option.name in self.places:
+        if option.name in self.places and option.name not in self.yielded:
             self.problems.append(
                 f"{where} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
             )
             return
         self.places[option.name] = where
+        self.yielded.discard(option.name)
         problem = option.problem(value, where)
         if problem and not (self.is_of_run and is_derived(option, value)):
             self.problems.append(problem)
@@ -411,15 +413,17 @@ class _Reader:
         yielding = {name for target in targets if target.yields for name in target.fields}
         plain = {name for target in targets if not target.function for name in target.fields}
         for name, converted in found.values.items():
-            if name in yielding:  # the field's own key decides, wherever it is in the file
-                self.values.setdefault(name, converted)
-            elif name in plain and name in self.places and self.values.get(name, converted) != converted:
+            if name in yielding and name in self.places:  # the field's own key decides, before or after this one
+                continue
+            if name in plain and name in self.places and self.values.get(name, converted) != converted:
                 self.problems.append(
                     f"{place}: {key} must agree with {self.places[name]}, got {name.replace('_', ' ')} {converted} and "
                     f"{self.values[name]}. Leave one of them out"
                 )
             else:
                 self.values[name], self.places[name] = converted, f"{place}: {key}"
+            if name in yielding:
+                self.yielded.add(name)
 
 
 def _normal(name: str) -> str:
