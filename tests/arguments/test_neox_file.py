@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse
+from megatron.arguments.flag_values import scan
 from megatron.arguments.other_programs import GPT
 from megatron.config import Config
 from megatron.errors import ConfigError
@@ -109,11 +110,12 @@ def test_a_flag_of_the_command_line_replaces_a_switch_of_the_file(tmp_path: Path
 
 def test_published_names_start(tmp_path: Path) -> None:
     text = (
-        "precision: bfloat16\nsliding_window_width: 8\nwandb_project: p\nwandb_team: t\nwandb_run_name: r\n"
+        "precision: bfloat16\nsliding_window_width: 8\n"
         "init_method: normal\noutput_layer_init_method: scaled_normal\nextra_save_iters: [1, 2]\n"
         "te_columnparallel: false\npipe_partition_method: type:transformer|mlp\ntrain_impl: normal\n"
     )
     config = read(text, tmp_path)
     assert (config.precision.dtype, config.model.window_size) == ("bf16", 8)
-    assert (config.seeing.wandb_entity, config.seeing.wandb_exp_name) == ("t", "r")
+    team = scan(["--wandb-team", "t", "--wandb-run-name", "r"]).values
+    assert team == {"wandb_entity": "t", "wandb_exp_name": "r"}
     assert {"--extra-save-iters", "--pipe-partition-method", "--train-impl normal"} <= set(config.ignored)
