@@ -6,7 +6,6 @@ other packages.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import sys
@@ -91,6 +90,8 @@ def required() -> set[str]:
 
 def is_installed() -> bool:
     """Return True if pip has installed the project in this Python; an .egg-info in the repository does not count."""
+    import importlib.metadata  # 20 ms, only for an error
+
     found = importlib.metadata.distributions(name=PROJECT)
     return any(Path(str(each.locate_file(""))).resolve() != ROOT for each in found)
 

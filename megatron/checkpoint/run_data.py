@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import config_file, flag_values
+from megatron.arguments import config_file, script_defaults
 from megatron.arguments.flag_values import options_in, scan
 from megatron.arguments.model_choice import choose
 from megatron.arguments.scan import Scan
@@ -116,7 +116,7 @@ def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
     name = name if choice.family == program else choice.family
     found = scan(words, (), choice.family)
     config_file.take(found)
-    flags = {**flag_values.of_environment(env, found, (), choice.recipe), **found.values}
+    flags = {**script_defaults.of_environment(env, found, (), choice.recipe), **found.values}
     path = None if flags.get("finetune") else source_of(flags, name)
     saved = None if path is None else settings_of(path)
     corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []

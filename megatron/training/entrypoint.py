@@ -26,7 +26,6 @@ from megatron.runtime import rank_status
 from megatron.runtime.exit_guard import guard, trace_crashes
 from megatron.runtime.exit_signals import StopRequests
 from megatron.runtime.rank_env import has_world, name_of, raise_own, set_rank_environment
-from megatron.training.dry_run import dry_run
 
 
 def refit(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, int]:
@@ -123,6 +122,8 @@ def pretrain(
                 raise_own(unsettled)
             raise
         if config.run.dry_run:
+            from megatron.training.dry_run import dry_run  # numpy and rich, which --help does not need
+
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
         raise_own(unsettled)

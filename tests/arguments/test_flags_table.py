@@ -337,7 +337,7 @@ def test_the_columns_of_a_rule_are_filled(rule: str):
     assert rows
     for row in rows:
         assert row.programs and set(row.programs) <= set(flags_doc.PROGRAMS), row
-        assert row.value in ("", "int", "float", "str", "str*", "any") and row.note, row
+        assert row.value in ("", "int", "float", "str", "bool", "str*", "any") and row.note, row
         assert bool(row.target) == (rule in (BY_VALUE, CONVERTED)), row
         assert bool(row.otherwise) == (rule == BY_VALUE) or rule == CONVERTED, row
 
@@ -492,7 +492,7 @@ def test_a_run_without_foreign_flags_does_not_read_the_table(monkeypatch: pytest
     def fail() -> None:
         raise AssertionError("the table was read")
 
-    for module in ("flag_values", "translate", "precedence", "config_file"):
+    for module in ("flag_values", "translate", "related_fields", "config_file"):
         monkeypatch.setattr(f"megatron.arguments.{module}.foreign_flags", fail)
     parse(["--num-layers", "2", "--lr", "0.1"], world_size=1, env={})
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.arguments.flag_values import all_options, rejected_flags, scan, unknown
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
 from megatron.config.data import DataConfig
@@ -297,6 +297,12 @@ def test_all_problems_are_told_at_once_and_numbered():
     assert message.startswith("9 problems in the configuration:\n  1. ")
     for part in ("--hiden-size", "--lr", "--batch-size", "--mask-prob", "'stray'", "world_size=4", "4 and 3"):
         assert part in message
+
+
+def test_fewer_hidden_units_than_heads_are_an_error():
+    assert error_of("--hidden-size 2").startswith(
+        "--hidden-size must be a multiple of --num-attention-heads, got 2 and 4"
+    )
 
 
 @pytest.mark.parametrize("line", ["--num-layers 0", "--num-layers 1", "--batch-size 1 --gas 1 --seq-length 1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron import models, mpu, tokenizer
+from megatron import models, mpu
 from megatron.models import registry
 from megatron.training import (
     get_args,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the data sets of the three splits; None for a split without samples."""
+    from megatron import tokenizer  # imports numpy, which --help does not need
     from megatron.models.bert.data import bert_tokens, build_bert_train_valid_test
 
     args, vocabulary = get_args(), get_tokenizer()
