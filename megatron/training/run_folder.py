@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron import files, log, object_store
+from megatron.arguments.unused_flags import format_problems
 from megatron.checkpoint import check_writable, remote
 from megatron.checkpoint.folders import CHECKPOINTS, last_sequence
 from megatron.config import CheckpointConfig, Config
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError, raise_all
 from megatron.training.checkpoint_source import (
     LOADED,
     NATIVE,
@@ -84,6 +85,17 @@ def choose(config: Config, name: str, world: World) -> Place:
     if not config.checkpoint.eval_only:
         check_shared(place.folder, world)
     return place
+
+
+def with_checkpoint_format(config: Config, place: Place) -> Config:
+    """Return ``config`` with the format in which the run saves its checkpoints.
+
+    Raises:
+        ConfigError: other flags are not supported with this format; the same on every rank.
+    """
+    config = replace(config, checkpoint=replace(config.checkpoint, checkpoint_format=place.checkpoint_format))
+    raise_all(list(format_problems(config)))
+    return config
 
 
 def check_store(place: Place, flags: CheckpointConfig) -> None:

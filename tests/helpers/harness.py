@@ -82,7 +82,7 @@ AHEAD = {
         "tds.module_inject.auto_ep_comm",
     ),
     "torch": ("torch.profiler._cupti_monitor",),
-    "megatron.training.train": (
+    "megatron.training.setup": (
         "megatron.data.gpt_dataset", "megatron.costs.cost", "megatron.models.common.decoder",
         "megatron.costs.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
         *(f"megatron.training.callbacks.{name}" for name in (

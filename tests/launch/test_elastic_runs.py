@@ -31,7 +31,7 @@ SAVES_WHEN_LET = """\
 import os, time
 import pretrain_gpt2 as script
 from megatron.checkpoint import folders
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain
 
 place, commit = os.environ.get("HOLD_SAVES_IN"), folders.commit_checkpoint
 

@@ -17,7 +17,7 @@ from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.runtime.exit_signals import StopRequests
-from megatron.training import Callback, train
+from megatron.training import Callback, setup
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.console import Console
@@ -376,14 +376,14 @@ def test_all_ranks_stop_together_or_none() -> None:
 
 def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:
     def note_streams(rank: int) -> None:
-        streams_of = train.make_streams
+        streams_of = setup.make_streams
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = streams_of(*args, **kwargs)
             (tmp_path / str(rank)).write_text(f"{made.seed} {made.data_rank} {made.tensor_rank}")
             return made
 
-        train.make_streams = noted  # type: ignore[assignment]
+        setup.make_streams = noted  # type: ignore[assignment]
 
     argv = runs.flags(corpus, tmp_path / "run", "--model-parallel-size 2 --train-iters 1 --eval-iters 0 --seed 9")
     assert runs.train_ranks(4, argv, note_streams)[0] == [0] * 4

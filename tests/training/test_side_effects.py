@@ -26,8 +26,8 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.runtime.exit_signals import StopRequests
 from megatron.training import Callback, initialize
+from megatron.training.startup import run
 from megatron.training.step_result import StepResult
-from megatron.training.train import run
 from megatron.training.train_state import CHECKPOINTS
 from megatron.training.trainer import Trainer
 from tests.helpers import runs

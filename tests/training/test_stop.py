@@ -17,7 +17,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.runtime import exit_guard, exit_signals
 from megatron.runtime.exit_signals import LOSING, REGROUP, REGROUP_VARIABLE, StopRequests, how_to_go_on
-from megatron.training import train
+from megatron.training import data
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
 from megatron.training.train_state import EVERYTHING, RestoreOptions, TrainState
@@ -191,7 +191,7 @@ def test_another_error_is_not_one_of_memory(error):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(train, "open_data"), (Checkpointer, "on_save"), (Evaluator, "evaluate")],
+    [(data, "open_data"), (Checkpointer, "on_save"), (Evaluator, "evaluate")],
     ids=["start", "save", "eval"],
 )
 def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, corpus, tmp_path):
