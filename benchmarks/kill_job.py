@@ -38,6 +38,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt2
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.child_process import die_with_parent
 from megatron.data import IndexedDatasetBuilder
 from megatron.launch.__main__ import main as launch
@@ -46,7 +47,6 @@ from megatron.tokenizer import build
 from megatron.training import Callback, batch_iterators, startup
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.checkpointer import Checkpointer
-from megatron.training.train_state import CHECKPOINTS
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tokenizer.json"
 SIZES = (

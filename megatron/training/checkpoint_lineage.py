@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
-
 _NAME = "branch"  # in the state of a checkpoint
 
 

@@ -19,13 +19,13 @@ from megatron.runtime.exit_signals import REGROUP, StopRequests
 from megatron.runtime.launcher_files import asked_through_launcher
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
-from megatron.training.data_resume import epochs_values, tokens_values
+from megatron.training.data_progress import epochs_values, tokens_values
 from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
 from megatron.training.timeouts import OPENING_DATA, STEP, Sections
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
 ANOTHER = "another rank was asked to stop"
@@ -45,7 +45,8 @@ class Callback:
     | ``on_step_end(result)`` | at the end of a step, ahead of what all ranks agree on |
     | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
     | ``on_evaluate_end(split, values)`` | when the loss of a split is known; of --eval-tasks, ``split`` is "tasks" |
-    | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
+    | ``on_save_staged(step, values)`` | with --async-save, when the tensors have been copied and training continues |
+    | ``on_save_end(step, path, values)`` | once per save: when it is committed (``path``), or has failed (None) |
     | ``on_export_end(step, path)`` | on rank 0, when a Hugging Face folder was written (``path``) |
     | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
     | ``on_exception(error)`` | when an error ends the run on this rank |
@@ -88,6 +89,8 @@ class Callback:
     def on_save(self) -> None: ...
 
     def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None: ...
+
+    def on_save_staged(self, step: int, values: dict[str, Any]) -> None: ...
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None: ...
 
@@ -147,7 +150,7 @@ class Trainer:
         self.lr_scheduler = make_learning_rate(config)
         self.length = config.run_length(world.grid.data.size)
         self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
-        self.progress = TrainState()
+        self.progress = TrainProgress()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
         self.seq_length = self.lengths.full

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.launch import machine
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.elastic_jobs import Nodes
 from tests.helpers.launch_jobs import Job
 from tests.helpers.runs import ROOT, flags, write_corpus
