@@ -54,8 +54,8 @@ class RunPaths:
 def choose(config: Config, name: str, world: World) -> RunPaths:
     """Return the folder and the source of the run, the same on all ranks. Collective.
 
-    The folder is --save's, else that of the run which --load or --resume goes on with, else a new
-    ``runs/<name>-<time>``. A restart by the launcher finds the folder of the first start, and goes on from there.
+    The folder is that of --save, or else that of the run which --load or --resume continues, or else a new
+    ``runs/<name>-<time>``. A restart by the launcher continues in the folder of the job's first start.
 
     Raises:
         CheckpointError: --load or --resume finds no checkpoint.
@@ -95,10 +95,10 @@ def with_checkpoint_format(config: Config, paths: RunPaths) -> Config:
 
 
 def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
-    """Check that checkpoints can be uploaded, and that the store holds none of another run.
+    """Check that checkpoints can be uploaded, and that the store holds no checkpoints of another run.
 
     Raises:
-        ConfigError: they cannot, or it does: nobody could say which are newer.
+        ConfigError: the store cannot be written to, or holds checkpoints of another run, whose order is unknown.
     """
     if flags.save_remote is None or flags.eval_only:
         return
@@ -116,7 +116,7 @@ def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
 
 
 def _is_own_store(flags: CheckpointConfig) -> bool:
-    """Return whether the run goes on with what lies where it uploads to."""
+    """Return True if the run resumes from the store that it uploads to."""
     is_one = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
     return is_one and not (flags.finetune or flags.eval_only)
 
@@ -137,7 +137,7 @@ def _chosen(config: Config, name: str) -> RunPaths:
 
 
 def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPaths:
-    """Return the place of a run that goes on from a store; from its own folder, where that has the newest, too."""
+    """Return the paths of a run that resumes from an object store, or from its own folder if that is as new."""
     assert flags.load is not None
     is_own, saved = _is_own_store(flags), saved_in(folder)
     try:
@@ -156,17 +156,17 @@ def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPat
 
 
 def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
-    """Return the folder and the source that the flags mean; a new folder is made."""
+    """Return the folder and the source that the flags select; creates a new folder if they name none."""
     flags, source = config.checkpoint, _source(config, name)
     if flags.save:
         return Path(flags.save), source
     if source is not None and is_run_folder(source) and not flags.finetune:
-        return source, source  # the same run goes on in the same place
+        return source, source  # the same run continues in the same folder
     return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), source
 
 
 def _source(config: Config, name: str) -> Path | None:
-    """Return what the flags go on from; with --load-if-exists None where it holds no checkpoint."""
+    """Return what --load or --resume names; with --load-if-exists, None if it holds no checkpoint."""
     flags = config.checkpoint
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None
@@ -182,7 +182,7 @@ def _source(config: Config, name: str) -> Path | None:
 
 
 def _free(folder: Path) -> Path:
-    """Make ``folder``, or the same name with a number when another job of this second has taken it."""
+    """Create ``folder``, or the same name with a number if another job has created it in the same second."""
     RUNS.mkdir(exist_ok=True)
     for number in range(1000):
         candidate = folder if not number else folder.with_name(f"{folder.name}-{number}")

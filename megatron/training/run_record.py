@@ -1,4 +1,4 @@
-"""What was run: config.json, command.txt, versions.json and starts.jsonl of the run folder."""
+"""The record of a run in its folder: config.json, command.txt, versions.json and starts.jsonl."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from megatron.training.world import World
 
 
 def describe(folder: Path, config: Config, world: World, step: int) -> None:
-    """Write what was run: config.json, command.txt, versions.json, starts.jsonl.
-
-    Rank 0 only, which holds the folder's lock.
+    """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
 
     Args:
-        step: behind which this start goes on.
+        step: last step of the checkpoint that this start resumes from.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)

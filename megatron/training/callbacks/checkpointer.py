@@ -97,7 +97,7 @@ class Checkpointer(Callback):
             self.committed, self.newest_step = resumed.path, trainer.progress.step
             self.lineage = resumed.lineage
             if trainer.world.rank == 0:
-                self.lineage.go_on_from(resumed.sequence, last_sequence(saved_in(trainer.folder)))
+                self.lineage.continue_from(resumed.sequence, last_sequence(saved_in(trainer.folder)))
 
     @property
     def is_same_run(self) -> bool:
@@ -229,7 +229,7 @@ class Checkpointer(Callback):
             "job": job(),
             **self._export_metadata,
             **callback_metadata(trainer.state_dict()),
-            **self.lineage.state(),
+            **self.lineage.to_metadata(),
             **({AUTOMATIC: True} if is_automatic else {}),
         }
         if config.checkpoint.is_deepspeed:
@@ -321,7 +321,7 @@ class Checkpointer(Callback):
             checkpoint = self._newest(up_to_step)
             roll_back_to(trainer, checkpoint)
         if trainer.world.rank == 0 and checkpoint.path.parent == trainer.folder / CHECKPOINTS:
-            self.lineage.go_on_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
+            self.lineage.continue_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
         self.committed, self.newest_step = checkpoint.path, trainer.progress.step
         trainer.call("on_load_end", trainer.progress.step)
         trainer.print_line(f"step {trainer.progress.step} | went back to {checkpoint.path}")
