@@ -27,7 +27,6 @@ from megatron.runtime import rank_status
 from megatron.runtime.exit_guard import guard, trace_crashes
 from megatron.runtime.exit_signals import StopRequests
 from megatron.runtime.rank_env import has_world, name_of, raise_own, set_rank_environment
-from megatron.training.dry_run import dry_run
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +98,8 @@ def pretrain(
                 raise_own(rank_problem)
             raise
         if config.run.dry_run:
+            from megatron.training.dry_run import dry_run  # numpy and rich, which --help does not need
+
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
         raise_own(rank_problem)
