@@ -56,7 +56,7 @@ class CountingEngine:
     def train_step(self, data: Any, step: int, share: Share) -> StepResult:
         self.calls.append(f"train {step}")
         self.read.append(data.source)
-        self.micro_batches.append(share.number)
+        self.micro_batches.append(share.num_micro_batches)
         first, second = (group["lr"] for group in self.optimizer.param_groups)
         assert first == second
         self.rates.append(first)
