@@ -171,7 +171,7 @@ def run(
 
     with closing(Sections(world, config)) as phases:
         # Tokenizer, layout of the chunks, dropout streams: what scripts read by get_args and its relatives.
-        tokenizer, config = with_tokenizer(config)
+        tokenizer, config = with_tokenizer(config, world.grid.host)
         if auto_placement.is_free(config):
             limit, dtype = auto_placement.smallest_usable_bytes(world), config.precision.dtype or ""
             config = auto_placement.with_placement(config, world.grid.topology, dtype, limit)
