@@ -38,7 +38,7 @@ PLACES = {
 """Name of a part -> where it is; in the order of their running."""
 NAMES = tuple(PLACES)
 UNKNOWN = "unknown"
-"""What ``run_folder.commit`` says without git."""
+"""What ``run_record.commit`` says without git."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
 """Of all parts in one start, whose own budgets make so much together; and of one part."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 DEEPSPEED = "deepspeed"
-"""The entry "format" in the state of a checkpoint that DeepSpeed's engine wrote."""
+"""The entry "format" in the metadata of a checkpoint that DeepSpeed's engine wrote."""
 WEIGHTS = "weights/"
 """What the names of weights begin with."""
 
@@ -30,7 +30,7 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
     """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
 
     Args:
-        any_format: also accept a checkpoint in DeepSpeed's format, which has a state but no tensors that we read.
+        any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that we read.
 
     Raises:
         CheckpointError: there is none there, or none that verifies.
@@ -41,7 +41,7 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
             f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
     checkpoint = open_latest(checkpoints_in(path), world)
-    if checkpoint.state.get("format") == DEEPSPEED and not any_format:
+    if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:
         raise CheckpointError(in_deepspeed_format(checkpoint.path))
     return checkpoint
 

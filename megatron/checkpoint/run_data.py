@@ -18,7 +18,7 @@ from megatron.arguments.model_choice import choose
 from megatron.arguments.scan import Scan
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.checkpoint_args import source_of
-from megatron.checkpoint.manifest import newest_state
+from megatron.checkpoint.manifest import newest_metadata
 from megatron.config.data import DataConfig
 from megatron.config.option import is_derived, options_of
 from megatron.errors import JobError, marked
@@ -94,7 +94,7 @@ def settings_of(path: Path | str) -> dict[str, Any] | None:
     Args:
         path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.
     """
-    newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
+    newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     config = None if newest is None else newest[1].get("config")
     if not isinstance(config, dict):
         return None

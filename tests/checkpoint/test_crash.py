@@ -46,7 +46,7 @@ def _kill_at_each(tmp_path, config, size, function, culprit):
         found = open_latest(root, SINGLE)
         assert_holds(found, seed=found.step)
         is_new = culprit == 0 and k > done.index("rename")
-        assert found.step == found.state["seed"] == (20 if is_new else 10)
+        assert found.step == found.metadata["seed"] == (20 if is_new else 10)
         roots.append(root)
     return done, roots
 

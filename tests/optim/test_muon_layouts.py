@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.optim import muon
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import check_fp64, difference, flags, trace_rank
 from tests.optim.test_adafactor_layouts import load_and_go_on, save_and_go_on

@@ -29,7 +29,7 @@ from megatron.training.callbacks.running_statistics import SMALLEST_SPREAD, Runn
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.callbacks.stability_journal import NAME, EventLog, read_journal
 from megatron.training.step_samples import StepSamples
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
@@ -170,7 +170,7 @@ def test_a_bad_step_is_left_out_on_all_ranks(
 def attach(guard: StabilityGuard, optimizer: Any, grid: Grid) -> None:
     """Let ``guard`` judge the steps of ``optimizer``."""
     world = World("cpu", torch.device("cpu"), grid, 0)
-    engine, progress = SimpleNamespace(optimizer=optimizer), TrainState()
+    engine, progress = SimpleNamespace(optimizer=optimizer), TrainProgress()
     folder = Path(tempfile.mkdtemp())
     made: Any = SimpleNamespace(engine=engine, world=world, progress=progress, folder=folder, find=lambda kind: None)
     guard.trainer = made

@@ -36,7 +36,7 @@ def reads(rank: int, *made: Any) -> dict[str, float]:
     """Return by place how often the host waited in each step of the steady state."""
     engine, batches = engine_of(*made)
     if batches is not None:  # ahead of all steps: what is read of samples is of the host
-        batches = iter([next(batches) for _ in range((WARM + STEPS) * engine.share.number)])
+        batches = iter([next(batches) for _ in range((WARM + STEPS) * engine.share.num_micro_batches)])
     take(engine, batches, range(WARM))
     with counted() as found:
         take(engine, batches, range(WARM, WARM + STEPS))

@@ -17,7 +17,7 @@ from benchmarks import kill
 from benchmarks.kill import Outcome, broken, losses, newest_step, run_killed, run_whole
 from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Case, Moment, draw_moments, preload, write_corpus
 from megatron import files
-from megatron.training.train_state import CHECKPOINTS
+from megatron.checkpoint.manifest import CHECKPOINTS
 from tests.helpers.runs import train_ranks
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron import log
 from megatron.arguments import parse
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import Config
 from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import SINGLE
@@ -20,9 +21,9 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.loss_scale_resume import restore_scaler
 from megatron.training.optimizer_setup import make_scaler
 from megatron.training.step_result import result_of
-from megatron.training.train_state import CHECKPOINTS, restore_scaler
 from tests.helpers import runs, t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import flags, serial, trace_rank
@@ -171,7 +172,7 @@ def test_the_learning_rate_waits_while_steps_are_skipped(whole: Path) -> None:
 def test_loss_scale_and_counters_survive_a_stop(stop: int, whole: Path, corpus: Path, tmp_path: Path) -> None:
     """At 3 and 13 one of the hysteresis is used up; at 8 part of a window of good steps is over."""
     assert train(corpus, tmp_path / "cut", f"--exit-interval {stop}") == [75, 75]
-    scaler = open_latest(tmp_path / "cut" / CHECKPOINTS, SINGLE).state["scaler"]
+    scaler = open_latest(tmp_path / "cut" / CHECKPOINTS, SINGLE).metadata["scaler"]
     assert scaler["good_steps"] % 3 if stop == 8 else scaler["overflows_left"] == 1
     assert train(corpus, tmp_path / "cut", f"--load {tmp_path / 'cut'}") == [0, 0]
     assert recorded(tmp_path / "cut") == recorded(whole)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training.callbacks import pipeline_picture
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.setup import check_chunks
-from megatron.training.train_state import CHECKPOINTS
 from tds import plot
 from tests.helpers.runs import flags, train_ranks
 

@@ -57,7 +57,7 @@ def test_a_hugging_face_folder_starts_the_same_run_in_every_layout(ranks: int, c
     one, other = losses(tmp_path / "1"), losses(tmp_path / str(ranks))
     assert len(one) == 3 and one == pytest.approx(other, rel=1e-5)
     for count in (1, ranks):
-        origin = origin_of(open_folder(tmp_path / str(count)).state)
+        origin = origin_of(open_folder(tmp_path / str(count)).metadata)
         assert origin is not None and origin.files == {folder.CONFIG: (tmp_path / "hf" / folder.CONFIG).read_text()}
     scratch = tmp_path / "scratch"
     assert train_ranks(1, flags(corpus, scratch, FEW))[0] == [0]

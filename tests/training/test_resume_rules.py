@@ -15,6 +15,7 @@ import torch
 from megatron.arguments import parse
 from megatron.arguments.flag_values import all_sections, config_from_values
 from megatron.checkpoint import TensorRecord, save
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import CheckpointConfig, Config, DataConfig, RunConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.registry import FAMILIES
@@ -23,9 +24,10 @@ from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.training import checkpoint_source, compatibility, run_folder
-from megatron.training.compatibility import RULES, check_tokenizer, layout_text, machine, settings_changed
-from megatron.training.run_folder import Place, _chosen
-from megatron.training.train_state import CHECKPOINTS, EVERYTHING, RestoreOptions
+from megatron.training.checkpoint_checks import check_tokenizer
+from megatron.training.compatibility import RULES, layout_text, machine, settings_changed
+from megatron.training.restore_options import EVERYTHING, RestoreOptions
+from megatron.training.run_folder import RunPaths, _chosen
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.rows import check_rows
@@ -162,7 +164,7 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
         _chosen(config(load=source), "gpt2")
     assert not (place / "runs").exists()
     made = _chosen(config(load=source, load_if_exists=True, save="new"), "gpt2")
-    assert made == Place(Path("new"), begins_again=True)
+    assert made == RunPaths(Path("new"), begins_again=True)
     with pytest.raises(CheckpointError, match="--resume needs a run.* Name another folder with --save, or"):
         _chosen(config(resume=True), "gpt2")
     for name, family in (("mine", "gpt2"), ("newer", "t5")):
@@ -176,7 +178,7 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
 
 def test_load_if_exists_takes_what_is_there_damaged_or_not(place: Path) -> None:
     save_as(None, place / "run")
-    assert _chosen(config(load="run", load_if_exists=True), "gpt2") == Place(Path("run"), Path("run"))
+    assert _chosen(config(load="run", load_if_exists=True), "gpt2") == RunPaths(Path("run"), Path("run"))
     (place / "bad" / CHECKPOINTS / "step-00000001").mkdir(parents=True)
     assert _chosen(config(load="bad", load_if_exists=True), "gpt2").source == Path("bad")
 
@@ -188,13 +190,13 @@ def test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved(
     save_as("job-0", place / "old")
     save_as("job-0", place / "run")  # of an earlier job
     monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old"))
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "nothing is saved yet"
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old")), "nothing is saved yet"
     save_as("job-1", place / "run", 2)
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("run"), is_restart=True)
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("run"), is_restart=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "a new start of the job follows its flags"
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old")), "a new start of the job follows its flags"
 
 
 def test_what_may_have_run_before_its_first_checkpoint_begins_again(
@@ -215,7 +217,7 @@ def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monke
     first = _chosen(config(), "gpt2")
     save_as("job-1", first.folder)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert _chosen(config(), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+    assert _chosen(config(), "gpt2") == RunPaths(first.folder, first.folder, is_restart=True)
     assert checkpoint_source.newest_run("gpt2") == first.folder
 
 
@@ -230,10 +232,10 @@ def test_a_restart_takes_the_run_that_its_first_start_chose(place: Path, monkeyp
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first.source == Path("runs/gpt2-a") and _chosen(config(resume=True), "gpt2") == first == tuned
     save_as("job-1", first.folder, 2)
-    assert _chosen(config(resume=True), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+    assert _chosen(config(resume=True), "gpt2") == RunPaths(first.folder, first.folder, is_restart=True)
 
 
-def _choose_as_node(rank: int, folder: Path, blind: int) -> Place | str:
+def _choose_as_node(rank: int, folder: Path, blind: int) -> RunPaths | str:
     """Choose as the only rank of a node of its own; ``blind`` does not see what the others write."""
     node = World("cpu", torch.device("cpu"), initialize_model_parallel(), local_rank=0)
     if rank == blind:
@@ -250,6 +252,6 @@ def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp
     chosen = run_ranks(2, _choose_as_node, tmp_path / "run", blind)
     assert chosen[0] == chosen[1] and list((tmp_path / "run").iterdir()) == []
     if blind < 0:
-        assert chosen[0] == Place(tmp_path / "run")
+        assert chosen[0] == RunPaths(tmp_path / "run")
     else:
         assert "--save must be a folder that all nodes share; node" in str(chosen[0])

@@ -227,9 +227,9 @@ def test_what_a_part_leaves_is_for_the_next_and_the_pictures_are_always_made() -
 def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    from megatron.training import run_folder
+    from megatron.training import run_record
 
-    monkeypatch.setattr(run_folder, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
+    monkeypatch.setattr(run_record, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
     words = ["--device", "cpu", "--out", str(tmp_path), "tables"]
     assert program.main(words) == 0 and "git does not say which commit" in capsys.readouterr().out
     assert program.main([*words, "--commit", "0123456789"]) == 0
