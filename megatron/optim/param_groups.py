@@ -31,9 +31,10 @@ from megatron.optim.adam import AdamW
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
+from megatron.optim.offload import NOTHING, OffloadConfig
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_rates import ParamRate
-from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
+from megatron.optim.zero.param_init import ParamInit
 from tds.gradients import is_reduced_apart
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")

@@ -63,7 +63,7 @@ MEANS = f"{LOSS_AVERAGE}::test_only_the_loss_to_train_on_becomes_a_mean"
 # Main params and their gradients.
 
 
-@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+@mutant("megatron.optim.gradients.local:MainGradients._add_to_sum", TINY_GRADIENTS)
 def sixteen_bit_gradients_accumulate_in_16_bits(original: Any) -> Any:
     def add(self: Any, parameter: Any) -> None:
         original(self, parameter)
@@ -73,7 +73,7 @@ def sixteen_bit_gradients_accumulate_in_16_bits(original: Any) -> Any:
     return add
 
 
-@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+@mutant("megatron.optim.gradients.local:MainGradients._add_to_sum", TINY_GRADIENTS)
 def a_16_bit_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add(self: Any, parameter: Any) -> None:
         self._sums.pop(parameter, None)
@@ -83,7 +83,7 @@ def a_16_bit_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> 
 
 
 @mutant(
-    "megatron.optim.main_params:MainParams.register",
+    "megatron.optim.param_store:MainParams.register",
     f"{MIXED}::test_masters_keep_the_bits_of_the_weights_before_rounding",
 )
 def main_params_start_from_rounded_weights(original: Any) -> Any:
@@ -102,13 +102,13 @@ def updated_main_params_are_not_copied_to_the_weights(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("megatron.optim.main_params:MainGradients.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
+@mutant("megatron.optim.gradients.local:MainGradients.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
 def gradients_are_kept_after_the_step(original: Any) -> Any:
     return lambda self: None
 
 
 @mutant(
-    "megatron.optim.main_params:MainGradients.add_product",
+    "megatron.optim.gradients.local:MainGradients.add_product",
     "tests/tds/test_fused_linear.py::test_gradients_are_those_of_autograd[False]",
 )
 def a_fused_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
@@ -227,7 +227,7 @@ def good_steps_of_the_loss_scale_are_not_resumed(original: Any) -> Any:
 # State of the inner optimizer.
 
 
-@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+@mutant("megatron.optim.state:take_state", SGD_RESUMED)
 def momentum_is_not_loaded(original: Any) -> Any:
     def take_state(optimizer: Any, state: Any) -> None:
         original(optimizer, state)
@@ -236,7 +236,7 @@ def momentum_is_not_loaded(original: Any) -> Any:
     return take_state
 
 
-@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+@mutant("megatron.optim.state:take_state", SGD_RESUMED)
 def main_params_are_not_loaded(original: Any) -> Any:
     def take_state(optimizer: Any, state: Any) -> None:
         masters = [master.detach().clone() for group in optimizer.param_groups for master in group["params"]]
@@ -245,7 +245,7 @@ def main_params_are_not_loaded(original: Any) -> Any:
     return take_state
 
 
-@mutant("megatron.optim.optimizer:_beside", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
+@mutant("megatron.optim.state:_beside", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
 def bf16_moments_are_loaded_in_the_dtype_of_the_main_params(original: Any) -> Any:
     return lambda master, dtype, value: original(master, master.dtype if dtype else None, value)
 
@@ -408,7 +408,7 @@ def muon_does_not_decay_matrices(original: Any) -> Any:
 # The gradient buffer: accumulation and reduce-scatter in buckets.
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.main_grad", BUFFER_PARTS)
 def gradient_shard_starts_one_element_late(original: Any) -> Any:
     def main_grad(self: Any, parameter: Any) -> Any:
         part = original(self, parameter)
@@ -417,7 +417,7 @@ def gradient_shard_starts_one_element_late(original: Any) -> Any:
     return main_grad
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.main_grad", BUFFER_PARTS)
 def gradient_shard_is_that_of_the_previous_replica(original: Any) -> Any:
     def main_grad(self: Any, parameter: Any) -> Any:
         part, first = original(self, parameter), self._first[parameter]
@@ -428,7 +428,7 @@ def gradient_shard_is_that_of_the_previous_replica(original: Any) -> Any:
     return main_grad
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.add", BUFFER_PARTS)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.add", BUFFER_PARTS)
 def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add(self: Any, parameter: Any, gradient: Any) -> None:
         self._filled.discard(parameter)
@@ -438,7 +438,8 @@ def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> 
 
 
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory.add_product", f"{BUFFER}::test_a_product_adds_what_its_gradient_would"
+    "megatron.optim.gradients.buffer:_BucketMemory.add_product",
+    f"{BUFFER}::test_a_product_adds_what_its_gradient_would",
 )
 def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
@@ -449,7 +450,7 @@ def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> A
 
 
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory._fill",
+    "megatron.optim.gradients.buffer:_BucketMemory._fill",
     f"{BUFFER}::test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero",
 )
 def missing_gradients_are_not_zeroed(original: Any) -> Any:
@@ -464,7 +465,7 @@ def missing_gradients_are_not_zeroed(original: Any) -> Any:
     return fill
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.start", SCATTERED)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.start", SCATTERED)
 def unsharded_gradients_of_a_bucket_are_not_reduced(original: Any) -> Any:
     def start(self: Any, group: Any) -> Any:
         rest, self._rest = self._rest, 0
@@ -476,13 +477,13 @@ def unsharded_gradients_of_a_bucket_are_not_reduced(original: Any) -> Any:
     return start
 
 
-@mutant("megatron.optim.main_params:BufferedGradients.is_counted_in_norm", SCATTERED)
+@mutant("megatron.optim.gradients.buffered:BufferedGradients.is_counted_in_norm", SCATTERED)
 def norm_counts_unsharded_gradients_on_each_replica(original: Any) -> Any:
     return lambda self, parameter: True
 
 
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory._refuse_if_summed",
+    "megatron.optim.gradients.buffer:_BucketMemory._refuse_if_summed",
     f"{BUFFER}::test_a_gradient_that_comes_behind_its_reduce_scatter_is_refused",
 )
 def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
@@ -492,18 +493,18 @@ def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
 # Reduction during the last backward.
 
 
-@mutant("megatron.optim.main_params:OverlappedMainGradients.begin_last_backward", OVERLAPPED_BITS)
+@mutant("megatron.optim.gradients.overlapped:OverlappedMainGradients.begin_last_backward", OVERLAPPED_BITS)
 def overlapped_gradients_are_not_reduced(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("megatron.optim.main_params:OverlappedMainGradients.finish", OVERLAPPED_BITS)
+@mutant("megatron.optim.gradients.overlapped:OverlappedMainGradients.finish", OVERLAPPED_BITS)
 def overlapped_sums_are_not_scaled(original: Any) -> Any:
     return lambda self, factor: original(self, 1.0)
 
 
 @mutant(
-    "megatron.optim.main_params:OverlappedMainGradients.end_micro_batch",
+    "megatron.optim.gradients.overlapped:OverlappedMainGradients.end_micro_batch",
     f"{OVERLAPPED}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once",
 )
 def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) -> Any:
@@ -515,7 +516,7 @@ def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) ->
 
 
 @mutant(
-    "megatron.optim.main_params:OverlappedMainGradients.clear",
+    "megatron.optim.gradients.overlapped:OverlappedMainGradients.clear",
     f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
 )
 def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
@@ -569,7 +570,7 @@ def gathered_shards_are_those_of_the_next_replica(original: Any) -> Any:
     return lambda self, whole, slots: original(self, whole, slots.roll(-1, 0))
 
 
-@mutant("megatron.optim.zero.partition:Gather.start", GATHERS)
+@mutant("megatron.optim.zero.gather:Gather.start", GATHERS)
 def replicas_gather_the_weights_of_before_the_update(original: Any) -> Any:
     def start(cls: Any, bucket: Any, group: Any, note: Any = ()) -> Any:
         old = [replace(p, master=p.cut.part(p.parameter, group.rank).clone()) for p in bucket]
@@ -579,7 +580,7 @@ def replicas_gather_the_weights_of_before_the_update(original: Any) -> Any:
     return start
 
 
-@mutant("megatron.optim.main_params:MainParams.contiguous", MUON_LAYOUT)
+@mutant("megatron.optim.param_store:MainParams.contiguous", MUON_LAYOUT)
 def updates_of_column_shards_are_lost(original: Any) -> Any:
     @contextmanager
     def contiguous(self: Any) -> Any:
@@ -611,12 +612,12 @@ def weights_are_read_before_they_are_gathered(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("megatron.optim.zero.stage2:_in_slots", TWO_REDUCTIONS)
+@mutant("megatron.optim.gradients.reduce_scatter:_in_slots", TWO_REDUCTIONS)
 def reduce_scatter_sends_the_shards_in_reverse_order(original: Any) -> Any:
     return lambda shares, replicas: original(shares, replicas).flip(0)
 
 
-@mutant("megatron.optim.zero.stage2:_in_one_run", TWO_REDUCTIONS)
+@mutant("megatron.optim.gradients.reduce_scatter:_in_one_run", TWO_REDUCTIONS)
 def sharded_gradients_are_reduced_in_bf16(original: Any) -> Any:
     def in_one_run(shares: Any) -> Any:
         flat = original(shares)
@@ -625,7 +626,7 @@ def sharded_gradients_are_reduced_in_bf16(original: Any) -> Any:
     return in_one_run
 
 
-@mutant("megatron.optim.zero.stage2:PartitionedGradients._wait", ZERO_3)
+@mutant("megatron.optim.gradients.reduce_scatter:PartitionedGradients._wait", ZERO_3)
 def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def wait(self: Any) -> None:
         for run in self._pending._runs if self._pending else ():
@@ -636,7 +637,7 @@ def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any
     return wait
 
 
-@mutant("megatron.optim.zero.stage2:PartitionedGradients.is_counted_in_norm", ZERO_3)
+@mutant("megatron.optim.gradients.reduce_scatter:PartitionedGradients.is_counted_in_norm", ZERO_3)
 def norm_counts_unsharded_gradients_once_per_replica(original: Any) -> Any:
     return lambda self, parameter: True
 
@@ -646,7 +647,7 @@ def norm_of_sharded_gradients_is_not_reduced(original: Any) -> Any:
     return property(lambda self: SINGLE)
 
 
-@mutant("megatron.optim.main_params:MainParams.to_parameters", ZERO_3_READS)
+@mutant("megatron.optim.param_store:MainParams.to_parameters", ZERO_3_READS)
 def weight_shards_are_not_updated(original: Any) -> Any:
     def to_parameters(self: Any, later: Any = None) -> None:
         before = {parameter: home.clone() for parameter, home in self.homes.items()}
@@ -671,7 +672,7 @@ def prefetched_weights_survive_the_update(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.zero.partition:OffloadConfig.copy",
+    "megatron.optim.offload:OffloadConfig.copy",
     "tests/optim/test_muon_layouts.py::test_where_masters_lie_changes_no_number[--offload-optimizer]",
 )
 def offloaded_main_params_are_rounded(original: Any) -> Any:
@@ -679,7 +680,7 @@ def offloaded_main_params_are_rounded(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.zero.partition:OffloadConfig.copies",
+    "megatron.optim.offload:OffloadConfig.copies",
     "tests/optim/zero/test_host.py::test_copies_are_waited_for_once_behind_the_last",
 )
 def offloaded_gradients_are_read_before_they_are_copied(original: Any) -> Any:
@@ -776,12 +777,12 @@ def overflowed_steps_count_as_taken(original: Any) -> Any:
 # Gradients of sequence-parallel weights and of experts.
 
 
-@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
+@mutant("megatron.optim.gradients.sum_group:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
 def sequence_parallel_gradients_are_not_summed(original: Any) -> Any:
     return lambda self, gradient_of: None
 
 
-@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
+@mutant("megatron.optim.gradients.sum_group:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
 def sequence_parallel_gradients_are_summed_twice(original: Any) -> Any:
     def sum_twice(self: Any, gradient_of: Any) -> None:
         original(self, gradient_of)
@@ -795,7 +796,7 @@ def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
     return property(lambda self: self._gradients.holders)
 
 
-@mutant("megatron.optim.main_params:ExpertGradients.sum", EXPERTS)
+@mutant("megatron.optim.gradients.sum_group:ExpertGradients.sum", EXPERTS)
 def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
     def sum_over_all(self: Any, gradient_of: Any) -> None:
         for parameter in self._parameters:

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.optim import adam, build_optimizer
-from megatron.optim.optimizer import state_of, take_state
+from megatron.optim.state import state_of, take_state
 from megatron.planner.layout import layout_of
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import stage_memory

@@ -109,7 +109,7 @@ def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itsel
     """
     parameter, optimizer = one_weight(dtype, scaler=GradScaler(4.0))
     source, found = gradients_of(optimizer, 0), Gradients(optimizer)
-    assert type(source).__module__ == "megatron.optim.main_params"
+    assert type(source).__module__ == "megatron.optim.gradients.engine_source"
     for name in (*get_type_hints(GradientSource), "clips_itself"):
         assert getattr(source, name) == getattr(found, name), name
     assert source.loss_scale() == found.loss_scale() == 4.0

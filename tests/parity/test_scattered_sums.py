@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.optim import grad_buffer
+from megatron.optim.gradients import buffer
 from megatron.optim.zero import param_gather
 from megatron.training.parity import Trace, compare
 from tds import gradients
@@ -21,7 +21,7 @@ STEPS = 3
 
 def scattered(rank: int, argv: list[str], size: int) -> Trace:
     """Train with reduce-scatters, which gloo makes of all-reduces, and evaluate after each step."""
-    grad_buffer.SCATTERS = param_gather.GATHERS_LATER = True
+    buffer.SCATTERS = param_gather.GATHERS_LATER = True
     start = param_gather.ParamGather.start
 
     def spoiling(self: Any, pieces: Any, numbers: Any) -> None:

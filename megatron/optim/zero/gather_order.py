@@ -10,7 +10,7 @@ import torch
 from megatron import device
 from megatron.errors import ConfigError
 from megatron.mpu.groups import Group
-from megatron.optim.zero.partition import Gather
+from megatron.optim.zero.gather import Gather
 from megatron.torch_compat import all_gather_single
 
 # ZeRO 3: replicas must gather the same units in the same order, or one would take the parts of another unit; and a unit

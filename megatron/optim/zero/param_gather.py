@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.mpu.groups import Group
-from megatron.optim.zero.partition import Gather, Piece, buckets_of_pieces
-from megatron.optim.zero.stage3 import layers_of
+from megatron.optim.zero.gather import Gather, Piece, buckets_of_pieces
+from megatron.optim.zero.layers import layers_of
 
 # ZeRO 1 and 2 on NCCL: after an update each replica has its parts of the new weights, and those of the others as they
 # were. All-gathers of all buckets start at the end of the step, in the order in which the next forward needs them, and

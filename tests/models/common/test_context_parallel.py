@@ -18,7 +18,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.topology import Topology
 from megatron.ops import document_attention
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.optim.gradients.sum_group import SequenceParallelGradients
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.time_model import Messages

@@ -17,7 +17,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import is_partial, shard_of
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.optim.gradients.sum_group import SequenceParallelGradients
 from megatron.training.compile import compile_layers
 from tds.engine.weight_grad_store import WeightGradStore
 from tests.helpers.bert_samples import bert_batch, bert_sizes

@@ -11,7 +11,7 @@ import torch
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.groups import Group
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.optim.gradients.sum_group import SequenceParallelGradients
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import (

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optim.zero.partition import Piece, partition_of
+from megatron.optim.zero.gather import Piece
+from megatron.optim.zero.partition import partition_of
 from tds.gradients import buckets
 from tests.optim.zero.test_cuts import parameters, parts_of
 

@@ -15,8 +15,8 @@ from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.zero import gather_order
+from megatron.optim.zero.gather import Gather
 from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Word
-from megatron.optim.zero.partition import Gather
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.zero_parts import make, take_step, whole_weights
 

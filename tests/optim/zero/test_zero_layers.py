@@ -13,7 +13,7 @@ from megatron import log
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
-from megatron.optim.zero.stage3 import layers_of
+from megatron.optim.zero.layers import layers_of
 from megatron.training.step_result import FiniteLossCheck, LossError
 from tds import gradients
 from tests.helpers.harness import fork_ranks, run_ranks

@@ -15,9 +15,9 @@ from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, OffloadConfig, build_optimizer
-from megatron.optim.zero import stage2
+from megatron.optim.gradients import reduce_scatter
+from megatron.optim.zero.layers import layers_of
 from megatron.optim.zero.partition import partition_of
-from megatron.optim.zero.stage3 import layers_of
 from megatron.training import optimizer_setup
 from tds import gradient_reducer, gradients
 from tests.helpers.harness import RankFailure, run_ranks
@@ -122,8 +122,8 @@ def sum_both_ways(rank: int) -> float:
     for number, parameter in enumerate(parameters):
         generator = torch.Generator().manual_seed(10 * number + rank)
         gradient = None if number == rank else torch.randn(parameter.shape, generator=generator)
-        shares.append(stage2.GradientShard(gradient, parameter, partition_of(parameter, 3)))
-    one, other = (dict(stage2.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
+        shares.append(reduce_scatter.GradientShard(gradient, parameter, partition_of(parameter, 3)))
+    one, other = (dict(reduce_scatter.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*one.values(), *other.values()))
     whole = {p: torch.zeros_like(p).detach() for p in parameters}
     for share in shares:
@@ -152,9 +152,10 @@ def in_a_ring(rank: int) -> list[bool]:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 4), *[()] * 64)]
     generator = torch.Generator().manual_seed(rank)
     shares = [
-        stage2.GradientShard(torch.randn(p.shape, generator=generator), p, partition_of(p, 4)) for p in parameters
+        reduce_scatter.GradientShard(torch.randn(p.shape, generator=generator), p, partition_of(p, 4))
+        for p in parameters
     ]
-    parts = dict(stage2.Sum(shares, grid.data, is_scattered=True).parts())
+    parts = dict(reduce_scatter.Sum(shares, grid.data, is_scattered=True).parts())
     numbers = torch.stack([parts[p] for p in parameters[1:]])
     every = [torch.empty_like(numbers) for _ in range(4)]
     dist.all_gather(every, numbers)

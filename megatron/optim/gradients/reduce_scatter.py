@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import Shard, shard_of
-from megatron.optim.main_params import MainParams
+from megatron.optim.param_store import MainParams
 from megatron.optim.zero.partition import ParamPartition
 from megatron.torch_compat import reduce_scatter_single
 from tds.grad_norm import accurate_dtype
