@@ -146,7 +146,7 @@ def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Gro
         for index, whole, flat in zip(mine, wholes, run.split(numbers), strict=True):
             cut = weights[index].cut
             if flat.numel():
-                place = whole if cut is None else cut.part(whole, rank)
+                place = whole if cut is None else cut.slice(whole, rank)
                 place.copy_(flat.view(place.shape))
     return wholes
 
@@ -165,7 +165,7 @@ def from_owners(
     sent, counts_out = [], []
     for rank in range(group.size):
         parts = [
-            whole if weight.cut is None else weight.cut.part(whole, rank)
+            whole if weight.cut is None else weight.cut.slice(whole, rank)
             for weight, whole in zip(mine, wholes, strict=True)
         ]
         sent += [part.reshape(-1) for part in parts]

@@ -201,5 +201,5 @@ class Muon(torch.optim.Optimizer):
             rows.fill_(scale)
         for cut, group in ((weight.cut.tensor, self._tensor), (weight.cut.data, self._data)):
             if cut is not None and cut.dim == 0:
-                found = cut.part(found, group.rank)
+                found = cut.slice(found, group.rank)
         return found.flatten()

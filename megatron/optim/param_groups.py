@@ -34,6 +34,7 @@ from megatron.optim.muon import Muon, MuonArgs, MuonWeight
 from megatron.optim.offload import NOTHING, OffloadConfig
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_rates import ParamRate
+from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.param_init import ParamInit
 from tds.gradients import is_reduced_apart
 
@@ -114,7 +115,7 @@ def build_optimizer(
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
+    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
         betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
@@ -173,6 +174,16 @@ def build_optimizer(
         replicas = data.size if zero_stage else 1
         moved = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
         weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in moved]
+    store = ParamStore(
+        data,
+        expert_data,
+        zero_stage=zero_stage,
+        offload=offload,
+        param_init=param_init,
+        reduce_bucket_size=reduce_bucket_size,
+        allgather_bucket_size=allgather_bucket_size,
+        prefetches=prefetches,
+    )
     return MixedPrecisionOptimizer(
         groups,
         build,
@@ -181,15 +192,8 @@ def build_optimizer(
         scaler=scaler,
         model=model,
         tensor=tensor,
-        data=data,
-        expert_data=expert_data,
-        zero_stage=zero_stage,
+        store=store,
         overlaps_sums=overlaps_sums,
-        offload=offload,
-        param_init=param_init,
-        reduce_bucket_size=reduce_bucket_size,
-        allgather_bucket_size=allgather_bucket_size,
-        prefetches=prefetches,
         fuses_accumulation=fuses_accumulation,
     )
 

@@ -103,7 +103,7 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
 
 def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
     """Return a copy of each weight as the model computes with it. Collective."""
-    units = optimizer._units
+    units = optimizer.store.units
     for unit in units.units if units is not None else ():
         unit.gather()
     found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.optim import adam, build_optimizer
-from megatron.optim.state import state_of, take_state
+from megatron.optim.state import load_state, state_of
 from megatron.planner.layout import layout_of
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import stage_memory
@@ -159,8 +159,8 @@ def test_a_state_of_torchs_form_goes_into_either_format() -> None:
         made.append((weight, optimizer))
     (narrow, low), (wide, high) = made
     saved = [{**state_of(each), "state": {0: dict(each.inner.state[p])}} for p, each in made]
-    take_state(low, saved[1])
-    take_state(high, saved[0])
+    load_state(low, saved[1])
+    load_state(high, saved[0])
     for name in BOTH:
         assert low.inner.state[narrow][name].dtype == torch.bfloat16
         assert torch.equal(low.inner.state[narrow][name], saved[1]["state"][0][name].bfloat16())

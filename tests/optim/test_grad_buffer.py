@@ -15,9 +15,11 @@ from torch import nn
 from megatron.mpu.groups import Group, build_grid
 from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
-from megatron.optim import GradScaler, build_optimizer, param_store
-from megatron.optim.gradients import buffer, overlapped
+from megatron.optim import GradScaler, build_optimizer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.optim.gradients.buffer import GradBuffer
+from megatron.optim.gradients.overlapped import OverlappedGradReducer
+from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.partition import partition_of
 from megatron.torch_compat import name_of
 from tds import gradients
@@ -172,9 +174,9 @@ def both_ways(rank: int, size: int, gas: int) -> dict[str, Any]:
             scaler = None
             if how["dtype"] is torch.float16:
                 scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
-            buffer.SCATTERS = way
+            grad_buffer.SCATTERS = way
             sides.append(make(grid, 1, overlaps_sums=True, scaler=scaler, **how))
-        assert [optimizer.cuts_gradients for _, optimizer in sides] == [False, True]
+        assert [optimizer.reducer.shard_group.size > 1 for _, optimizer in sides] == [False, True]
         worst, norms, alike, skipped = 0.0, 0.0, True, 0
         for step in range(STEPS):
             for module, optimizer in sides:
@@ -207,7 +209,7 @@ def test_reduce_scattered_sums_train_as_whole_ones(size: int, gas: int) -> None:
 def after_the_sum(rank: int) -> None:
     """Add to a gradient whose reduce-scatter has started."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    buffer.SCATTERS = True
+    grad_buffer.SCATTERS = True
     module, optimizer = make(grid, 1, overlaps_sums=True)
     optimizer.begin_last_backward()
     loss_of(module, tokens_of(rank, 0, 0)).backward()
@@ -231,19 +233,19 @@ def held_in_a_step(rank: int, scatters: bool) -> tuple[int, int]:
     if scatters:
         setattr(dist, name_of("reduce_scatter_single"), lambda *_, **__: Done())
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    buffer.SCATTERS = scatters
+    grad_buffer.SCATTERS = scatters
     gradients.BUCKET_BYTES = 2**14
     weights = [nn.Parameter(torch.zeros(32, 32)) for _ in range(32)]
-    masters = param_store.MainParams(grid.data, zero_stage=1)
-    held = overlapped.OverlappedMainGradients(masters)
+    store = ParamStore(grid.data, zero_stage=1)
+    reducer = OverlappedGradReducer(store)
     for weight in weights:
-        masters.register(weight, torch.float32)
-        held.register(weight)
+        store.register(weight, torch.float32)
+        reducer.register(weight)
     with Alive("cpu") as alive:
-        held.begin_last_backward()
+        reducer.begin_last_backward()
         sum(weight.square().sum() for weight in weights).backward()
-        held.end_micro_batch()
-        held.finish(1.0)
+        reducer.end_micro_batch()
+        reducer.finish(1.0)
     whole = sum(weight.nbytes for weight in weights)
     return alive.peak - whole, whole  # the weights are seen, too, when autograd is asked whether it comes to them
 
@@ -279,7 +281,7 @@ class Done:
 
 def step_bytes(replicas: int, dtype: torch.dtype, *, scatters: bool, monkeypatch: pytest.MonkeyPatch) -> Sent:
     """Return what the second step of ZeRO 1 sends; in the first one replicas agree on the order of buckets."""
-    monkeypatch.setattr(buffer, "SCATTERS", scatters)
+    monkeypatch.setattr(grad_buffer, "SCATTERS", scatters)
     grid = build_grid(Topology(1, 1, 1), 0)
     module = nn.Sequential(*[nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)) for _ in range(2)])
     with monkeypatch.context() as patch:

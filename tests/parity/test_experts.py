@@ -17,7 +17,7 @@ import pretrain_gpt2
 from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.models.common.router import Router
-from megatron.optim.gradients import buffer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training import initialize
 from megatron.training.loss_forms import as_weighted
@@ -107,7 +107,7 @@ def test_every_layout_is_one_process(model: str, layout: tuple[int, int, int], e
 def test_sums_that_leave_parts_and_weights_that_come_late_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL does with ZeRO 1: gradients of the rest are reduce-scattered, those of experts are not."""
     reference = serial(*batches(1, 2), BALANCED)
-    monkeypatch.setattr(buffer, "SCATTERS", True)
+    monkeypatch.setattr(grad_buffer, "SCATTERS", True)
     monkeypatch.setattr(param_gather, "GATHERS_LATER", True)
     for tensor, pipe, data, extra in ((1, 1, 4, f"{EP} 2"), (2, 1, 2, f"{EP} 2 {CUT}"), (1, 2, 2, f"{EP} 2")):
         micro, gas = batches(data, 2)

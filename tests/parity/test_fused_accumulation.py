@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.optim.gradients import buffer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.training.parity import Trace, compare
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import batches, check_fp64, flags, serial, trace_rank, traces
@@ -62,7 +62,7 @@ def test_schedules_differ_in_no_bit(grid: tuple[int, int, int], more: str) -> No
 
 def scattered(rank: int, argv: list[str], size: int) -> Trace:
     """Train with gradients in slots, which gloo makes whole."""
-    buffer.SCATTERS = True
+    grad_buffer.SCATTERS = True
     return trace_rank(rank, argv, size, 3, 0)
 
 

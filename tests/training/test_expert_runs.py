@@ -146,7 +146,7 @@ def test_a_checkpoint_has_a_tensor_for_each_expert_by_its_number(tmp_path: Path)
 def losses_of(rank: int, layout: Layout, scale: float) -> list[Any]:
     """Train three steps with a fixed loss scale; return the losses of each."""
     config, here, engine, source = started(layout, "--fp64")
-    engine.optimizer.scaler = GradScaler(scale=scale)
+    engine.optimizer.policy.scaler = GradScaler(scale=scale)
     return trained(engine, config, here, source, 0, 3)
 
 

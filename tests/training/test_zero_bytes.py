@@ -96,17 +96,17 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
 def watch_gathered(optimizer: Any) -> list[int]:
     """Return a list that gets the bytes of whole weights, here or on their way, whenever ZeRO 3 has gathered some."""
     found: list[int] = []
-    if optimizer._units is not None:
-        gather = optimizer._units._gather
+    if optimizer.store.units is not None:
+        gather = optimizer.store.units._gather
 
         def gather_and_note(unit: Any) -> None:
             gather(unit)
-            units, order = optimizer._units.units, optimizer._units._order
+            units, order = optimizer.store.units.units, optimizer.store.units._order
             ahead = sum(piece.parameter.nbytes for gather in order._ahead for piece in gather.bucket)
-            here = sum(whole.untyped_storage().nbytes() for unit in units for whole in unit._whole.values())
+            here = sum(whole.untyped_storage().nbytes() for unit in units for whole in unit._full.values())
             found.append(here + ahead)
 
-        optimizer._units._gather = gather_and_note
+        optimizer.store.units._gather = gather_and_note
     return found
 
 

@@ -1,4 +1,19 @@
-"""GradBuffer: gradients in contiguous memory, bucket by bucket, summed over the replicas where they lie."""
+"""GradBuffer: gradients accumulated in contiguous buckets, where they are summed over the replicas.
+
+| layout | memory of a bucket, in the dtype of the sum | its sum |
+|---|---|---|
+| plain | the gradients one after the other, each in the shape of its parameter | an all-reduce in place |
+| slots | [d, slot]: row r contains replica r's shard of each gradient | a reduce-scatter into this replica's row |
+| after the slots | unsharded gradients, one after the other | an all-reduce in place |
+
+Gradients are not copied: autograd's gradient of a weight is added to the bucket and freed, or a fused layer adds its
+product there (``tds.fused_linear``; with slots, one product for each length of a shard, at most three). A bucket has
+memory from its first gradient in a step until the step is taken. A bucket of one weight takes over the memory of the
+first gradient if the layouts agree, so that a large gradient never exists twice.
+
+Source: Megatron-LM's ``param_and_grad_buffer`` for the terms ``main_grad`` and bucket; Rajbhandari et al. 2020, "ZeRO",
+section 5.1, for sums of which each replica keeps its shard.
+"""
 
 from __future__ import annotations
 
@@ -18,67 +33,51 @@ from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import multiply, refuse_sparse
 
-# Gradients of a step, added up over its micro-batches where they are summed over the replicas.
-#
-# | layout | memory of a bucket, in the type of the sum | its sum |
-# |---|---|---|
-# | plain | one gradient behind the other, each in the shape of its parameter | an all-reduce in place |
-# | slots | [d, rooms]: slot r holds replica r's part of each parameter | a reduce-scatter into this replica's slot |
-# | ... and behind them what is not cut | one gradient behind the other | an all-reduce in place |
-#
-# Both are without a copy of the gradients: autograd's gradient of a weight is added into its place and freed, or a
-# product adds there itself (``tds.fused_linear``), with slots one for each length of a part, three at most. A bucket
-# has memory from its first gradient of a step on, until the step is taken. A bucket of one weight takes over the memory
-# of the first gradient where the layout is that of the weight, so that a large one is never there twice.
-#
-# Source: Megatron-LM's ``param_and_grad_buffer`` for the words ``main_grad`` and bucket; Rajbhandari et al. 2020,
-# "ZeRO", section 5.1, for sums that leave each replica its part.
-
 SCATTERS: bool | None = None
-"""Whether ZeRO 1 reduce-scatters; None: on NCCL. gloo makes a reduce-scatter of an all-reduce, and that of whole
-gradients in the buckets of ZeRO 0 has the bits of ZeRO 0."""
+"""True if ZeRO 1 reduce-scatters; None: on NCCL. gloo implements a reduce-scatter by an all-reduce, and an all-reduce
+of full gradients in the buckets of ZeRO 0 has the bits of ZeRO 0."""
 
 
 def scatters(group: Group) -> bool:
-    """Return whether sums over ``group`` leave each replica its parts alone."""
+    """Return True if a sum over ``group`` should leave each replica only its shard."""
     return dist.get_backend(group.handle) == "nccl" if SCATTERS is None else SCATTERS
 
 
 class GradBuffer:
-    """The gradients of parameters that one group of replicas shares, in the buckets of ``order``.
+    """Gradients of parameters that the same replicas have, in the buckets of ``order``.
 
     Args:
-        order: of all parameters; it may rearrange its buckets while no gradients are held.
-        replicas: of these parameters.
-        own_cut: with slots, how the replicas cut a parameter, None for one that is summed whole. None: the layout is
-            plain.
+        order: the buckets of all parameters. It may change them while the buffer is empty.
+        replicas: the replicas.
+        partition_of: returns the partition of a parameter in slots, or None for a parameter that is summed in full. If
+            it is None, all buckets have the plain layout.
     """
 
     def __init__(
         self,
         order: BucketSchedule,
         replicas: Group,
-        own_cut: Callable[[torch.nn.Parameter], ParamPartition | None] | None = None,
+        partition_of: Callable[[torch.nn.Parameter], ParamPartition | None] | None = None,
     ) -> None:
         self.replicas = replicas
         self._order = order
-        self._own_cut = own_cut
+        self._partition_of = partition_of
         self._layout: list[list[int]] = []
         self._buckets: dict[torch.Tensor, _BucketMemory] = {}
-        self._is_held = False
+        self._is_in_use = False
 
     @property
     def is_scattered(self) -> bool:
-        """Whether a replica has its parts of the sums alone."""
-        return self._own_cut is not None
+        """True if a replica keeps only its shards of the sums."""
+        return self._partition_of is not None
 
     @torch.no_grad()
     def add(self, parameter: torch.nn.Parameter) -> None:
-        """Take the gradient that backward has left in ``parameter``, and free it.
+        """Add ``parameter.grad``, if backward has left one, and free it.
 
         Raises:
             RuntimeError: the sum of its bucket has started.
-            ValueError: it is sparse.
+            ValueError: the gradient is sparse.
         """
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
@@ -86,7 +85,7 @@ class GradBuffer:
             self._bucket_of(parameter).add(parameter, gradient)
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add ``rows^T inputs``, the gradient of ``parameter`` in a backward, by the product itself.
+        """Add ``rows^T inputs``, the gradient of ``parameter`` in a fused layer, without materializing it.
 
         Raises:
             RuntimeError: the sum of its bucket has started.
@@ -94,33 +93,33 @@ class GradBuffer:
         self._bucket_of(parameter).add_product(parameter, rows, inputs)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient of ``parameter`` where it lies, zeros if none has come.
+        """Return the accumulated gradient of ``parameter`` in the buffer, zeros if there is none.
 
-        With slots it is this replica's part of what is cut, in one run of memory; the sum once that is there.
+        With slots, it is this replica's shard, contiguous, and contains the sum once that has arrived.
         """
         return self._bucket_of(parameter).main_grad(parameter)
 
     @torch.no_grad()
     def start_reduce_scatter(self, bucket: Bucket) -> ScatteredBucket:
-        """Start the sum of ``bucket``, which must have slots. Collective over the replicas."""
+        """Start the sum of ``bucket``, which has slots. Collective over the replicas."""
         memory = self._bucket_of(bucket[0])
         if [id(p) for p in memory.parameters] != [id(p) for p in bucket]:
             raise RuntimeError("parameters must not be frozen or unfrozen between the micro-batches of a step")
-        for parameter in bucket:  # what has no hook, such as a weight unfrozen since
+        for parameter in bucket:  # in case a parameter has no hook, for example because it was unfrozen later
             self.add(parameter)
         return memory.start(self.replicas)
 
     def clear(self) -> None:
-        """Forget all gradients and give their memory back; sums must be here."""
+        """Discard all gradients and free their memory; no sum may be running."""
         for memory in self._buckets.values():
             memory.free()
-        self._is_held = False
+        self._is_in_use = False
 
     def _bucket_of(self, parameter: torch.Tensor) -> _BucketMemory:
-        if not self._is_held:
-            self._is_held = True
+        if not self._is_in_use:
+            self._is_in_use = True
             self._arrange()
-        if parameter not in self._buckets:  # in no bucket: it is empty, or frozen
+        if parameter not in self._buckets:  # empty and frozen parameters are in no bucket of ``order``
             self._buckets[parameter] = self._memory([parameter])
         return self._buckets[parameter]
 
@@ -132,33 +131,34 @@ class GradBuffer:
             self._buckets = {p: memory for memory in map(self._memory, buckets) for p in memory.parameters}
 
     def _memory(self, bucket: Sequence[Any]) -> _BucketMemory:
-        cuts = {parameter: self._own_cut(parameter) if self._own_cut is not None else None for parameter in bucket}
-        return _BucketMemory(cuts, self.replicas)
+        partition_of = self._partition_of or (lambda parameter: None)
+        return _BucketMemory({parameter: partition_of(parameter) for parameter in bucket}, self.replicas)
 
 
 class _BucketMemory:
-    """One bucket in one run of memory: the slots of what is cut, then the rest.
+    """The memory of one bucket: the slots of sharded gradients, then the unsharded ones.
 
     Args:
-        cuts: of its parameters, which have one type of sum and one device.
+        partitions: of the parameters, which share the dtype of the sum and the device.
     """
 
-    def __init__(self, cuts: dict[torch.nn.Parameter, ParamPartition | None], replicas: Group) -> None:
-        self.parameters = list(cuts)
-        self._cuts = cuts
-        self._replicas = replicas.size
+    def __init__(self, partitions: dict[torch.nn.Parameter, ParamPartition | None], replicas: Group) -> None:
+        self.parameters = list(partitions)
+        self._partitions = partitions
+        self._num_replicas = replicas.size
         self._rank = replicas.rank
-        self._first: dict[torch.nn.Parameter, int] = {}  # number in a slot, or behind the slots
-        self._rooms: dict[torch.nn.Parameter, int] = {}
-        self._slot = self._rest = 0
-        for parameter, cut in cuts.items():
-            if cut is None:
-                self._first[parameter], self._rest = self._rest, self._rest + parameter.numel()
+        self._offsets: dict[torch.nn.Parameter, int] = {}  # within a row of the slots, or within ``unsharded``
+        self._slot_numels: dict[torch.nn.Parameter, int] = {}
+        self._row_numel = self._unsharded_numel = 0
+        for parameter, partition in partitions.items():
+            if partition is None:
+                self._offsets[parameter] = self._unsharded_numel
+                self._unsharded_numel += parameter.numel()
             else:
-                room = -(-cut.room(parameter) // VECTOR) * VECTOR  # so that each part begins at a whole vector
-                self._first[parameter], self._slot = self._slot, self._slot + room
-                self._rooms[parameter] = room
-        self._number = self._replicas * self._slot + self._rest
+                numel = -(-partition.slot_numel(parameter) // VECTOR) * VECTOR  # shards start at a full vector
+                self._offsets[parameter], self._slot_numels[parameter] = self._row_numel, numel
+                self._row_numel += numel
+        self._numel = self._num_replicas * self._row_numel + self._unsharded_numel
         self._flat: torch.Tensor | None = None
         self._filled: set[torch.nn.Parameter] = set()
         self._is_summed = False
@@ -168,68 +168,68 @@ class _BucketMemory:
         """The memory of the bucket."""
         if self._flat is None:
             first = self.parameters[0]
-            has_padding = self._number > sum(parameter.numel() for parameter in self.parameters)
+            has_padding = self._numel > sum(parameter.numel() for parameter in self.parameters)
             make = torch.zeros if has_padding else torch.empty
-            self._flat = make(self._number, dtype=accurate_dtype(first.dtype), device=first.device)
+            self._flat = make(self._numel, dtype=accurate_dtype(first.dtype), device=first.device)
         return self._flat
 
     @property
     def slots(self) -> torch.Tensor:
-        """[d, rooms], what is cut."""
-        return self.flat[: self._replicas * self._slot].view(self._replicas, self._slot)
+        """[d, slot], the sharded gradients."""
+        return self.flat[: self._num_replicas * self._row_numel].view(self._num_replicas, self._row_numel)
 
     @property
-    def rest(self) -> torch.Tensor:
-        """What all replicas have whole."""
-        return self.flat[self._replicas * self._slot :]
+    def unsharded(self) -> torch.Tensor:
+        """The gradients that every replica keeps in full."""
+        return self.flat[self._num_replicas * self._row_numel :]
 
     def add(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        self._refuse_if_summed(parameter)
+        self._raise_if_summed(parameter)
         if parameter in self._filled:
-            for parts, place in self._pairs(parameter, gradient):
-                place.add_(parts)
+            for values, target in self._pairs(parameter, gradient):
+                target.add_(values)
             return
         self._filled.add(parameter)
-        if self._can_be(parameter, gradient):
+        if self._can_take_over(parameter, gradient):
             self._flat = gradient.view(-1)
             return
-        for parts, place in self._pairs(parameter, gradient):
-            place.copy_(parts)
+        for values, target in self._pairs(parameter, gradient):
+            target.copy_(values)
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
-        self._refuse_if_summed(parameter)
+        self._raise_if_summed(parameter)
         is_first = parameter not in self._filled
         self._filled.add(parameter)
-        cut, a, b = self._cuts[parameter], rows.t(), inputs  # [m, n], [n, k]
-        if cut is None:
-            every = [(a, b)]
-        elif cut.dim == 0:
-            every = [(of_a, b.expand(len(of_a), -1, -1)) for of_a in cut.parts(a)]
+        partition, a, b = self._partitions[parameter], rows.t(), inputs  # [m, n], [n, k]
+        if partition is None:
+            factors = [(a, b)]
+        elif partition.dim == 0:
+            factors = [(a_shards, b.expand(len(a_shards), -1, -1)) for a_shards in partition.slices(a)]
         else:
-            every = [(a.expand(len(of_b), -1, -1), of_b) for of_b in cut.parts(b)]
-        for (of_a, of_b), (_, place) in zip(every, self._pairs(parameter, parameter.detach()), strict=True):
-            add_product(place, of_a, of_b, is_first=is_first)
+            factors = [(a.expand(len(b_shards), -1, -1), b_shards) for b_shards in partition.slices(b)]
+        for (a_shards, b_shards), (_, target) in zip(factors, self._pairs(parameter, parameter.detach()), strict=True):
+            add_product(target, a_shards, b_shards, is_first=is_first)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         self._fill(parameter)
-        first, cut = self._first[parameter], self._cuts[parameter]
-        if cut is None:
-            return self.rest[first : first + parameter.numel()].view(parameter.shape)
+        offset, partition = self._offsets[parameter], self._partitions[parameter]
+        if partition is None:
+            return self.unsharded[offset : offset + parameter.numel()].view(parameter.shape)
         shape = list(parameter.shape)
-        shape[cut.dim] = cut.bounds[self._rank + 1] - cut.bounds[self._rank]
-        return self.slots[self._rank, first : first + math.prod(shape)].view(shape)
+        shape[partition.dim] = partition.bounds[self._rank + 1] - partition.bounds[self._rank]
+        return self.slots[self._rank, offset : offset + math.prod(shape)].view(shape)
 
     def start(self, group: Group) -> ScatteredBucket:
         for parameter in self.parameters:
             self._fill(parameter)
         self._is_summed = True
         works: list[Any] = []
-        if self._slot:
-            mine, every = self.slots[group.rank], self.slots.view(-1)
-            works.append(reduce_scatter_single(mine, every, group=group.handle, async_op=True))
-        if self._rest:
-            works.append(dist.all_reduce(self.rest, group=group.handle, async_op=True))
-        return ScatteredBucket([self.slots[group.rank], self.rest], _Works(works))
+        if self._row_numel:
+            local, rows = self.slots[group.rank], self.slots.view(-1)
+            works.append(reduce_scatter_single(local, rows, group=group.handle, async_op=True))
+        if self._unsharded_numel:
+            works.append(dist.all_reduce(self.unsharded, group=group.handle, async_op=True))
+        return ScatteredBucket([self.slots[group.rank], self.unsharded], _Works(works))
 
     def free(self) -> None:
         self._flat = None
@@ -238,21 +238,21 @@ class _BucketMemory:
 
     @torch.no_grad()
     def _fill(self, parameter: torch.nn.Parameter) -> None:
-        """Let a gradient that has not come be 0."""
+        """Set a missing gradient to zeros."""
         if parameter not in self._filled:
             self._filled.add(parameter)
-            for _, place in self._pairs(parameter, parameter.detach()):
-                place.zero_()
+            for _, target in self._pairs(parameter, parameter.detach()):
+                target.zero_()
 
-    def _pairs(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of ``whole``, of the shape of ``parameter``, and of where they lie."""
-        first, cut = self._first[parameter], self._cuts[parameter]
-        if cut is None:
-            yield whole, self.rest[first : first + whole.numel()].view(whole.shape)
+    def _pairs(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of views of the same elements: in ``full``, of the shape of ``parameter``, and in the bucket."""
+        offset, partition = self._offsets[parameter], self._partitions[parameter]
+        if partition is None:
+            yield full, self.unsharded[offset : offset + full.numel()].view(full.shape)
         else:
-            yield from cut.pairs(whole, self.slots[:, first : first + self._rooms[parameter]])
+            yield from partition.pairs(full, self.slots[:, offset : offset + self._slot_numels[parameter]])
 
-    def _refuse_if_summed(self, parameter: torch.nn.Parameter) -> None:
+    def _raise_if_summed(self, parameter: torch.nn.Parameter) -> None:
         if self._is_summed:
             raise RuntimeError(
                 "backward must leave the gradient of a weight once, got one of shape "
@@ -260,19 +260,18 @@ class _BucketMemory:
                 "use_reentrant=False, or add --no-overlap-grad-reduce"
             )
 
-    def _can_be(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Return whether the memory of ``gradient`` is that of this bucket as it should lie."""
-        cut = self._cuts[parameter]
-        is_alone = len(self.parameters) == 1 and self._flat is None and self._number == gradient.numel()
-        is_in_order = cut is None or cut.dim == 0
-        return (
-            is_alone and is_in_order and gradient.dtype == accurate_dtype(gradient.dtype) and gradient.is_contiguous()
-        )
+    def _can_take_over(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Return True if the memory of ``gradient`` has the layout of this bucket."""
+        partition = self._partitions[parameter]
+        is_single = len(self.parameters) == 1 and self._flat is None and self._numel == gradient.numel()
+        is_in_order = partition is None or partition.dim == 0
+        is_accurate = gradient.dtype == accurate_dtype(gradient.dtype)
+        return is_single and is_in_order and is_accurate and gradient.is_contiguous()
 
 
 @dataclass(frozen=True)
 class _Works:
-    """Several messages on their way."""
+    """Several running collectives."""
 
     works: Sequence[Any]
 
@@ -283,7 +282,7 @@ class _Works:
 
 @dataclass(frozen=True)
 class ScatteredBucket:
-    """A sum on its way of which this replica gets its own part: ``gradients`` hold it once ``work`` is done."""
+    """A running sum of a bucket with slots: ``gradients`` contain this replica's part of it once ``work`` is done."""
 
     gradients: Sequence[torch.Tensor]
     work: _Works

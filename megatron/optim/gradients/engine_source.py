@@ -1,56 +1,72 @@
-"""Engine."""
+"""EngineGradients: the optimizer's gradients as the pipeline engine of ``tds`` sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tds.gradient_reducer import Bucket, BucketSchedule
 
 
-class EngineGradients:
-    """What ``tds`` asks of an optimizer's gradients (``tds.gradients.GradientSource``).
+class GradientOwner(Protocol):
+    """The part of the optimizer that is used here."""
 
-    The engine adds up over micro-batches by autograd, over stages and replicas itself; the optimizer multiplies, takes
-    the norm and clips in its own step, and forgets the gradients at its end.
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which losses are multiplied."""
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the accumulated gradient, None for a parameter of no group."""
+
+    def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Store gradients in the buckets of ``order``."""
+
+    def zero_grad(self) -> None:
+        """Discard all gradients."""
+
+
+class EngineGradients:
+    """Implements ``tds.gradients.GradientSource`` for an optimizer that scales, clips and clears gradients itself.
+
+    The engine accumulates over micro-batches by autograd and reduces over stages and replicas.
     """
 
     come_in_hooks = takes_unfrozen = are_multiplied_in_step = clips_itself = True
     norm_is_scaled = False
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: GradientOwner) -> None:
         self._optimizer = optimizer
 
     def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
-        """Let gradients lie in the buckets of ``order``; return what starts sums that leave each replica its parts."""
+        """Store gradients in the buckets of ``order``; return a function that starts a reduce-scatter, if any."""
         return self._optimizer.lay_gradients_out(order)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter`` yet."""
-        gradient = self._optimizer.gradient_of(parameter)
-        if gradient is None:  # trained, and in no group of the optimizer
+        """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
+        gradient = self._optimizer.gradient_of(parameter)  # type: ignore[arg-type]
+        if gradient is None:  # trained, but in no group of the optimizer
             gradient = parameter.grad = torch.zeros_like(parameter)
         return gradient
 
     def loss_scale(self) -> float:
-        """Return what each loss is multiplied by ahead of its backward."""
+        """Return the factor by which each loss is multiplied before its backward."""
         return float(self._optimizer.loss_scale)
 
     def before_backward(self) -> None:
-        """Nothing is to be done: hooks take what autograd leaves."""
+        """No effect: hooks accumulate the gradients."""
 
     def after_backward(self) -> None:
-        """Nothing is to be done."""
+        """No effect."""
 
     def before_step(self) -> None:
-        """Nothing is to be done."""
+        """No effect."""
 
     def after_step(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         self._optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Forget those of a batch on which no step is taken."""
+        """Discard the gradients of a batch without a step."""
         self._optimizer.zero_grad()

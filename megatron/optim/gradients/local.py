@@ -1,80 +1,59 @@
-"""Local."""
+"""LocalGradReducer: gradients of a single replica, which are not reduced."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron.mpu.groups import SINGLE
-from megatron.mpu.shard import Shard, shard_of
-from megatron.optim.param_store import MainParams
+from megatron.mpu.groups import SINGLE, Group
+from megatron.optim.gradients.reducer import GradReducer
+from megatron.optim.param_store import ParamStore
 from tds.fused_linear import add_product
 from tds.grad_norm import accurate_dtype
-from tds.gradients import WIDE, multiply
+from tds.gradients import WIDE
 
 
-class MainGradients:
-    """Gradients of one replica, or those that each replica holds whole: ZeRO 0 and 1.
+class LocalGradReducer(GradReducer):
+    """Accumulates 16-bit gradients in fp32 and frees them at once; others stay in ``param.grad``."""
 
-    Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
-    """
-
-    are_summed, holders = False, SINGLE
-
-    def __init__(self, masters: MainParams) -> None:
-        self._masters = masters
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+    def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
+        super().__init__(store, model, tensor)
+        self._fp32_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def register(self, parameter: torch.nn.Parameter) -> None:
+        super().register(parameter)
         if parameter.dtype not in WIDE:
-            parameter.register_post_accumulate_grad_hook(self._add_to_sum)
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
 
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter.dtype not in WIDE:
-            if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-            return self._sums[parameter]
+            if parameter not in self._fp32_grads:
+                self._fp32_grads[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            return self._fp32_grads[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add ``rows^T inputs``, the gradient of ``parameter`` in a backward, by the product itself."""
-        place = parameter.grad if parameter.dtype in WIDE else self._sums.get(parameter)
-        is_first = place is None
-        if place is None:
-            place = torch.empty_like(parameter, dtype=accurate_dtype(parameter.dtype), requires_grad=False)
+        self.fused_params.add(parameter)
+        grad = parameter.grad if parameter.dtype in WIDE else self._fp32_grads.get(parameter)
+        is_first = grad is None
+        if grad is None:
+            grad = torch.empty_like(parameter, dtype=accurate_dtype(parameter.dtype), requires_grad=False)
             if parameter.dtype in WIDE:
-                parameter.grad = place
+                parameter.grad = grad
             else:
-                self._sums[parameter] = place
-        add_product(place, rows.t(), inputs, is_first=is_first)
-
-    def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(parameter)
-
-    def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._masters.part(parameter, self.of(parameter))
-
-    def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        return True
-
-    def begin_last_backward(self) -> None:
-        """Nothing is summed here."""
-
-    def end_micro_batch(self) -> None:
-        """Nothing is summed here."""
-
-    def finish(self, factor: float) -> None:
-        multiply([self.of(parameter) for parameter in self._masters.of], factor)
+                self._fp32_grads[parameter] = grad
+        add_product(grad, rows.t(), inputs, is_first=is_first)
 
     def clear(self) -> None:
-        self._sums.clear()
+        super().clear()
+        self._fp32_grads.clear()
 
-    def _add_to_sum(self, parameter: torch.Tensor) -> None:
+    def _accumulate(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
-        if parameter in self._sums:
-            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
+        if parameter in self._fp32_grads:
+            self._fp32_grads[parameter].add_(parameter.grad)  # type: ignore[index]
         else:
-            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
+            self._fp32_grads[parameter] = parameter.grad.float()  # type: ignore[index]
         parameter.grad = None

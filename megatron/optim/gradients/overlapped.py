@@ -1,36 +1,36 @@
-"""Overlapped.
+"""OverlappedGradReducer: sums over the replicas that start during the last backward of a step (ZeRO 0 and 1).
 
-Up to the last micro-batch a gradient is added up where it lies, and nothing is sent. In the last backward each is
-final as soon as it comes. What the last micro-batch does not reach has the sum of the others, or zeros: its bucket
-goes last.
+Until the last micro-batch, gradients accumulate and nothing is sent. In the last backward each gradient is final as
+soon as it arrives. The bucket of a parameter that the last micro-batch does not reach is reduced at the end, with the
+gradients of the earlier micro-batches or zeros.
 """
 
 from __future__ import annotations
 
-from megatron.optim.gradients.buffered import BufferedGradients
-from megatron.optim.param_store import MainParams
+from megatron.mpu.groups import SINGLE, Group
+from megatron.optim.gradients.all_reduce import AllReduceGradReducer
+from megatron.optim.param_store import ParamStore
 from tds.gradient_reducer import GradientReducer
 
 
-class OverlappedMainGradients(BufferedGradients):
-    """``BufferedGradients`` that are summed over the replicas by themselves."""
+class OverlappedGradReducer(AllReduceGradReducer):
+    """All-reduces, or with ZeRO 1 on NCCL reduce-scatters, buckets while backward runs."""
 
-    are_summed = True
+    reduces_in_backward = True
 
-    def __init__(self, masters: MainParams) -> None:
-        super().__init__(masters)
-        group = masters.data_group.handle
-        scatter = self.follow(self._order)
+    def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
+        super().__init__(store, model, tensor)
+        scatter = self.use_buckets(self._order)
         way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
-        self._reducer = GradientReducer(self._order, self.of, group, way_out=way_out, scatter=scatter)
+        group = store.data_group.handle
+        self._reducer = GradientReducer(self._order, self.grad, group, way_out=way_out, scatter=scatter)
         self._is_last = False
 
     def begin_last_backward(self) -> None:
         self._is_last = True
-        self._reducer.begin_last_backward()  # its hooks come behind those that add up in fp32
+        self._reducer.begin_last_backward()  # its hooks run after those that accumulate
 
     def end_micro_batch(self) -> None:
-        """After the last one start the sums that have not started. Collective."""
         if self._is_last:
             self._is_last = False
             self._reducer.end_last_backward()

@@ -1,4 +1,7 @@
-"""All-gather of the shards of weights, several parameters per message."""
+"""All-gather of the weights whose shards the replicas have updated, a bucket of parameters per message.
+
+Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
+"""
 
 from __future__ import annotations
 
@@ -15,101 +18,102 @@ from tds.gradients import buckets
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A parameter, this replica's part of its master, and how the parameter is cut."""
+class ShardedWeight:
+    """A parameter to be gathered.
+
+    Args:
+        parameter: the full tensor, to which the gather writes.
+        shard: this replica's shard of the values: its main param, or its weight shard under ZeRO 3.
+        partition: of the parameter over the replicas.
+    """
 
     parameter: torch.Tensor
-    master: torch.Tensor
-    cut: ParamPartition
+    shard: torch.Tensor
+    partition: ParamPartition
 
     @property
-    def room(self) -> int:
-        """Numbers of the largest part, which each replica's has room for: so all send alike."""
-        return self.cut.room(self.parameter)
+    def slot_numel(self) -> int:
+        """Elements of the largest shard: every replica sends as many."""
+        return self.partition.slot_numel(self.parameter)
 
-    def received(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the parameter and of what belongs there of ``slots``, [d, room], which replicas have sent."""
-        return self.cut.pairs(self.parameter, slots)
-
-
-def gather_all(pieces: Iterable[Piece], group: Group, numbers: int | None = None) -> None:
-    """Round every replica's masters into the parameters of all, bucket by bucket. Collective over ``group``.
-
-    Args:
-        pieces: of parameters on one device, the same in the same order on every replica.
-        numbers: of a bucket; None: ``BUCKET_BYTES`` count.
-    """
-    for bucket in buckets_of_pieces(pieces, numbers):
-        gather(bucket, group)
+    def copies(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of views: of the parameter, and of the values for it in the gathered ``slots``, [d, slot]."""
+        return self.partition.pairs(self.parameter, slots)
 
 
-def buckets_of_pieces(pieces: Iterable[Piece], numbers: int | None = None) -> Iterator[list[Piece]]:
-    """Yield ``pieces`` in runs of one dtype that are gathered together; as in ``gather_all``."""
-
-    def size(piece: Piece) -> int:
-        return piece.parameter.nbytes if numbers is None else piece.parameter.numel()
-
-    return buckets(pieces, size, lambda piece: piece.parameter.dtype, numbers)
-
-
-def gather(bucket: Sequence[Piece], group: Group) -> None:
-    """Round every replica's masters into the parameters of all. Collective over ``group``; masters may lie on a CPU.
+def gather_all(weights: Iterable[ShardedWeight], group: Group, bucket_numel: int | None = None) -> None:
+    """Round the shards of every replica into the full parameters of all, bucket by bucket. Collective over ``group``.
 
     Args:
-        bucket: parameters of one dtype and device, the same in the same order on every replica of ``group``.
+        weights: on one device, the same in the same order on every replica. Shards may be on the CPU.
+        bucket_numel: elements of a bucket; None limits it by ``BUCKET_BYTES``.
     """
-    Gather.start(bucket, group).finish()
+    for bucket in buckets_of_weights(weights, bucket_numel):
+        Gather.start(bucket, group).finish()
+
+
+def buckets_of_weights(
+    weights: Iterable[ShardedWeight], bucket_numel: int | None = None
+) -> Iterator[list[ShardedWeight]]:
+    """Yield ``weights`` in buckets of one dtype; see ``gather_all``."""
+
+    def size(weight: ShardedWeight) -> int:
+        return weight.parameter.nbytes if bucket_numel is None else weight.parameter.numel()
+
+    return buckets(weights, size, lambda weight: weight.parameter.dtype, bucket_numel)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Parts on their way to all replicas: ``every`` holds those of each once ``work`` is done."""
+    """A running all-gather of one bucket: ``gathered`` has a row for each replica once ``work`` is done."""
 
-    bucket: Sequence[Piece]
-    every: torch.Tensor
+    bucket: Sequence[ShardedWeight]
+    gathered: torch.Tensor
     work: Any
     num_notes: int = 0
 
     @classmethod
     @torch.no_grad()
-    def start(cls, bucket: Sequence[Piece], group: Group, note: Sequence[int] = ()) -> Gather:
-        """Send this replica's masters as they are now; as ``gather``. Collective.
+    def start(cls, bucket: Sequence[ShardedWeight], group: Group, note: Sequence[int] = ()) -> Gather:
+        """Send this replica's shards with their present values. Collective over ``group``.
 
         Args:
-            note: a few small integers that go with them; as many on every replica.
+            bucket: weights of one dtype and device, the same in the same order on every replica.
+            note: a few small integers to send along; as many on every replica.
         """
-        rooms = [piece.room for piece in bucket]
-        behind = -(-len(note) // VECTOR) * VECTOR  # so that the next replica's parts lie where vectors may begin
-        mine = bucket[0].parameter.new_empty(sum(rooms) + behind)
+        slot_numels = [weight.slot_numel for weight in bucket]
+        note_numel = -(-len(note) // VECTOR) * VECTOR  # so that the next replica's row starts at a full vector
+        row = bucket[0].parameter.new_empty(sum(slot_numels) + note_numel)
         if note:
-            mine[-behind:].zero_()
-            for place, number in enumerate(note):
-                if number:
-                    mine[place - behind].fill_(number)
-        for piece, slot in zip(bucket, mine[: sum(rooms)].split(rooms), strict=True):
-            place = slot[: piece.master.numel()].view(piece.master.shape)
-            place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
+            row[-note_numel:].zero_()
+            for idx, value in enumerate(note):
+                if value:
+                    row[idx - note_numel].fill_(value)
+        for weight, slot in zip(bucket, row[: sum(slot_numels)].split(slot_numels), strict=True):
+            target = slot[: weight.shard.numel()].view(weight.shard.shape)
+            target.copy_(weight.shard, non_blocking=True)  # the device rounds what it receives
         if group.size == 1:
-            return cls(bucket, mine.view(1, -1), None, len(note))
-        every = mine.new_empty(group.size * len(mine))
-        work = all_gather_single(every, mine, group=group.handle, async_op=True)
-        return cls(bucket, every.view(group.size, -1), work, len(note))
+            return cls(bucket, row.view(1, -1), None, len(note))
+        gathered = row.new_empty(group.size * len(row))
+        work = all_gather_single(gathered, row, group=group.handle, async_op=True)
+        return cls(bucket, gathered.view(group.size, -1), work, len(note))
 
     def wait(self) -> None:
-        """Wait for the parts; on a device what is given to the current stream from now on does."""
+        """Wait for the gather. A device waits in its current stream, not on the host."""
         if self.work is not None:
             self.work.wait()
 
     @property
     def notes(self) -> torch.Tensor:
-        """What the replicas have noted, [d, ...], once the parts are here."""
-        return self.every[:, sum(piece.room for piece in self.bucket) :][:, : self.num_notes]
+        """The notes of all replicas, [d, num_notes], after ``wait``."""
+        return self.gathered[:, sum(weight.slot_numel for weight in self.bucket) :][:, : self.num_notes]
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the parts and put them into the parameters."""
+        """Wait for the gather and copy the values into the parameters."""
         self.wait()
-        rooms = [piece.room for piece in self.bucket]
-        for piece, slots in zip(self.bucket, self.every[:, : sum(rooms)].split(rooms, dim=1), strict=True):
-            for parts, sent in piece.received(slots):
-                parts.copy_(sent)
+        slot_numels = [weight.slot_numel for weight in self.bucket]
+        slots_of_weights = self.gathered[:, : sum(slot_numels)].split(slot_numels, dim=1)
+        for weight, slots in zip(self.bucket, slots_of_weights, strict=True):
+            for target, values in weight.copies(slots):
+                target.copy_(values)

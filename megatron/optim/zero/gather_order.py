@@ -54,7 +54,7 @@ class Gathered(Protocol):
     def start(self, note: Sequence[int]) -> Iterator[Gather]:
         """Yield each gather of the weights, started when it is asked for; ``note`` goes with the first. Collective."""
 
-    def take(self, gathers: Iterable[Gather]) -> None:
+    def finish(self, gathers: Iterable[Gather]) -> None:
         """Have the whole weights here, from what ``start`` yields."""
 
 
@@ -172,7 +172,7 @@ class GatherOrder:
 
     def num_bytes_ahead(self) -> int:
         """Return the bytes of what is gathered ahead of its use."""
-        return sum(gather.every.nbytes for gather in self._ahead)
+        return sum(gather.gathered.nbytes for gather in self._ahead)
 
     # The order of this pass.
 
@@ -227,7 +227,7 @@ class GatherOrder:
         return self._units[number].start(Word(self.kind, *departure).digits())
 
     def _take(self, number: int, gathers: Iterator[Gather]) -> None:
-        self._units[number].take(self._heard(number, gathers) if self._listens() else gathers)
+        self._units[number].finish(self._heard(number, gathers) if self._listens() else gathers)
 
     def _listens(self) -> bool:
         return self._reads_words and self._group.size > 1 and self._order is not None

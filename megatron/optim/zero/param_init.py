@@ -1,12 +1,12 @@
-"""ParamInit: weights that are initialized one by one, so that no device holds the full model.
+"""ParamInit: initializes weights one by one under ZeRO 3, so that no device ever holds the full model.
 
 | | on the host | on the device |
 |---|---|---|
-| before a weight is adopted | its shape alone, or the values that its module has set | nothing |
-| meanwhile | its values | its parts |
-| from then on | nothing | its parts, and one number, NaN, that stands for the others |
+| before a weight is registered | its shape only, or the values that its module has set | nothing |
+| while it is registered | its values | its shard |
+| afterwards | nothing | its shard, and a single NaN expanded to the weight's shape |
 
-A weight that is not cut (a single number) goes to the device whole.
+A weight that is not sharded (a scalar) is moved to the device in full.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from megatron import device
 
 @dataclass(frozen=True)
 class ParamInit:
-    """Where weights go, and how they get their values.
+    """How weights get their values, and where they are trained.
 
     Args:
-        device: where the model is trained.
-        fill: gives a weight its values, on the host, the same on all replicas. Collective over them.
+        device: the device of the model.
+        fill: sets the values of a weight on the host, the same on all replicas. Collective over them.
     """
 
     device: torch.device
     fill: Callable[[torch.nn.Parameter], None]
 
-    def come(self, parameter: torch.nn.Parameter, *, is_cut: bool) -> None:
-        """Have the values of ``parameter`` on the host, or where it is trained, if no replica cuts it."""
+    def materialize(self, parameter: torch.nn.Parameter, *, is_sharded: bool) -> None:
+        """Set the values of ``parameter``, on the host if it is sharded and on the device otherwise."""
         self.fill(parameter)
-        if not is_cut:
+        if not is_sharded:
             device.give(parameter, parameter.detach().to(self.device))
 
-    def leave(self, parameter: torch.nn.Parameter) -> None:
-        """Forget the values of ``parameter``, of which its parts have been taken."""
-        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
-        device.give(parameter, nothing.expand(parameter.shape))
+    def release(self, parameter: torch.nn.Parameter) -> None:
+        """Free the values of ``parameter``, whose shard has been copied."""
+        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
+        device.give(parameter, nan.expand(parameter.shape))

@@ -1,4 +1,15 @@
-"""How a parameter is partitioned over replicas, all-gather of the parts, offload, filling one by one."""
+"""ParamPartition: the shard of a parameter that each replica updates with ZeRO.
+
+A shard is a range of indices along one dimension of the tensor rank's parameter: the dimension that the tensor group
+shards, or the first one. So it is a ``Shard`` like any other, and checkpoints do not depend on the ZeRO stage.
+
+Shards consist of whole vectors of 16 elements, except at the end of the tensor. torch's fused AdamW on a CPU processes
+such vectors from the start of a tensor and rounds the remaining elements differently, by a unit in the last place;
+shards that started elsewhere would not have the bits of ZeRO 0. Matrices of usual sizes can be sharded at any row. A
+bias of h elements is shared by h / 16 replicas, and the others have none of it.
+
+Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +23,8 @@ import torch
 
 from megatron.mpu.shard import Shard, shard_of
 
-# How ZeRO cuts a parameter over the replicas: which part of it each of them updates.
-#
-# A part is a run of indices along one dimension of what the tensor rank holds: the dimension that the tensor group
-# cuts, or the first where it cuts none. So it is a ``Shard`` as any other, and checkpoints do not tell one stage from
-# another.
-#
-# Parts hold whole vectors of 16 numbers, or the last ones of the tensor. torch's fused AdamW on a CPU takes such
-# vectors from the start of a tensor and rounds the numbers that remain at its end otherwise, by a unit in the last
-# place: parts that began elsewhere would not get the bits of ZeRO 0. Matrices of the usual sizes can be cut at any row;
-# of a bias of h numbers h / 16 replicas get a part and the others none.
-#
-# Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
-
 VECTOR = 16
-"""Numbers: 64 bytes of fp32, the widest register of CPUs and the unit in which fused AdamW shares work over threads."""
+"""Elements: 64 bytes of fp32, the widest register of CPUs and the unit in which fused AdamW distributes work."""
 
 
 @dataclass(frozen=True)
@@ -38,62 +36,66 @@ class ParamPartition:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(first replica, their number, indices of each) for replicas with parts of one length; three runs at most."""
-        found, first = [], 0
+        """(first replica, number of replicas, indices of each) for replicas with equal shards; at most three runs."""
+        runs, first = [], 0
         for length, same in groupby(stop - start for start, stop in pairwise(self.bounds)):
-            number = len(list(same))
+            count = len(list(same))
             if length:
-                found.append((first, number, length))
-            first += number
-        return tuple(found)
+                runs.append((first, count, length))
+            first += count
+        return tuple(runs)
 
-    def part(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return the view of one replica's part of ``tensor``, which has the shape of the parameter."""
+    def slice(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
+        """Return the view of one replica's shard of ``tensor``, which has the shape of the parameter."""
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
-    def room(self, tensor: torch.Tensor) -> int:
-        """Return the numbers of the largest part of ``tensor``."""
+    def slot_numel(self, tensor: torch.Tensor) -> int:
+        """Return the number of elements of the largest shard of ``tensor``."""
         return tensor.numel() // tensor.shape[self.dim] * max(length for _, _, length in self.runs)
 
-    def pairs(self, whole: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of ``whole`` and of where they lie in ``slots``: one for each length of a part, three at most.
+    def pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of views of the same elements in ``full`` and in ``slots``, one pair for each run of replicas.
 
         Args:
-            slots: [d, room or more], the part of each replica at its start.
+            slots: [d, slot_numel or more], the shard of each replica at the start of its row.
         """
-        for (first, number, _), parts in zip(self.runs, self.parts(whole), strict=True):
-            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+        for (first, count, _), slices in zip(self.runs, self.slices(full), strict=True):
+            yield slices, slots[first : first + count, : slices[0].numel()].view(slices.shape)
 
-    def parts(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the parts of ``whole``, cut along ``dim``, as views of those of one length."""
-        for first, number, length in self.runs:
-            run = whole.narrow(self.dim, self.bounds[first], number * length)
-            yield run.unflatten(self.dim, (number, length)).movedim(self.dim, 0)  # [number, ..., length, ...]
+    def slices(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield a view for each run of replicas: their shards of ``full``, stacked along a new first dimension."""
+        for first, count, length in self.runs:
+            run = full.narrow(self.dim, self.bounds[first], count * length)
+            yield run.unflatten(self.dim, (count, length)).movedim(self.dim, 0)  # [count, ..., length, ...]
 
-    def shard(self, whole: Shard, replica: int) -> Shard:
-        """Return where one replica's part lies in the global tensor of which this tensor rank holds ``whole``."""
-        first, real = 0, whole.global_shape[self.dim]
-        if whole.partition_dim == self.dim:
-            first, real = whole.start, whole.length
-        start, stop = (min(bound, real) for bound in self.bounds[replica : replica + 2])  # padding is nobody's
-        return replace(whole, partition_dim=self.dim, start=first + start, length=stop - start)
+    def shard(self, full: Shard, replica: int) -> Shard:
+        """Return the position of one replica's shard in the global tensor.
+
+        Args:
+            full: the position of the tensor rank's parameter.
+        """
+        first, length = 0, full.global_shape[self.dim]
+        if full.partition_dim == self.dim:
+            first, length = full.start, full.length
+        start, stop = (min(bound, length) for bound in self.bounds[replica : replica + 2])  # without padding
+        return replace(full, partition_dim=self.dim, start=first + start, length=stop - start)
 
 
 def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | None:
-    """Return how ``parameter`` is cut over so many replicas; None for a single number, which all of them update."""
+    """Return the partition of ``parameter`` over ``replicas``; None for a scalar, which all of them update."""
     if parameter.dim() == 0 or parameter.numel() == 0:
         return None
-    whole = shard_of(parameter)
-    is_held_whole = tuple(parameter.shape) == tuple(whole.global_shape)
-    dim = 0 if is_held_whole or whole.partition_dim is None else whole.partition_dim
+    position = shard_of(parameter)
+    is_unsharded = tuple(parameter.shape) == tuple(position.global_shape)
+    dim = 0 if is_unsharded or position.partition_dim is None else position.partition_dim
     size = parameter.shape[dim]
     step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
-    if dim > 0 and size % step:  # the last numbers of the tensor are not those of one part: nobody could share it
+    if dim > 0 and size % step:  # the remainder would be spread over the rows of the tensor: one replica takes all
         step = size
     return ParamPartition(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
 
 
-def _even_bounds(number: int, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` runs of ``number`` things; the first ones have one more where they must."""
-    each, more = divmod(number, parts)
+def _even_bounds(count: int, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` ranges of ``count`` items; the first ranges have one more if needed."""
+    each, more = divmod(count, parts)
     return [0, *accumulate(each + (part < more) for part in range(parts))]

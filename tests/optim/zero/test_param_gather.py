@@ -26,10 +26,10 @@ def spoil(module: nn.Module, optimizer: Any) -> int:
     """Let every part that is on its way be NaN; return how many weights have such parts."""
     gathers = optimizer._gathers
     for weight in gathers._due:
-        cut, rank = optimizer._masters.cut(weight), gathers._group.rank
-        own = cut.part(weight.detach(), rank).clone()
+        cut, rank = optimizer.store.partition(weight), gathers._group.rank
+        own = cut.slice(weight.detach(), rank).clone()
         weight.detach().fill_(torch.nan)
-        cut.part(weight.detach(), rank).copy_(own)
+        cut.slice(weight.detach(), rank).copy_(own)
     return len(gathers._due)
 
 
@@ -52,7 +52,7 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
             for each, optimizer in sides:
                 optimizer.judge = (lambda norm: False) if step == 1 else None
                 losses.append(take_step(each, optimizer, grid, step, gas))
-            assert spoil(module, b) == (0 if step == 1 else sum(b._masters.is_cut(p) for p in module.parameters()))
+            assert spoil(module, b) == (0 if step == 1 else sum(b.store.is_sharded(p) for p in module.parameters()))
             different |= {("loss", *losses)} if losses[0] != losses[1] else set()
         with torch.no_grad():
             tokens = tokens_of(rank, 9, 0)

@@ -72,19 +72,19 @@ def watch(module: Plain, optimizer: MixedPrecisionOptimizer) -> list[str]:
     Between them come "forward n" and "backward n" of layers when they are through; a recompute stops ahead of that.
     """
     said: list[str] = []
-    for number, unit in enumerate(optimizer._units.units):
-        start, take = unit.start, unit.take
+    for number, unit in enumerate(optimizer.store.units.units):
+        start, finish = unit.start, unit.finish
 
         def start_and_say(note: Any = (), start: Any = start, number: int = number) -> Any:
             for place, gather in enumerate(start(note)):
                 said.extend([f"+{number}"] if not place else [])
                 yield gather
 
-        def take_and_say(gathers: Any, take: Any = take, number: int = number) -> None:
-            take(gathers)
+        def finish_and_say(gathers: Any, finish: Any = finish, number: int = number) -> None:
+            finish(gathers)
             said.append(str(number))
 
-        unit.start, unit.take = start_and_say, take_and_say
+        unit.start, unit.finish = start_and_say, finish_and_say
     for number, layer in enumerate(module.layers):
         layer.register_forward_hook(lambda *_, number=number: said.append(f"forward {number}"))
         layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: said.append(f"backward {number}"))
@@ -131,13 +131,13 @@ def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes:
 def held(rank: int) -> list[tuple[int, int]]:
     """Return whenever weights have come the bytes of them that are gathered, and those that come ahead."""
     module, optimizer = cut(rank)
-    units = optimizer._units
+    units = optimizer.store.units
     found: list[tuple[int, int]] = []
     gather = units._order.gather
 
     def look(number: int) -> None:
         gather(number)
-        here = sum(whole.untyped_storage().nbytes() for unit in units.units for whole in unit._whole.values())
+        here = sum(whole.untyped_storage().nbytes() for unit in units.units for whole in unit._full.values())
         found.append((here, units._order.num_bytes_ahead()))
 
     units._order.gather = look
@@ -190,10 +190,10 @@ def departures(rank: int) -> list[bool]:
         (2 * wanted.sum()).backward()
         found.sum().backward()
         optimizer.end_micro_batch()
-        parts = ((optimizer._masters.cut(p), optimizer.gradient_of(p)) for p in module.parameters())
+        parts = ((optimizer.store.partition(p), optimizer.gradient_of(p)) for p in module.parameters())
         zeros = torch.zeros(())
         pairs = [
-            (part, zeros if q.grad is None else c.part(q.grad, rank))
+            (part, zeros if q.grad is None else c.slice(q.grad, rank))
             for (c, part), q in zip(parts, plain.parameters(), strict=True)
         ]
         same.append(torch.equal(found, wanted) and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs))
@@ -261,7 +261,7 @@ def stale(rank: int) -> list[float]:
         optimizer.zero_grad()
     found = []
     module(x_of())  # the first unit of a backward comes ahead
-    ahead = [optimizer._units._order.num_bytes_ahead() > 0]
+    ahead = [optimizer.store.units._order.num_bytes_ahead() > 0]
     with torch.no_grad():
         for value in (0.0, 2.0):
             for p in module.parameters():
@@ -282,7 +282,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     """Let one replica leave an order that all know; return what it is told."""
     module, optimizer = cut(rank)
     if not reads:  # as on a device, where only who departs can look
-        optimizer._units._order._reads_words = False
+        optimizer.store.units._order._reads_words = False
     before = [optimizer.master_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
         micro_batch(module, optimizer)
@@ -338,7 +338,7 @@ class Alike:
     def start(self, note: Any) -> Any:
         yield Gather([], torch.zeros(2, len(note)), None, len(note))
 
-    def take(self, gathers: Any) -> None:
+    def finish(self, gathers: Any) -> None:
         assert len(list(gathers)) == 1
 
 

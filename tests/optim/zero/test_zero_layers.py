@@ -60,9 +60,9 @@ def most_held(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
     gathered = [0]
 
     def look(_: torch.Tensor) -> None:
-        waiting.append(sum(g.nbytes for g in optimizer._gradients._arrived.values() if g is not None))
-        if optimizer._units is not None:
-            held = [w.untyped_storage().nbytes() for u in optimizer._units.units for w in u._whole.values()]
+        waiting.append(sum(g.nbytes for g in optimizer.reducer._arrived.values() if g is not None))
+        if optimizer.store.units is not None:
+            held = [w.untyped_storage().nbytes() for u in optimizer.store.units.units for w in u._full.values()]
             gathered.append(sum(held))
 
     for parameter in module.parameters():
@@ -103,10 +103,10 @@ def one_that_comes_late(rank: int) -> tuple[list[bool], list[list[tuple[int, ...
             wanted = sum(
                 list(p.parameters())[number].grad for p in plain if list(p.parameters())[number].grad is not None
             )
-            part = optimizer._masters.cut(parameter).part(wanted, rank)
+            part = optimizer.store.partition(parameter).slice(wanted, rank)
             same.append(torch.allclose(optimizer.gradient_of(parameter), part, atol=1e-6))
         optimizer.zero_grad()
-    return same, [[tuple(p.shape) for p in bucket] for bucket in optimizer._gradients._order._buckets]
+    return same, [[tuple(p.shape) for p in bucket] for bucket in optimizer.reducer._order._buckets]
 
 
 def test_a_bucket_that_one_replica_alone_does_not_fill_is_summed_all_the_same() -> None:

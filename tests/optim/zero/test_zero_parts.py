@@ -15,7 +15,7 @@ from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, OffloadConfig, build_optimizer
-from megatron.optim.gradients import reduce_scatter
+from megatron.optim.gradients import reduction
 from megatron.optim.zero.layers import layers_of
 from megatron.optim.zero.partition import partition_of
 from megatron.training import optimizer_setup
@@ -122,8 +122,8 @@ def sum_both_ways(rank: int) -> float:
     for number, parameter in enumerate(parameters):
         generator = torch.Generator().manual_seed(10 * number + rank)
         gradient = None if number == rank else torch.randn(parameter.shape, generator=generator)
-        shares.append(reduce_scatter.GradientShard(gradient, parameter, partition_of(parameter, 3)))
-    one, other = (dict(reduce_scatter.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
+        shares.append(reduction.LocalGrad(gradient, parameter, partition_of(parameter, 3)))
+    one, other = (dict(reduction.Reduction(shares, grid.data, is_scattered=way).shards()) for way in (False, True))
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*one.values(), *other.values()))
     whole = {p: torch.zeros_like(p).detach() for p in parameters}
     for share in shares:
@@ -151,11 +151,8 @@ def in_a_ring(rank: int) -> list[bool]:
     dist.reduce_scatter_single = scatter
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 4), *[()] * 64)]
     generator = torch.Generator().manual_seed(rank)
-    shares = [
-        reduce_scatter.GradientShard(torch.randn(p.shape, generator=generator), p, partition_of(p, 4))
-        for p in parameters
-    ]
-    parts = dict(reduce_scatter.Sum(shares, grid.data, is_scattered=True).parts())
+    shares = [reduction.LocalGrad(torch.randn(p.shape, generator=generator), p, partition_of(p, 4)) for p in parameters]
+    parts = dict(reduction.Reduction(shares, grid.data, is_scattered=True).shards())
     numbers = torch.stack([parts[p] for p in parameters[1:]])
     every = [torch.empty_like(numbers) for _ in range(4)]
     dist.all_gather(every, numbers)
@@ -207,7 +204,9 @@ def held_in_backward(rank: int) -> tuple[list[int], list[int], int]:
 
 def units_here(optimizer: Any) -> int:
     """Return the bytes of whole weights that ZeRO 3 has gathered."""
-    return sum(whole.untyped_storage().nbytes() for unit in optimizer._units.units for whole in unit._whole.values())
+    return sum(
+        whole.untyped_storage().nbytes() for unit in optimizer.store.units.units for whole in unit._full.values()
+    )
 
 
 def test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer() -> None:
@@ -248,7 +247,7 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
         assert torch.equal(module.layers[1].up(torch.ones(16)), before.layers[1].up(torch.ones(16))), "a part alone"
     with pytest.raises(IndexError):
         module(torch.tensor([99]))
-    assert optimizer._units._depth == 0 and optimizer._units._watch is None
+    assert optimizer.store.units._depth == 0 and optimizer.store.units._watch is None
     optimizer.end_micro_batch()
     assert units_here(optimizer) == 0
     loss = loss_of(module, tokens)
@@ -305,8 +304,8 @@ def bytes_on_the_cpu(side: dict[str, Any], dtype: torch.dtype) -> tuple[int, int
     """Return the bytes of masters and of parts of weights in memory of their own."""
     module, optimizer = make(single_grid(), **side, dtype=dtype)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    masters = {m.untyped_storage() for m in map(optimizer.master_of, optimizer._masters.of)}
-    homes = {home.untyped_storage() for home in optimizer._masters.homes.values()}
+    masters = {m.untyped_storage() for m in map(optimizer.master_of, optimizer.store.main_params)}
+    homes = {home.untyped_storage() for home in optimizer.store.weight_shards.values()}
     places = {storage.data_ptr() for storage in masters}
     own = sum(storage.nbytes() for storage in masters if storage.data_ptr() not in weights)
     return own, sum(storage.nbytes() for storage in homes if storage.data_ptr() not in places)
