@@ -33,9 +33,9 @@ class GradientSource(Protocol):
     one stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` nothing touches
     gradients but ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
 
-    A source may have ``follow(order)``, called once with the engine's ``BucketSchedule``, by whose buckets it then lays
-    gradients out in memory, so that they are summed in place. It returns what starts the sum of a bucket of which each
-    replica gets its part alone, or None where all get the whole.
+    A source may have ``use_buckets(order)``, called once with the engine's ``BucketSchedule``. It then stores gradients
+    in those buckets, so that they are summed in place. It returns a function that starts the reduce-scatter of a
+    bucket, or None if the engine all-reduces each bucket.
 
     Attributes:
         come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from megatron.optim.state import load_state, state_of
 from megatron.optim.step_policy import StepPolicy
 from tds.fused_linear import can_add_products
 from tds.grad_norm import accurate_dtype, is_counted_in_norm
-from tds.gradient_reducer import Bucket, BucketSchedule
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -49,7 +48,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         scaler: the loss scale; None for 1.
         model, tensor: the ranks of one replica, and its tensor-parallel ranks.
         store: an empty store for the parameters; None for a single replica without ZeRO and offload.
-        overlaps_sums: with ZeRO 0 and 1, sum gradients over the replicas during the last backward.
+        overlap_grad_reduce, has_pipeline: see ``make_reducer``.
         fuses_accumulation: with ZeRO 0 and 1, layers with ``tds.fused_linear`` add products to accumulated gradients.
 
     Attributes:
@@ -76,11 +75,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model: Group = SINGLE,
         tensor: Group = SINGLE,
         store: ParamStore | None = None,
-        overlaps_sums: bool = False,
+        overlap_grad_reduce: bool = False,
+        has_pipeline: bool = False,
         fuses_accumulation: bool = False,
     ) -> None:
         self.store = store or ParamStore()
-        self.reducer = make_reducer(self.store, model, tensor, overlaps_sums=overlaps_sums)
+        self.reducer = make_reducer(
+            self.store, model, tensor, overlap_grad_reduce=overlap_grad_reduce, has_pipeline=has_pipeline
+        )
         self.policy = StepPolicy(scaler or GradScaler(), clip_grad)
         if fuses_accumulation and self.store.zero_stage > 1:
             raise ValueError(
@@ -121,7 +123,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         is_taken = not self.overflow and not self.was_refused
         if is_taken:
             self._set_grads(self.policy.clip_factor(norm) * self.last_factor)
-            self.update_masters()
+            self.update_main_params()
         self.zero_grad()  # before weights are gathered, which can then use the memory of the gradients
         if is_taken and self.store.has_copies:
             self.store.copy_to_parameters(deferred=True)
@@ -136,7 +138,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.set_grads(grads)
 
     @torch.no_grad()
-    def update_masters(self) -> None:
+    def update_main_params(self) -> None:
         """Run the inner optimizer on the gradients that the main params have."""
         with self.store.contiguous_main_params() if self.store.has_copies else nullcontext():
             self.inner.step()
@@ -171,16 +173,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.reducer.end_micro_batch()
 
     @torch.no_grad()
-    def scale_gradients(self, factor: float = 1.0) -> None:
+    def finish_gradient_sums(self, factor: float = 1.0) -> None:
         """Complete the sums of gradients over the replicas and multiply them by ``factor``. Collective."""
         self.reducer.finish(factor)
-
-    def sum_partial_gradients(self) -> None:
-        """Sum gradients over tensor ranks (sequence parallelism) and ranks with the same experts. Collective.
-
-        ``norm_of_sums`` does this. Code that reads gradients before it must call this first.
-        """
-        self.reducer.sum_over_groups()
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the accumulated gradient of ``parameter``: this replica's reduced shard from ZeRO 2 on."""
@@ -189,6 +184,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def gradient_shard(self, parameter: torch.nn.Parameter) -> Shard:
         """Return the position of ``gradient_of(parameter)`` in the global tensor."""
         return self.reducer.shard(parameter) if parameter in self.store.main_params else shard_of(parameter)
+
+    def gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return (parameter, gradient) pairs in the order of the groups."""
+        return [(parameter, self.reducer.grad(parameter)) for parameter in self.store.main_params]
 
     # State.
 
@@ -207,7 +206,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Norm of the last step's gradients before clipping, without loss scale."""
         return self._global_grad_norm
 
-    def master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def main_param_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the main param of ``parameter``; ``shard_of`` returns its position in the global tensor."""
         return self.store.main_params[parameter]
 
@@ -215,7 +214,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return True if this rank saves its main param of ``parameter``, or a frozen one, in a checkpoint."""
         return self.store.is_first_copy(parameter) and is_counted_in_norm(parameter, self.reducer.tensor_group.rank)
 
-    def copy_masters_to_parameters(self) -> None:
+    def copy_main_params_to_parameters(self) -> None:
         """Round the main params into the parameters. With ZeRO collective over the replicas."""
         self.store.copy_to_parameters()
 
@@ -240,58 +239,4 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError: the state belongs to other parameters; nothing has been changed then.
         """
         load_state(self, state_dict)
-        self.copy_masters_to_parameters()
-
-    # Former names.
-
-    def gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        return [(parameter, self.reducer.grad(parameter)) for parameter in self.store.main_params]
-
-    def counted_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        return self.reducer.counted_grads()
-
-    @property
-    def model_group(self) -> Group:
-        return self.reducer.model_group
-
-    @property
-    def judge(self) -> Callable[[float], bool] | None:
-        return self.policy.accepts_step
-
-    @judge.setter
-    def judge(self, judge: Callable[[float], bool] | None) -> None:
-        self.policy.accepts_step = judge
-
-    @property
-    def fused(self) -> set[torch.nn.Parameter]:
-        return self.reducer.fused_params
-
-    @property
-    def gradient_holders(self) -> Group:
-        return self.reducer.norm_group
-
-    @property
-    def gathers_weights(self) -> bool:
-        return self.store.gathers_weights
-
-    @property
-    def sums_gradients(self) -> bool:
-        return self.reducer.reduces_in_backward
-
-    def not_finite_text(self, norm: float) -> str:
-        return self.policy.not_finite_text(norm)
-
-    def finish_gathers(self) -> None:
-        self.store.finish_gathers()
-
-    def kept(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self.store.persistent_storage(parameter)
-
-    def cut_weights(self, module: torch.nn.Module) -> None:
-        self.store.shard_weights(module)
-
-    def weights_gathered(self) -> AbstractContextManager[None]:
-        return self.store.full_weights()
-
-    def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
-        return self.reducer.use_buckets(order)
+        self.copy_main_params_to_parameters()

@@ -103,7 +103,8 @@ def build_optimizer(
     data: Group = SINGLE,
     expert_data: Group = SINGLE,
     zero_stage: int = 0,
-    overlaps_sums: bool = False,
+    overlap_grad_reduce: bool = False,
+    has_pipeline: bool = False,
     offload: OffloadConfig = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
     param_init: ParamInit | None = None,
@@ -193,7 +194,8 @@ def build_optimizer(
         model=model,
         tensor=tensor,
         store=store,
-        overlaps_sums=overlaps_sums,
+        overlap_grad_reduce=overlap_grad_reduce,
+        has_pipeline=has_pipeline,
         fuses_accumulation=fuses_accumulation,
     )
 

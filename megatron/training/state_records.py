@@ -23,7 +23,7 @@ from megatron.training.world import World
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
     """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO a part of each weight."""
     for name, parameter in named_parameters(module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
+        master = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
 
 
@@ -32,7 +32,7 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
-        master = optimizer.master_of(parameter)
+        master = optimizer.main_param_of(parameter)
         state = optimizer.inner.state.get(master, {})
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and key != "step":
@@ -88,7 +88,7 @@ def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
         group["lr"], group["weight_decay"] = 0.0, 0.0
         for master in group["params"]:
             master.grad = torch.zeros_like(master)
-    optimizer.update_masters()
+    optimizer.update_main_params()
     optimizer.zero_grad()
     for group, (lr, weight_decay) in zip(groups, kept, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay

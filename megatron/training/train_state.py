@@ -239,7 +239,7 @@ def restore(
     if taken.optimizer:
         records += router_records(module, world)
     _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
-    optimizer.copy_masters_to_parameters()
+    optimizer.copy_main_params_to_parameters()
     if taken.optimizer:
         restore_scaler(optimizer.scaler, checkpoint.state, config)
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.groups import SINGLE
 from megatron.torch_compat import newton_schulz
 from tests.mutants.mutant import mutant
 
@@ -596,13 +595,13 @@ def offloaded_gradients_are_read_before_they_are_copied(original: Any) -> Any:
 # Losses and the training step.
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.scale_gradients", TWO_REPLICAS)
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.finish_gradient_sums", TWO_REPLICAS)
 def gradients_are_divided_by_the_number_of_replicas(original: Any) -> Any:
-    return lambda self, factor: original(self, factor / self.store.data_group.size)
+    return lambda self, factor=1.0: original(self, factor / self.store.data_group.size)
 
 
 @mutant(
-    "megatron.training.single_stage_engine:reduce_gradients",
+    "megatron.optim.gradients.all_reduce:reduce_gradients",
     "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits",
 )
 def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:

@@ -69,7 +69,7 @@ def test_steps_are_the_formula_to_the_bit(kept: tuple[str, ...], at_once: int, m
         weight.grad = gradient.clone()
         optimizer.step()
     w, m, v = formula(start.numpy(), [each.numpy() for each in gradients], kept)
-    state = optimizer.inner.state[optimizer.master_of(weight)]
+    state = optimizer.inner.state[optimizer.main_param_of(weight)]
     assert torch.equal(weight, torch.from_numpy(w))
     for name, wanted in zip(BOTH, (m, v), strict=True):
         assert state[name].dtype == (torch.bfloat16 if name in kept else torch.float32)

@@ -175,12 +175,12 @@ def both_ways(rank: int, size: int, gas: int) -> dict[str, Any]:
             if how["dtype"] is torch.float16:
                 scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
             grad_buffer.SCATTERS = way
-            sides.append(make(grid, 1, overlaps_sums=True, scaler=scaler, **how))
+            sides.append(make(grid, 1, overlap_grad_reduce=True, scaler=scaler, **how))
         assert [optimizer.reducer.shard_group.size > 1 for _, optimizer in sides] == [False, True]
         worst, norms, alike, skipped = 0.0, 0.0, True, 0
         for step in range(STEPS):
             for module, optimizer in sides:
-                optimizer.judge = (lambda norm: False) if step == 2 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 2 else None
                 take_step(module, optimizer, grid, step, gas)
             (plain, a), (module, b) = sides
             alike = alike and (a.overflow, a.was_refused, a.loss_scale) == (b.overflow, b.was_refused, b.loss_scale)
@@ -210,7 +210,7 @@ def after_the_sum(rank: int) -> None:
     """Add to a gradient whose reduce-scatter has started."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     grad_buffer.SCATTERS = True
-    module, optimizer = make(grid, 1, overlaps_sums=True)
+    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
     optimizer.begin_last_backward()
     loss_of(module, tokens_of(rank, 0, 0)).backward()
     optimizer.end_micro_batch()
@@ -293,14 +293,14 @@ def step_bytes(replicas: int, dtype: torch.dtype, *, scatters: bool, monkeypatch
             optimizer.begin_last_backward()
             module(torch.randn(2, 128, dtype=dtype)).float().square().sum().backward()
             optimizer.end_micro_batch()
-            optimizer.scale_gradients(1.0)
+            optimizer.finish_gradient_sums()
             optimizer.step()
     assert grid.data.size == 1
     return sent
 
 
 def main_params_optimizer(module: nn.Module, data: Group, dtype: torch.dtype) -> Any:
-    optimizer = build_optimizer(module.parameters(), dtype=dtype, data=data, zero_stage=1, overlaps_sums=True)
+    optimizer = build_optimizer(module.parameters(), dtype=dtype, data=data, zero_stage=1, overlap_grad_reduce=True)
     optimizer.norm_of_sums = lambda: torch.tensor(1.0, dtype=torch.float64)  # type: ignore[method-assign]
     return optimizer
 

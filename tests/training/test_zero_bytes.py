@@ -64,7 +64,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     streams = make_streams(config, here)
     global_vars.set_current(config, mock_tokenizer(config), streams)
     module, optimizer = build_weights(config, here, streams, pretrain_gpt2.model_provider)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     most = watch_gathered(optimizer)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     for _ in range(2):  # the second time there are moments
@@ -77,7 +77,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     seen: set[int] = set()
     weights = bytes_of(map(optimizer.kept, parameters), seen)
     states = [v for state in optimizer.inner.state.values() for key, v in state.items() if key != "step"]
-    optimizers = bytes_of([*map(optimizer.master_of, parameters), *states], seen)
+    optimizers = bytes_of([*map(optimizer.main_param_of, parameters), *states], seen)
     away = config.optimizer
     found = {
         "weights": 0 if away.offload_parameters else weights,

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.optim.gradients.reducer import GradReducer
 from tds.gradient_reducer import Bucket, BucketSchedule
 
 
 class GradientOwner(Protocol):
     """The part of the optimizer that is used here."""
+
+    reducer: GradReducer
 
     @property
     def loss_scale(self) -> float:
@@ -19,9 +22,6 @@ class GradientOwner(Protocol):
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the accumulated gradient, None for a parameter of no group."""
-
-    def lay_gradients_out(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
-        """Store gradients in the buckets of ``order``."""
 
     def zero_grad(self) -> None:
         """Discard all gradients."""
@@ -39,9 +39,9 @@ class EngineGradients:
     def __init__(self, optimizer: GradientOwner) -> None:
         self._optimizer = optimizer
 
-    def follow(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+    def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
         """Store gradients in the buckets of ``order``; return a function that starts a reduce-scatter, if any."""
-        return self._optimizer.lay_gradients_out(order)
+        return self._optimizer.reducer.use_buckets(order)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter``."""

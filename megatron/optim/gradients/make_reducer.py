@@ -12,16 +12,24 @@ from megatron.optim.param_store import ParamStore
 
 
 def make_reducer(
-    store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE, *, overlaps_sums: bool = False
+    store: ParamStore,
+    model: Group = SINGLE,
+    tensor: Group = SINGLE,
+    *,
+    overlap_grad_reduce: bool = False,
+    has_pipeline: bool = False,
 ) -> GradReducer:
     """Return the reducer of gradients for the replicas and the ZeRO stage of ``store``.
 
     Args:
         model, tensor: the ranks of one replica, and its tensor-parallel ranks.
-        overlaps_sums: with ZeRO 0 and 1, reduce during the last backward.
+        overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
+        has_pipeline: the engine of a pipeline starts the all-reduces itself, early or late.
     """
     if store.data_group.size == 1:
         return LocalGradReducer(store, model, tensor)
     if store.zero_stage > 1:
         return ReduceScatterGradReducer(store, model, tensor)
-    return (OverlappedGradReducer if overlaps_sums else AllReduceGradReducer)(store, model, tensor)
+    if overlap_grad_reduce and not has_pipeline:
+        return OverlappedGradReducer(store, model, tensor)
+    return AllReduceGradReducer(store, model, tensor)

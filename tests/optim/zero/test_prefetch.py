@@ -53,7 +53,7 @@ def cut(rank: int, size: int = 2, **settings: Any) -> tuple[Plain, MixedPrecisio
     grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
     module = Plain()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, data=grid.data, lr=1e-2, **settings)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return module, optimizer
 
 
@@ -233,7 +233,7 @@ def departures(rank: int) -> list[bool]:
     module.requires_grad_(True), plain.requires_grad_(True)
     for _ in range(2):
         compare()
-    with optimizer.weights_gathered():
+    with optimizer.store.full_weights():
         evaluate()
         same.append(all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)))
     compare()
@@ -265,8 +265,8 @@ def stale(rank: int) -> list[float]:
     with torch.no_grad():
         for value in (0.0, 2.0):
             for p in module.parameters():
-                optimizer.master_of(p).fill_(value)
-            optimizer.copy_masters_to_parameters()
+                optimizer.main_param_of(p).fill_(value)
+            optimizer.copy_main_params_to_parameters()
             found += [module.layers[number](torch.ones(H)).max().item() for number in reversed(range(LAYERS))]
             found.append(module(torch.ones(H)).max().item())
     return [*map(float, ahead), *found]
@@ -283,7 +283,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     module, optimizer = cut(rank)
     if not reads:  # as on a device, where only who departs can look
         optimizer.store.units._order._reads_words = False
-    before = [optimizer.master_of(p).detach().clone() for p in module.parameters()]
+    before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
         micro_batch(module, optimizer)
     optimizer.zero_grad()
@@ -301,7 +301,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     except ConfigError as error:
         if not reads:
             raise
-        kept = all(torch.equal(optimizer.master_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
+        kept = all(torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
         return f"{error}{'' if kept else ' CHANGED'}"
     return "no error"
 

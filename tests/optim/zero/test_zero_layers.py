@@ -47,7 +47,7 @@ class Plain(nn.Module):
 def cut(module: nn.Module, stage: int, rank: int, size: int = 2) -> MixedPrecisionOptimizer:
     grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
     optimizer = build_optimizer(module.parameters(), zero_stage=stage, data=grid.data, lr=1e-3)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return optimizer
 
 
@@ -119,7 +119,7 @@ def other_ways(rank: int, way: str) -> str:
     """Let replicas call different layers; return whether weights have changed before the error."""
     module = Plain()
     optimizer = cut(module, 3, rank)
-    before = [optimizer.master_of(p).detach().clone() for p in module.parameters()]
+    before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     x = torch.ones(2, H)
     try:
         if way == "evaluates" and rank == 0:
@@ -133,7 +133,7 @@ def other_ways(rank: int, way: str) -> str:
         optimizer.end_micro_batch()
         optimizer.step()
     except ValueError as error:
-        kept = all(torch.equal(optimizer.master_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
+        kept = all(torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
         return f"{error}{'' if kept else ' CHANGED'}"
     return "no error"
 
@@ -195,7 +195,7 @@ def test_lists_within_layers_are_cut_again_where_most_weights_are_in_them() -> N
 def alone(module: nn.Module) -> MixedPrecisionOptimizer:
     """Return an optimizer of ZeRO 3 on one replica, where weights are cut all the same because they are offloaded."""
     optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=AWAY)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return optimizer
 
 
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> N
         judge = FiniteLossCheck(optimizer)
         judge.take_loss(float("nan"))
         with pytest.raises(LossError) as caught:
-            optimizer.judge(1.0)
+            optimizer.policy.accepts_step(1.0)
         messages[stage] = str(caught.value)
     assert "weights are read outside of the forward" in messages[3] and "use --zero-stage 2" in messages[3]
     assert messages[3].startswith(messages[0])

@@ -59,7 +59,7 @@ def compare_stages(rank: int, size: int, gas: int, kinds: list[str]) -> dict[str
         different, skipped, refused = set(), 0, 0
         for step in range(STEPS):
             for module, optimizer in (plain, *others):
-                optimizer.judge = (lambda norm: False) if step == 4 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 4 else None
                 optimizer.seen_loss = take_step(module, optimizer, grid, step, gas)
             _, reference = plain
             wanted = whole_weights(*plain, grid)
@@ -263,8 +263,8 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
     module(tokens)  # no backward follows: the rest stays gathered
     with torch.no_grad():
         assert units_here(optimizer) > 0
-        optimizer.master_of(module.words.weight).zero_()
-        optimizer.copy_masters_to_parameters()
+        optimizer.main_param_of(module.words.weight).zero_()
+        optimizer.copy_main_params_to_parameters()
         assert units_here(optimizer) == 0 and module(tokens).unique().numel() == 1, "no word is likelier"
 
 
@@ -281,7 +281,7 @@ def test_layers_whose_weights_are_read_past_them_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(log, "warning", messages.append)
     module = Odd()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=EVERYWHERE)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     assert all(module(torch.ones(2, 16)).isnan().all() for _ in range(2))
     assert len(messages) == 1 and "layers.1, layers.2 was not called" in messages[0]
 
@@ -304,7 +304,7 @@ def bytes_on_the_cpu(side: dict[str, Any], dtype: torch.dtype) -> tuple[int, int
     """Return the bytes of masters and of parts of weights in memory of their own."""
     module, optimizer = make(single_grid(), **side, dtype=dtype)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    masters = {m.untyped_storage() for m in map(optimizer.master_of, optimizer.store.main_params)}
+    masters = {m.untyped_storage() for m in map(optimizer.main_param_of, optimizer.store.main_params)}
     homes = {home.untyped_storage() for home in optimizer.store.weight_shards.values()}
     places = {storage.data_ptr() for storage in masters}
     own = sum(storage.nbytes() for storage in masters if storage.data_ptr() not in weights)
