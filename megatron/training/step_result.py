@@ -15,7 +15,8 @@ class StepResult:
     """What one optimizer step gave, the same on every rank.
 
     ``is_skipped``: the weights are as before. ``is_refused``: because the stability guard rejected the step, and not
-    because fp16 gradients overflowed. ``problem``: what the guard found wrong with the step, in words. ``expert_load``: of a model with experts.
+    because fp16 gradients overflowed. ``problem``: what the guard found wrong with the step, in words. ``expert_load``:
+    of a model with experts.
     """
 
     loss: float
