@@ -166,35 +166,35 @@ def gradient_factor_is_ignored(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.grad_scaler:GradScaler._follow",
+    "megatron.optim.grad_scaler:GradScaler._adapt",
     f"{SCALER}::test_it_halves_at_an_overflow_and_the_window_starts_anew",
 )
 def overflow_does_not_restart_the_loss_scale_window(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         before = self.good_steps
         original(self, has_overflow)
         self.good_steps = before if has_overflow else self.good_steps
 
-    return follow
+    return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
 def halving_the_loss_scale_restores_the_hysteresis(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         before = self.scale
         original(self, has_overflow)
         self.overflows_left = self.hysteresis if self.scale < before else self.overflows_left
 
-    return follow
+    return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_it_does_not_fall_below_the_floor")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_it_does_not_fall_below_the_floor")
 def loss_scale_falls_below_its_minimum(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         self.floor = 0.0
         original(self, has_overflow)
 
-    return follow
+    return adapt
 
 
 @mutant("megatron.optim.grad_scaler:GradScaler.load", RESUMED_SCALER)

@@ -16,7 +16,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.zero import gather_order
 from megatron.optim.zero.gather import Gather
-from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Word
+from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Note
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.zero_parts import make, take_step, whole_weights
 
@@ -282,7 +282,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     """Let one replica leave an order that all know; return what it is told."""
     module, optimizer = cut(rank)
     if not reads:  # as on a device, where only who departs can look
-        optimizer.store.units._order._reads_words = False
+        optimizer.store.units._order._reads_notes = False
     before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
         micro_batch(module, optimizer)
@@ -347,7 +347,7 @@ def other_hashes(rank: int, reads: bool) -> list[str]:
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     found = []
     for behind in ("end", "check"):
-        order = GatherOrder(grid.data, [Alike(n) for n in "abc"], torch.device("cpu"), reads_words=reads)
+        order = GatherOrder(grid.data, [Alike(n) for n in "abc"], torch.device("cpu"), reads_notes=reads)
         for numbers in ([0, 1, 2], [0, 2, 1] if rank else [0, 1, 2], [0, 1, 2]):
             order._orders[TRAINING] = order._last = [*numbers, gather_order.END]
             call = "end"
@@ -397,7 +397,7 @@ def test_replicas_compare_once_for_each_micro_batch_whose_order_is_known() -> No
     assert run_ranks(2, compared) == [[first, 1, 1, evaluation, 1]] * 2
 
 
-@pytest.mark.parametrize("word", [Word(0), Word(7), Word(300, -1, 5), Word(TRAINING, 70, -1), Word(65000, 1000, 999)])
-def test_a_word_goes_through_numbers_of_16_bits(word: Word) -> None:
+@pytest.mark.parametrize("word", [Note(0), Note(7), Note(300, -1, 5), Note(TRAINING, 70, -1), Note(65000, 1000, 999)])
+def test_a_word_goes_through_numbers_of_16_bits(word: Note) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        assert Word.of(torch.tensor(word.digits()).to(dtype).tolist()) == word
+        assert Note.from_digits(torch.tensor(word.digits()).to(dtype).tolist()) == word
