@@ -18,7 +18,7 @@ class GradScaler:
         is_dynamic: adapt the scale; otherwise it is fixed.
         window: steps without overflow before the scale doubles.
         hysteresis: overflows before the scale halves.
-        floor: smallest scale. A smaller one would not prevent overflows any more.
+        floor: smallest scale; overflows at it are not attributed to the scale.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
     """
