@@ -77,7 +77,8 @@ class GradReducer:
 
     def finish(self, factor: float) -> None:
         """Complete the sums over the replicas and multiply the gradients by ``factor``. Collective."""
-        multiply([self.grad(parameter) for parameter in self._store.main_params], factor)
+        if factor != 1.0:
+            multiply([self.grad(parameter) for parameter in self._store.main_params], factor)
 
     def sum_over_groups(self) -> None:
         """Sum gradients over tensor ranks (sequence parallelism) and ranks with the same experts. Collective.
