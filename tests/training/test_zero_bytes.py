@@ -75,7 +75,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
         gradients = bytes_of([gradient for _, gradient in optimizer.gradients()], set())
         optimizer.step()
     seen: set[int] = set()
-    weights = bytes_of(map(optimizer.kept, parameters), seen)
+    weights = bytes_of(map(optimizer.store.persistent_storage, parameters), seen)
     states = [v for state in optimizer.inner.state.values() for key, v in state.items() if key != "step"]
     optimizers = bytes_of([*map(optimizer.main_param_of, parameters), *states], seen)
     away = config.optimizer
