@@ -173,10 +173,10 @@ def broken_off(rank: int) -> bool:
     handle = module.words.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(module, tokens_of(rank, 0, 0)).backward()
-    assert within._gradients._reducer._started
+    assert within.reducer._reducer._started
     handle.remove()
     within.zero_grad()
-    assert not within._gradients._reducer._started
+    assert not within.reducer._reducer._started
     for each, optimizer in zip((plain, module), optimizers, strict=True):
         take_step(each, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
