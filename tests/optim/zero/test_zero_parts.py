@@ -130,7 +130,7 @@ def sum_both_ways(rank: int) -> float:
         whole[share.parameter] += 0 if share.gradient is None else share.gradient
         dist.all_reduce(whole[share.parameter])
     for share in shares:
-        assert torch.allclose(one[share.parameter], share.of(whole[share.parameter], rank), atol=1e-6)
+        assert torch.allclose(one[share.parameter], share.shard(whole[share.parameter], rank), atol=1e-6)
     return max(((one[p] - other[p]).abs().max().item() for p in parameters if one[p].numel()), default=1.0)
 
 
