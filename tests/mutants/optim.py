@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.torch_compat import newton_schulz
+from tds.gradients import is_reduced_apart
 from tests.mutants.mutant import mutant
 
 MIXED = "tests/optim/test_mixed_precision.py"
@@ -683,10 +684,12 @@ def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
     return property(lambda self: self.shard_group)
 
 
-@mutant("megatron.optim.gradients.sum_group:SumGroup.sum", EXPERTS)
+@mutant("megatron.optim.gradients.reducer:GradReducer.sum_over_groups", EXPERTS)
 def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
-    def sum_over_all(self: Any, grad_of: Any) -> None:
-        for parameter in self._parameters:
-            dist.all_reduce(grad_of(parameter))
+    def sum_over_groups(self: Any) -> None:
+        if not self._are_groups_summed:
+            for parameter in filter(is_reduced_apart, self._store.main_params):
+                dist.all_reduce(self.grad(parameter))
+        original(self)
 
-    return sum_over_all
+    return sum_over_groups
