@@ -7,7 +7,6 @@ import torch
 
 from megatron.optim import offload
 from megatron.optim.offload import OffloadConfig
-from megatron.optim.zero import partition
 
 
 def test_what_lies_on_the_cpu_is_not_copied() -> None:
@@ -25,7 +24,7 @@ def test_copies_are_waited_for_once_behind_the_last(monkeypatch: pytest.MonkeyPa
         return plain(self, source)
 
     monkeypatch.setattr(offload, "HOST", torch.device("meta"))
-    monkeypatch.setattr(partition.device, "finish_copies", lambda place: events.append(("wait", place.type)))
+    monkeypatch.setattr(offload.device, "finish_copies", lambda place: events.append(("wait", place.type)))
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     made = OffloadConfig(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
     assert events == [("copy", (2,), True), ("copy", (3,), True), ("wait", "cpu")]
