@@ -34,14 +34,22 @@ def hook_before(other: Hook) -> Hook:
     """Return an exception hook that prints ``problem`` and exits with code 2, or calls ``other`` if there is none."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = problem(error)
-        if text is None:
-            other(kind, error, trace)
-        else:
-            sys.stderr.write(f"error: {text}\n")
-            raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
+        exit_if_outside(error)
+        other(kind, error, trace)
 
     return hook
+
+
+def exit_if_outside(error: BaseException) -> None:
+    """Print ``problem`` of ``error`` and exit with code 2 if there is one; otherwise return.
+
+    Raises:
+        SystemExit: there is one.
+    """
+    text = problem(error)
+    if text is not None:
+        sys.stderr.write(f"error: {text}\n")
+        raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
 
 
 def problem(error: BaseException) -> str | None:

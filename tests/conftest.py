@@ -23,10 +23,18 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import hypothesis
 import pytest
-import torch
-import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
+
+from megatron import environment
+
+try:
+    import torch
+    import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
+except ModuleNotFoundError as error:
+    environment.exit_if_outside(error)  # pytest would print a traceback
+    raise
+
+import hypothesis
 
 from megatron.ops import causal_attention
 from tests.helpers import large_pages

@@ -43,7 +43,7 @@ def show(path: Path, as_json: bool) -> int:
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
-    checkpoint = open_folder(path)
+    checkpoint = open_folder(path, any_format=True)
     facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
     facts["files"], facts["elements"] = inspect.file_facts(checkpoint), inspect.num_elements(tensors)
     if as_json:

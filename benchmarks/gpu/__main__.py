@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron.environment  # noqa: F401  isort: skip  reports missing packages in one line
 from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
 PLACES = {

@@ -23,11 +23,12 @@ from megatron import files, log
 from megatron.checkpoint import Checkpoint, folders, metadata
 from megatron.checkpoint.loading import open_first
 from megatron.checkpoint.metadata import FileFacts, Manifest
+from megatron.checkpoint.one_process import DEEPSPEED
 from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.checkpoint.retention import RetentionPolicy, remove_old
 from megatron.mpu.groups import Group
 
-FORMAT = "deepspeed"
+FORMAT = DEEPSPEED
 _TAG = re.compile(r"global_step(\d+)(-\d+)?")
 _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 

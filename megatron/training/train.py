@@ -79,7 +79,7 @@ def run(
 ) -> None:
     """Train with a configuration and a world that exist already. Collective."""
     with closing(Sections(here, config)) as phases:
-        tokenizer, config = with_tokenizer(config)
+        tokenizer, config = with_tokenizer(config, here.grid.host)
         config = placed(config, here)
         streams = make_streams(config, here)
         global_vars.set_current(config, tokenizer, streams)

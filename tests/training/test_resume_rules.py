@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import parse
 from megatron.arguments.flag_values import all_sections, config_from_values
 from megatron.checkpoint import TensorRecord, save
 from megatron.config import CheckpointConfig, Config, DataConfig, RunConfig
@@ -48,6 +49,15 @@ def test_each_warned_setting_is_told_with_both_values(name: str) -> None:
     assert list(settings_changed(saved, now)) == []
     saved[section][field] = "another"
     assert list(settings_changed(saved, now)) == [f"{field}: saved another, now {now.to_dict()[section][field]}"]
+
+
+def test_a_warm_up_in_steps_of_a_run_in_samples_is_warned_of_if_the_batch_changes() -> None:
+    """The steps are converted with the batch given now; Megatron-LM rejects the two flags together."""
+    line = "--train-samples 160 --lr-warmup-iters 5 --gas 1 --num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    saved, now = (parse(f"{line} --batch-size {size}".split(), world_size=1, env={}) for size in (4, 8))
+    assert (saved.optimizer.lr_warmup_samples, now.optimizer.lr_warmup_samples) == (20, 40)
+    changed = list(settings_changed(json.loads(json.dumps(saved.to_dict())), now))
+    assert changed == ["batch_size: saved 4, now 8", "lr_warmup_samples: saved 20, now 40"]
 
 
 def test_what_an_older_checkpoint_does_not_say_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
