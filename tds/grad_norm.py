@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tds import torch_api
 from tds.device import is_host
 from tds.gradients import multiply
+from tds.param_info import is_tensor_parallel, is_tied_copy
 
 ROW = 1024
 """Numbers of a large tensor whose squares are added up in fp32."""
@@ -61,15 +62,12 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
 
 
 def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
-    """Return whether this rank counts ``parameter`` in sums over the replica.
+    """Return True if this rank counts ``parameter`` in sums over the replica.
 
-    A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold
-    counts on the first. A tied copy (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
+    A tensor-parallel parameter counts on every rank of the tensor group, one that all these ranks hold counts on the
+    first. A tied weight counts on the stage that owns it.
     """
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    is_partitioned = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
-    return tensor_rank == 0 or bool(is_partitioned)
+    return not is_tied_copy(parameter) and (tensor_rank == 0 or is_tensor_parallel(parameter))
 
 
 def global_norm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tds import torch_api
 from tds.device import is_host
+from tds.param_info import Tensor, info_of, set_info
 
 # Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
@@ -235,18 +236,11 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
                 gradient.copy_(summed)
 
 
-# The norm of gradients that lie on many ranks, each parameter counted once, and clipping by it.
-
-
-def set_reduced_apart(parameter: T) -> T:
-    """Record that the gradient of ``parameter`` is no summand of the replicas' sum: the optimizer sums it itself.
-
-    So it is with weights of experts, of which each rank of the data group has others.
-    """
-    parameter.is_reduced_apart = True  # type: ignore[attr-defined]
-    return parameter
+def set_reduced_apart(parameter: Tensor) -> Tensor:
+    """Record that ``parameter`` is a weight of an expert: the optimizer reduces its gradient, not the engine."""
+    return set_info(parameter, replace(info_of(parameter), is_expert=True))
 
 
 def is_reduced_apart(parameter: torch.Tensor) -> bool:
-    """Return whether the replicas' sum leaves out the gradient of ``parameter``; see ``set_reduced_apart``."""
-    return bool(getattr(parameter, "is_reduced_apart", False))
+    """Return True if the gradient of ``parameter`` is left out of the all-reduce over the replicas (experts)."""
+    return info_of(parameter).is_expert

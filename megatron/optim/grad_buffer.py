@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.mpu.groups import Group
 from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import reduce_scatter_single
-from tds.fused_linear import add_product
 from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import multiply, refuse_sparse
+from tds.linear import add_product
 
 # Gradients of a step, added up over its micro-batches where they are summed over the replicas.
 #
@@ -27,7 +27,7 @@ from tds.gradients import multiply, refuse_sparse
 # | ... and behind them what is not cut | one gradient behind the other | an all-reduce in place |
 #
 # Both are without a copy of the gradients: autograd's gradient of a weight is added into its place and freed, or a
-# product adds there itself (``tds.fused_linear``), with slots one for each length of a part, three at most. A bucket
+# product adds there itself (``tds.linear``), with slots one for each length of a part, three at most. A bucket
 # has memory from its first gradient of a step on, until the step is taken. A bucket of one weight takes over the memory
 # of the first gradient where the layout is that of the weight, so that a large one is never there twice.
 #

@@ -24,10 +24,10 @@ from megatron.optim.zero.partition import (
     gather_all,
     partition_of,
 )
-from tds.fused_linear import add_product
 from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule, GradientReducer
 from tds.gradients import WIDE, bucket_numbers, is_reduced_apart, multiply, reduce_gradients
+from tds.linear import add_product
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
 # parameter of 32 or 64 bits (``WIDE``) is its own master.

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +29,11 @@ from megatron.optim.zero.param_gather import ParamGather
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
-from tds.fused_linear import can_add_products
 from tds.grad_norm import accurate_dtype, clip_coefficient, global_norm, is_counted_in_norm
 from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import is_reduced_apart
+from tds.linear import can_add_products
+from tds.param_info import info_of, set_info
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 
@@ -132,7 +134,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         reduce_bucket_size, allgather_bucket_size: as ``MainParams``.
         prefetches: with ZeRO 3 gather the weights of a layer ahead of its call.
         fuses_accumulation: with ZeRO 0 and 1 let products add the gradients of matrices to where they lie, in layers
-            that ask for it (``tds.fused_linear``); not where torch has no product with a sum in that type.
+            that ask for it (``tds.linear``); not where torch has no product with a sum in that type.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -405,7 +407,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         master = self._masters.register(parameter, dtype)
         self._gradients.register(parameter)
         if self._fuses_accumulation and can_add_products(parameter, accurate_dtype(dtype)):
-            parameter.add_product = functools.partial(self._add_product, parameter)  # type: ignore[attr-defined]
+            add_product = functools.partial(self._add_product, parameter)
+            set_info(parameter, replace(info_of(parameter), add_product=add_product))
         self._partial.register(parameter)
         self._of_experts.register(parameter)
         return master

@@ -109,7 +109,7 @@ def gradients_are_kept_after_the_step(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.main_params:MainGradients.add_product",
-    "tests/tds/test_fused_linear.py::test_gradients_are_those_of_autograd[False]",
+    "tests/tds/test_linear.py::test_gradients_are_those_of_autograd[False]",
 )
 def a_fused_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:

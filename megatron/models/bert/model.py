@@ -32,6 +32,7 @@ from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import segment_mask
 from megatron.ops.document_attention import document_starts, document_stops, way_of
+from tds.linear import linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -245,7 +246,7 @@ class WholeLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, fuse=False)
 
 
 class Transform(nn.Module):

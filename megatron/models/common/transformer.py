@@ -22,6 +22,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.random import checkpoint
 from megatron.ops.activations import activation, is_gated
+from tds.linear import accumulates_in_place
 from tds.schedule.simulate import in_flight
 
 # What a model recomputes in backward, and how it keeps what it recomputes from.
@@ -105,7 +106,7 @@ class GatedLinear(ColumnParallelLinear):
 
         Where products add gradients to where they lie it is one with all rows, of the weight itself, and two copies.
         """
-        if hasattr(self.weight, "add_product"):
+        if accumulates_in_place(self.weight):
             (both,) = self.products(x, (self.weight, self.bias))
             gated, values = both.unflatten(-1, (-1, 2)).unbind(-1)
             return gated.contiguous(), values.contiguous()
