@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.costs.cost import Costs
     from megatron.data.mock_dataset import RandomDocuments
-    from megatron.models.common.generation import Decoder
     from megatron.models.common.model_args import ModelArgs
     from megatron.models.common.parallel_context import ParallelContext
     from megatron.models.common.parameters import Rule
@@ -43,6 +42,22 @@ class ArgsOf(Protocol[Args_co]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecoderLayers:
+    """The layers with which a decoder generates text.
+
+    Args:
+        embedding: built from (sizes, place); its table is ``word``, its ``forward`` takes tokens and positions [b, s].
+        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask, cache, positions and the
+            mask of a window, and finds the positions of the pass in ``cache.slots.positions``.
+        norm: builds the final norm from the sizes.
+    """
+
+    embedding: type[nn.Module]
+    layer: type[nn.Module]
+    norm: Callable[[Any], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelParts(Generic[Args]):
     """The model of a family without a pipeline, its sizes and its initial weights.
 
@@ -58,7 +73,7 @@ class ModelParts(Generic[Args]):
     model: Callable[[Args, ParallelContext], nn.Module]
     weight_init: Callable[[Config], Rule]
     example_inputs: Callable[[Config, Callable[[int], torch.Tensor]], dict[str, torch.Tensor]]
-    generation: Decoder | None = None
+    generation: DecoderLayers | None = None
 
 
 class PipelineClass(Protocol):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.generation import Decoder
 from megatron.models.common.language_model import Embedding, Head, head_output, materialize_logits, model_loss
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, model_args_from
@@ -16,7 +15,7 @@ from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import Recompute, TransformerLayer, recompute_switches, run_layers
-from megatron.models.parts import ModelParts
+from megatron.models.parts import DecoderLayers, ModelParts
 
 
 class DecoderModel(nn.Module):
@@ -109,11 +108,10 @@ def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict
     return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}
 
 
-GENERATION = Decoder(embedding=Embedding, layer=TransformerLayer, norm=make_norm)
 MODEL = ModelParts(
     args=model_args,
     model=DecoderModel,
     weight_init=weight_init,
     example_inputs=example_inputs,
-    generation=GENERATION,
+    generation=DecoderLayers(embedding=Embedding, layer=TransformerLayer, norm=make_norm),
 )

@@ -18,6 +18,7 @@ from megatron.models.common.language_model import Head, Logits, logits_of, mater
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.parts import DecoderLayers
 from megatron.models.registry import model_parts
 from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on
@@ -272,26 +273,10 @@ class CachedModel(ABC):
         """Return the logits [s, b, v/t] of a head that is the word table."""
 
 
-# The parts of a decoder that goes on from a prompt.
+# Generation with a decoder.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """The layers with which a family of decoders generates: ``generation`` of its ``ModelParts``.
-
-    Args:
-        embedding: built from (sizes, place); its table is ``word``, its ``forward`` takes tokens and positions [b, s].
-        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask, cache, positions and the
-            mask of a window, and finds the positions of the pass in ``cache.slots.positions``.
-        norm: makes the last norm of the sizes.
-    """
-
-    embedding: type[nn.Module]
-    layer: type[nn.Module]
-    norm: Callable[[Any], nn.Module]
-
-
-def generation_of(family: str) -> Decoder:
+def generation_of(family: str) -> DecoderLayers:
     """Return the layers with which a family of decoders generates.
 
     Raises:
