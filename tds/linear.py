@@ -122,7 +122,7 @@ def add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_fir
     """Add ``a b`` to ``place`` in place; overwrite ``place`` if ``is_first``.
 
     Shapes:
-        place [m, n], a [m, k], b [k, n]; or all of them [number, ...]
+        place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
     """
     product: Any = torch.addmm if place.dim() == 2 else torch.baddbmm
     wide = {} if place.dtype == a.dtype else {"out_dtype": place.dtype}

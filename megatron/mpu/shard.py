@@ -21,7 +21,7 @@ from tds.param_info import set_shard as set_shard
 
 
 def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
-    """Return a weight without values yet, marked so that ``megatron.models.common.parameters`` fills it by its name."""
+    """Return a weight of zeros whose values ``megatron.models.common.parameters`` will draw by its name."""
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
     set_uninitialized(parameter, True)
     return parameter
@@ -59,9 +59,9 @@ def is_uninitialized(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Let every unset weight keep its shape alone from the moment that a module gets it; ``materialize`` ends that.
+    """Allocate no memory for the uninitialized weights of modules built in the block; ``materialize`` allocates it.
 
-    Until then it reads as zeros, and what writes to it gets torch's error of a single memory location.
+    Until then a weight reads as zeros, and writing to it raises torch's error about a single memory location.
     """
 
     def drop(module: nn.Module, name: str, parameter: Any) -> None:
@@ -76,7 +76,7 @@ def init_empty_weights() -> Iterator[None]:
 
 
 def materialize(parameter: torch.Tensor) -> None:
-    """Let an unset ``parameter`` have memory of its own, of zeros, if it has none."""
+    """Allocate memory of zeros for ``parameter`` if it has none."""
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
@@ -88,11 +88,10 @@ def global_norm(
     holders: Group = SINGLE,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp64.
-
-    Collective. Each rank passes the gradients that count there.
+    """Return the 2-norm over the ``gradients`` of all ranks of ``model``, in fp64. Collective.
 
     Args:
-        holders: replicas each of which has other parts of the gradients.
+        gradients: those that this rank counts.
+        holders: replicas that hold different shards of the gradients.
     """
     return tds.grad_norm.global_norm(gradients, [holders.handle, model.handle], device)

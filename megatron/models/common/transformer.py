@@ -102,9 +102,9 @@ class GatedLinear(ColumnParallelLinear):
     num_outputs = 2
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Two products with every second row, for a product with all would leave two tensors full of gaps.
+        """Compute two products with every second row each: one product would leave two strided tensors.
 
-        Where products add gradients to where they lie it is one with all rows, of the weight itself, and two copies.
+        Where the product accumulates the gradient in place it is one with the full weight, and two copies.
         """
         if accumulates_in_place(self.weight):
             (both,) = self.products(x, (self.weight, self.bias))
