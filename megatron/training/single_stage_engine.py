@@ -97,13 +97,13 @@ class SingleStageEngine:
             step: index of the step, from 0.
             share: this replica's micro-batches; None uses ``self.share``.
         """
-        first, num_micro_batches, mean_micro_batches = share or self.share
-        tokens_per_step = self.micro_batch_tokens * mean_micro_batches
+        first, num_micro_batches, mean_num_micro_batches = share or self.share
+        tokens_per_step = self.micro_batch_tokens * mean_num_micro_batches
         optimizer, replicas = self.optimizer, self.grid.data_context
         works_in_backward = optimizer.sums_gradients or optimizer.gathers_weights
         reported: dict[str, torch.Tensor] = {}
         meter = LossMeter(
-            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_micro_batches
+            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_num_micro_batches
         )
         set_micro_batches(self.engine, num_micro_batches)
         self.engine.train()
@@ -160,10 +160,12 @@ class SingleStageEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
         self.engine.eval()
-        nominal = nominal_weight(self.micro_batch_tokens * self.share.mean)
-        meter = LossMeter(self.share.number, nominal, self.device, mean_micro_batches=self.share.mean)
+        nominal = nominal_weight(self.micro_batch_tokens * self.share.mean_num_micro_batches)
+        meter = LossMeter(
+            self.share.num_micro_batches, nominal, self.device, mean_num_micro_batches=self.share.mean_num_micro_batches
+        )
         with random_numbers_kept(self.device):  # layers and samples of the user may draw random numbers
-            for micro_batch in range(self.share.number):
+            for micro_batch in range(self.share.num_micro_batches):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
         self.engine.train()

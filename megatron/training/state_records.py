@@ -12,7 +12,6 @@ from megatron.checkpoint import (
     TensorRecord,
     named_parameters,
 )
-from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.models.common.parameters import named_modules
 from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of

@@ -229,7 +229,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
-        mean_micro_batches
+        mean_num_micro_batches
                           micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
                           many as here
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
@@ -256,7 +256,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
-        self.mean_micro_batches: float | None = None
+        self.mean_num_micro_batches: float | None = None
         self.agrees_on_data = True
         self._compares_data = pipeline_json.compares_data(self.pipeline_section)
         self.on_micro_batch: Callable[[int], None] | None = None
@@ -411,7 +411,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
         more = self.module.get_additional_losses
-        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_micro_batches)
+        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_num_micro_batches)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read training data from ``iterator`` from now on."""

@@ -42,6 +42,7 @@ OVERLAPPED = "tests/optim/test_overlapped_gradients.py"
 OVERLAPPED_BITS = f"{OVERLAPPED}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
+PARITY_ZERO_2_3 = "tests/parity/test_zero_parts.py"
 ZERO_3 = f"{ZERO_2_3}::test_micro_batches_add_up_to_rounding"
 TWO_REDUCTIONS = f"{ZERO_2_3}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce"
 ZERO_3_READS = f"{ZERO_2_3}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
@@ -672,7 +673,7 @@ def prefetched_weights_survive_the_update(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.zero.partition:OffloadConfig.copy",
-    "tests/optim/test_muon_layouts.py::test_where_masters_lie_changes_no_number[--offload-optimizer]",
+    f"{PARITY_ZERO_2_3}::test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",
 )
 def offloaded_main_params_are_rounded(original: Any) -> Any:
     return lambda self, tensor: original(self, tensor.bfloat16().to(tensor.dtype))

@@ -49,6 +49,7 @@ def check(tensor: int, pipe: int, data: int, extra: str = "", on_pipe: str = "")
     assert 0 < held < 0.6 * whole, "each replica has its parts of the gradients alone"
 
 
+@pytest.mark.slow  # stages with tied weights, below, are the quick ones
 def test_one_stage_equals_one_process() -> None:
     check(1, 1, 2, "--clip-grad 0.5")
 

@@ -27,9 +27,9 @@ from megatron.training.callbacks import checkpointer
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from megatron.training.state_records import make_moments, optimizer_records, set_optimizer_steps, weight_records
-from megatron.training.train_state import TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
-from tests.helpers.saved_states import save_state
+from tests.helpers.saved_states import load_state, save_state
 
 VOCAB = 101  # a prime: padded for every tensor size
 COMMON = (
@@ -43,7 +43,7 @@ SIZES = {
     pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
 }
-PROGRESS = TrainState(step=7, updates=6, samples_consumed=168)
+PROGRESS = TrainProgress(step=7, updates=6, samples_consumed=168)
 
 Parts = dict[str, tuple[Shard, torch.Tensor]]
 """What a rank holds of each tensor, without padding."""
@@ -114,7 +114,7 @@ class Rank:
 
     def load(self, folder: Path) -> None:
         """Take up the checkpoint in ``folder`` as a run does. Collective."""
-        progress = restore(open_for(folder, self.here), fingerprint="data", **self._parts())
+        progress = load_state(folder, fingerprint="data", **self._parts())
         assert progress == PROGRESS
 
     def parts(self) -> Parts:

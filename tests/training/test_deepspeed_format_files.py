@@ -24,7 +24,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training import checkpoint_source, deepspeed_checkpoint
 from megatron.training.deepspeed_folders import open_newest, tags_in
-from megatron.training.train_state import EVERYTHING
+from megatron.training.restore_options import EVERYTHING
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import TOKENIZER
@@ -60,7 +60,7 @@ class Engine:
 
 
 def write(root: Path, step: int, keep: RetentionPolicy = ALL) -> Path:
-    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
+    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, retention=keep)
 
 
 def value_of(path: Path) -> float:
@@ -217,7 +217,7 @@ def test_another_layout_gets_weights_or_an_error_with_both(
     """Row K15 in this format: (pipe, data, tensor)."""
     names = ("pipe", "data", "tensor")
     state = {"layout": dict(zip(names, saved, strict=True)), "config": Config().to_dict()}
-    checkpoint: Any = type("Saved", (), {"state": state, "path": tmp_path})
+    checkpoint: Any = type("Saved", (), {"metadata": state, "path": tmp_path})
     place = Topology(**dict(zip(names, now, strict=True)))
     if message is None:
         deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.config.stability import StabilityConfig
 from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.mappings import all_reduce
+from megatron.training.callback_states import GUARD
 from megatron.training.callbacks.anomalous_values import bad_gradients, bad_losses
-from megatron.training.callbacks.checkpointer import GUARD, Checkpointer
+from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.running_statistics import RunningStatistics
 from megatron.training.callbacks.stability_journal import NAME, EventLog
 from megatron.training.step_result import LossError, StepResult

@@ -107,7 +107,7 @@ def issued(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes: bool) -> None:
     forward: list[tuple[int, list[str]]] = [(LAYERS, [])]  # the rest is the last unit, and stays for the backward
     forward += [(number, [f"forward {number}"]) for number in range(LAYERS)]
@@ -173,7 +173,7 @@ def bits(rank: int, gas: int, recomputes: bool) -> tuple[bool, bool]:
     return same, not torch.equal(ahead["words.weight"], starts[1]["words.weight"])
 
 
-@pytest.mark.parametrize(("gas", "recomputes"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("gas", "recomputes"), [(1, True), pytest.param(3, False, marks=pytest.mark.slow)])
 def test_gathers_ahead_change_no_bit(gas: int, recomputes: bool) -> None:
     assert run_ranks(2, bits, gas, recomputes) == [(True, True)] * 2
 

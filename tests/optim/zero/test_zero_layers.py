@@ -77,7 +77,7 @@ def most_held(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on(stage: int) -> None:
     """A layer or two are held of eight: the first is freed before the last is gathered."""
     layer = 4 * (H * H + H)
