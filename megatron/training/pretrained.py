@@ -36,7 +36,7 @@ def load_pretrained(trainer: Trainer, source: Path) -> None:
             folder = weights.open_pretrained(source, stack)
             folder.check_fits(trainer.config)
         folder.load(weight_records(trainer.engine.module, trainer.engine.optimizer))
-    trainer.engine.optimizer.copy_masters_to_parameters()
+    trainer.engine.optimizer.copy_main_params_to_parameters()
     if trainer.world.rank == 0:
         advice = f". The folder's own: {folder.flags}"
         warn_of_weights(folder.config.to_dict(), trainer.config, source, advice)

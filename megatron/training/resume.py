@@ -208,7 +208,7 @@ def restore(
             optimizer.inner.state.clear()  # fp16 had skipped every step, or SGD without momentum: there are no moments
         records += router_records(module, world)
     _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
-    optimizer.copy_masters_to_parameters()
+    optimizer.copy_main_params_to_parameters()
 
     # Loss scale, and the steps of Adam's bias correction.
     if options.optimizer:

@@ -71,7 +71,7 @@ def build_engine(
     tds.quiet(not config.run.verbose_deepspeed)
     with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups(shared):
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     batch, replicas = config.batch, world.grid.data.size
     numbers: dict[str, Any] = {
         "share": batch.share(replicas, world.grid.data.rank),

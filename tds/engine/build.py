@@ -115,8 +115,8 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     replicas, place = engine.grid.data_parallel_size, torch.device(engine.device)
     numbers = bucket_numbers(place, replicas, reduce_bucket_size(engine.config_given))
     order = ChunkOrder(every, chunks, tied, numbers=numbers)
-    follow = getattr(gradients, "follow", None)  # a source of a program's own may lack it
-    scatter = None if follow is None or engine.sums_dtype is not None else follow(order)
+    use_buckets = getattr(gradients, "use_buckets", None)  # a program's own source may lack it
+    scatter = None if use_buckets is None or engine.sums_dtype is not None else use_buckets(order)
     return GradientReducer(
         order,
         gradients.of,

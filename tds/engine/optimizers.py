@@ -55,7 +55,7 @@ class Gradients:
     def clips_itself(self) -> bool:
         return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
 
-    def follow(self, order: BucketSchedule) -> None:
+    def use_buckets(self, order: BucketSchedule) -> None:
         """Gradients stay where the optimizer has them."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:

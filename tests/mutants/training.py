@@ -224,7 +224,7 @@ def weights_are_rounded_when_saved(original: Any) -> Any:
 @mutant("megatron.training.resume:restore", OTHER_LAYOUTS)
 def model_continues_with_its_initial_weights(original: Any) -> Any:
     def restore(checkpoint: Any, *, optimizer: Any, **options: Any) -> Any:
-        with mock.patch.object(optimizer, "copy_masters_to_parameters", lambda: None):
+        with mock.patch.object(optimizer, "copy_main_params_to_parameters", lambda: None):
             return original(checkpoint, optimizer=optimizer, **options)
 
     return restore

@@ -68,7 +68,7 @@ def trained(engine: Any, config: Any, here: Any, data: Any, first: int, last: in
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     optimizer: MixedPrecisionOptimizer = engine.optimizer
-    return {name: optimizer.master_of(p).detach().clone() for name, p in named_parameters(engine.module)}
+    return {name: optimizer.main_param_of(p).detach().clone() for name, p in named_parameters(engine.module)}
 
 
 def save_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:

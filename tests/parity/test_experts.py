@@ -18,7 +18,7 @@ from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.models.common.router import Router
 from megatron.mpu.shard import set_uninitialized
-from megatron.optim import grad_buffer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training import initialize
 from megatron.training.loss_forms import as_weighted

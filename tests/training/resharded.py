@@ -96,7 +96,7 @@ class Rank:
         streams = make_streams(config, here)
         global_vars.set_current(config, mock_tokenizer(config), streams)
         module, optimizer = build_weights(config, here, streams, script.model_provider)
-        optimizer.cut_weights(module)
+        optimizer.store.shard_weights(module)
         make_moments(optimizer)
         return cls(config, here, module, optimizer)
 
@@ -105,7 +105,7 @@ class Rank:
         for record in records_of(self.module, self.optimizer):
             shard = record.shard
             shard.unpadded(record.tensor).copy_(shard.cut(whole(record.name, shard.global_shape, seed)))
-        self.optimizer.copy_masters_to_parameters()
+        self.optimizer.copy_main_params_to_parameters()
         set_optimizer_steps(self.optimizer, seed)
 
     def save(self, folder: Path) -> None:
@@ -121,8 +121,8 @@ class Rank:
         """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
         held = parts_of(self.module, self.optimizer)
         for name, parameter in named_parameters(self.module):
-            kept = self.optimizer.kept(parameter)
-            shard = shard_of(parameter if kept is parameter else self.optimizer.master_of(parameter))
+            kept = self.optimizer.store.persistent_storage(parameter)
+            shard = shard_of(parameter if kept is parameter else self.optimizer.main_param_of(parameter))
             held[f"model/{name}"] = (shard, shard.unpadded(kept.detach()).clone())
         return held
 

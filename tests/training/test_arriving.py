@@ -67,9 +67,9 @@ def build_and_load(rank: int, folder: str) -> list[dict[str, int]]:
         held = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for p in weights
-            for t in (optimizer.kept(p), optimizer.master_of(p))
+            for t in (optimizer.store.persistent_storage(p), optimizer.main_param_of(p))
         }
-        units = optimizer._units.units if optimizer.gathers_weights else []
+        units = optimizer.store.units.units if optimizer.store.gathers_weights else []
         counted |= {
             "parts": sum(held.values()),
             "whole": 4 * sum(p.numel() for p in weights),
@@ -114,8 +114,8 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
             if not hasattr(parameter, "ds_optim_param"):
                 torch.distributed.broadcast(parameter.data, 0)  # as DeepSpeed does
     assert not any(hasattr(parameter, "ds_optim_param") for parameter in module.parameters())
-    optimizer.cut_weights(module)
-    for unit in optimizer._units.units if optimizer.gathers_weights else ():
+    optimizer.store.shard_weights(module)
+    for unit in optimizer.store.units.units if optimizer.store.gathers_weights else ():
         unit.gather()
     assert module.named.weight is module.again.weight
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -244,7 +244,7 @@ def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
     same = all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
     torch.nn.init.zeros_(module[0].weight)
     with torch.no_grad():
-        optimizer.master_of(module[0].weight).zero_()
+        optimizer.main_param_of(module[0].weight).zero_()
     deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
     again = all(torch.equal(weight, wanted[name]) for name, weight in module.state_dict().items())
     return same, again, client["megatron"]["state"]["progress"], float(optimizer.scaler.scale)
@@ -283,8 +283,8 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
         for optimizer, module in zip((first, second), modules, strict=True):
             _step(optimizer, module)
     for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        assert torch.equal(first.master_of(one), second.master_of(two)) and torch.equal(one, two)
-        assert not torch.equal(one.float(), first.master_of(one)), "masters hold more than the weights"
+        assert torch.equal(first.main_param_of(one), second.main_param_of(two)) and torch.equal(one, two)
+        assert not torch.equal(one.float(), first.main_param_of(one)), "masters hold more than the weights"
     assert second.loss_scale == 32.0
     other = _optimizer(torch.nn.Linear(4, 2))
     for state, message in (({}, "without masters"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
@@ -293,7 +293,7 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
     with torch.no_grad():
         modules[1].weight.fill_(3.0)
     second.refresh_fp32_params()
-    assert second.master_of(modules[1].weight).eq(3.0).all()
+    assert second.main_param_of(modules[1].weight).eq(3.0).all()
 
 
 def test_a_state_of_parts_is_refused() -> None:

@@ -58,7 +58,7 @@ def weights_of(engine: Any) -> dict[str, Any]:
     """Return the masters, and weights that are not trained, with where they lie."""
     optimizer, found = engine.optimizer, {}
     for name, parameter in named_parameters(engine.module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
+        master = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         found[name] = shard_of(master), master.detach().clone()
     return found
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_has_a_tensor_for_each_expert_by_its_number(tmp_path: Path)
 def losses_of(rank: int, layout: Layout, scale: float) -> list[Any]:
     """Train three steps with a fixed loss scale; return the losses of each."""
     config, here, engine, source = started(layout, "--fp64")
-    engine.optimizer.scaler = GradScaler(scale=scale)
+    engine.optimizer.policy.scaler = GradScaler(scale=scale)
     return trained(engine, config, here, source, 0, 3)
 
 
@@ -165,7 +165,7 @@ def routers_around_a_skipped_step(rank: int) -> list[dict[str, Any]]:
     given = source.batches("train", config, here, 0)
     states = [router_state(engine.module)]
     for is_accepted in (False, True):
-        engine.optimizer.judge = lambda norm, answer=is_accepted: answer
+        engine.optimizer.policy.accepts_step = lambda norm, answer=is_accepted: answer
         result = engine.train_step(given, 0)
         assert result.is_skipped != is_accepted and result.expert_load.tokens.sum() > 0
         states.append(router_state(engine.module))

@@ -186,7 +186,7 @@ def judge_alone(rank: int) -> list[Any]:
     allowed = []
     for loss, norm in ((1.0, 1.0), (1.0, 1.0 + rank), (9.0 - 8.0 * rank, 1.0), (math.nan if rank else 1.0, 1.0)):
         guard.on_before_update(loss)
-        allowed.append(optimizer.judge(norm))
+        allowed.append(optimizer.policy.accepts_step(norm))
     return [*allowed, len(thrown_away)]
 
 

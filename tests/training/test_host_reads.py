@@ -101,12 +101,12 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
 @pytest.mark.slow  # tests/cuda/test_matrix.py watches reads and copies of a device in the short run
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
     found = {**in_own_process("sim", "gpt2", *SEEN["gpt2"])[1]}
-    weights = found.pop("to the host in megatron/optim/zero/partition.py")
+    weights = found.pop("to the host in megatron/optim/offload.py")
     assert weights > 10
     assert found == {
         "to the device in megatron/device.py": 2,
         "to the host in tds/loss_reduction.py": 1,
-        "to the device in megatron/optim/main_params.py": weights,
+        "to the device in megatron/optim/param_store.py": weights,
     }
 
 

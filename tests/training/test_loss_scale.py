@@ -53,7 +53,7 @@ def scaled_rank(
     def watched_step(self: MixedPrecisionOptimizer, closure: None = None) -> None:
         self.raw_norm = None  # of what was there before
         if (rank, len(seen)) == hit:
-            here = self.tensor_group.rank
+            here = self.reducer.tensor_group.rank
             next(g for p, g in self.gradients() if is_counted_in_norm(p, here)).view(-1)[0] = torch.inf
         scale = self.loss_scale
         step(self)

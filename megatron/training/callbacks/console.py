@@ -64,7 +64,7 @@ class Console(Callback):
         trainer = self.trainer
         if self._says_what_is_fused:
             self._says_what_is_fused = False
-            log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
+            log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.reducer.fused_params))
         epochs = data_progress.epochs_text(trainer.data, trainer.progress.samples_consumed)
         trainer.print_line(progress_line(trainer.progress.step, trainer.last_step, metrics, epochs))
 

@@ -93,7 +93,7 @@ class StabilityGuard(Callback):
         if not self.history.streak:
             self.history.good_step = trainer.progress.step
         if self.settings.is_guarded:
-            trainer.engine.optimizer.judge = self._allows
+            trainer.engine.optimizer.policy.accepts_step = self._allows
             if trainer.world.rank == 0:
                 self._journal = EventLog(trainer.folder, self.history.events)
 

@@ -112,7 +112,7 @@ def one(group, kind, cuts=False):
     optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=DTYPES[kind[0]], tensor=group)
     loss = our_loss(model, 0)
     loss.backward()
-    optimizer.sum_partial_gradients()
+    optimizer.reducer.sum_over_groups()
     gradients = gradients_of(model)
     if is_trained(kind):
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ def parameters(draw):
 
 
 def parts_of(cut, tensor):
-    return [cut.part(tensor, replica) for replica in range(len(cut.bounds) - 1)]
+    return [cut.slice(tensor, replica) for replica in range(len(cut.bounds) - 1)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -52,7 +52,7 @@ def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, r
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
 def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replicas):
-    cut, whole = partition_of(parameter, replicas), getattr(parameter, "shard", Shard(tuple(parameter.shape)))
+    cut, whole = partition_of(parameter, replicas), shard_of(parameter)
     parts = [cut.shard(whole, replica) for replica in range(replicas)]
     for part, local in zip(parts, parts_of(cut, parameter.detach()), strict=True):
         assert part.unpadded(local).shape[cut.dim] == part.length
