@@ -27,6 +27,7 @@ from tds.clocks import Clock, clock_for
 from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
 from tds.device import random_numbers_kept, to_device
 from tds.loss import Weighted, named_losses
+from tds.param_info import copy_infos
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
 from tds.shared_layers import held_in, layer_parameters
@@ -116,7 +117,9 @@ def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Call
             module = spec.build().to(device)
         shared.to(device)
     elif isinstance(spec, torch.nn.Module):
-        module = copy.deepcopy(spec).to(device)  # the user's own must not collect gradients or statistics
+        module = copy.deepcopy(spec)  # the user's own must not collect gradients or statistics
+        copy_infos(spec, module)
+        module.to(device)
     else:
         return None, spec
     module.train()

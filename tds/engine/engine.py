@@ -32,6 +32,7 @@ from tds.p2p.collective_scope import collective_scope
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import Action
 from tds.torch_api import default_timeout
+from tds.user_functions import BatchFn
 
 # What follows the last backward: the loss of all replicas, the sums of gradients, the optimizer's step.
 
@@ -265,7 +266,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         self.agg_train_loss: torch.Tensor | None = None
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
+        self.batch_fn: BatchFn | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
         self._has_logged_split = False
         self.report = StepReport(self, lambda: self._seeing.bubble("report"))
@@ -424,7 +425,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             self.training_dataloader = loader
             self.data_iterator = iter(loader)
 
-    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+    def set_batch_fn(self, fn: BatchFn | None) -> None:
         """Make (inputs, labels) from what the iterator gives by ``fn``; called with None where nothing is read."""
         self.batch_fn = fn
 

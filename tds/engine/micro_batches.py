@@ -14,6 +14,7 @@ from tds.device import tuple_like, upload
 from tds.engine.batch_structure import no_pair, refuse_input
 from tds.engine.data_consistency import ENDED, NO_READER, READY, DataConsistency, DataEnded, checksum
 from tds.p2p.local_boundary import entered
+from tds.user_functions import BatchFn
 
 
 @dataclass
@@ -32,7 +33,7 @@ class BatchSource:
     """
 
     iterator: Iterator[Any] | None
-    batch_fn: Callable[[Any], Any] | None
+    batch_fn: BatchFn | None
     stage: int
     agreement: DataConsistency | None = None
     ended_at: int | None = field(default=None, init=False)

@@ -34,6 +34,7 @@ from tds.deepspeed_api import (
 )
 from tds.gradient_reducer import BucketSchedule
 from tds.gradients import GradientSource
+from tds.param_info import copy_attributes
 
 
 class Gradients:
@@ -103,9 +104,7 @@ class FP16Gradients(Gradients):
         """Let gradients say what their parameters do: FP16_UnfusedOptimizer takes its norm over the former alone, and
         would count tied weights twice and slices of a tensor group not at all."""
         for parameter in (p for group in self.optimizer.fp16_groups for p in group):
-            gradient = self.of(parameter)
-            for mark in ("ds_pipe_replicated", "model_parallel", "tensor_model_parallel"):
-                setattr(gradient, mark, getattr(parameter, mark, False))
+            copy_attributes(parameter, self.of(parameter))
 
     def after_step(self) -> None:
         return None
