@@ -80,6 +80,7 @@ def restore_from(trainer: Trainer, checkpoint: Checkpoint, taken: RestoreOptions
     if deepspeed_folders.is_of_this_format(checkpoint):
         with marked(is_of_this_rank=False):
             check_fits(checkpoint, trainer.config, fingerprint, taken)
+        trainer.engine.use_deepspeed()
         return deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, trainer.config, trainer.world, taken)
     return restore(
         checkpoint,

@@ -95,6 +95,8 @@ def run(
         seed_replicas(config.run.seed, here)
         place = traced or run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder
         config = with_format(config, place)
+        if config.checkpoint.is_deepspeed:
+            engine.use_deepspeed()
         with run_lock.held(place.folder, here):
             checkpointer = Checkpointer(place, getattr(tokenizer, "identity", None))
             counted = start_table.count_parameters(engine.module, here)

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from tds import torch_api
-from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
+from tds.deepspeed.api import checkpointing, choose_recomputed, layer_specs, place_of
+from tds.deepspeed.module import PipelineModule
+from tds.deepspeed.optimizers import gradients_of
+from tds.deepspeed.shared_layers import sharing_layers
 from tds.engine import auto_schedule
 from tds.engine.data_consistency import DataConsistency
 from tds.engine.engine_parts import EngineParts
-from tds.engine.optimizers import gradients_of
 from tds.engine.pipeline_json import (
     accepted,
     chosen_schedule,
@@ -29,13 +31,11 @@ from tds.engine.stage import Stage
 from tds.gradient_reducer import ChunkOrder, GradientReducer
 from tds.gradients import GradientSource, bucket_numbers, is_reduced_apart
 from tds.log import log_rank_0
-from tds.module import PipelineModule
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import Slice
 from tds.p2p.transport import StageLinks
 from tds.schedule import LOOP, Kind, Placement
-from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from tds.bubble_timer import Row
-from tds.deepspeed_api import BaseEngine, PipelineError, grid_of, limit_waits
+from tds.deepspeed.api import BaseEngine, PipelineError, grid_of, limit_waits
+from tds.deepspeed.checkpointing import LayerCheckpoints
+from tds.deepspeed.training_loader import training_loader
 from tds.device import is_host, keep_freed
 from tds.engine import build, evaluate, pipeline_json, step_report
-from tds.engine.checkpointing import LayerCheckpoints
 from tds.engine.engine_parts import EngineParts
 from tds.engine.evaluate import agree
-from tds.engine.micro_batches import BatchSource, BothEndsSource, training_loader
+from tds.engine.micro_batches import BatchSource, BothEndsSource
 from tds.engine.monitor import EngineMonitor
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage_call import Call

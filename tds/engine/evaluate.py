@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds.deepspeed_api import checkpointing
+from tds.deepspeed.api import checkpointing
+from tds.deepspeed.module import forwards_uncounted
 from tds.device import random_numbers_kept
 from tds.engine import step_report
 from tds.engine.engine_parts import EngineParts
 from tds.engine.stage_call import Call
 from tds.loss import LossMeter
 from tds.loss_reduction import LossReduction, all_reduce_loss
-from tds.module import forwards_uncounted
 from tds.p2p.collective_scope import collective_scope
 
 # What eval_batch returns, and what it must leave alone.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tds.action_times import Recorder, Work
 from tds.bubble_timer import BubbleTimer, Row
 from tds.clocks import clock_for, offset_to_wall_ns
-from tds.deepspeed_api import places_of
+from tds.deepspeed.api import places_of
 from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
 from tds.engine.stage_table import gathered_bubble, write

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from tds.module import PipelineModule
+from tds.deepspeed.module import PipelineModule
 from tds.p2p import process_groups
 from tds.schedule import LOOP, FileSchedule, Placement, read_schedule
 

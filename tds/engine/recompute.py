@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tds.deepspeed_api import checkpointing
+from tds.deepspeed.api import checkpointing
 from tds.device import drawing_from, host_copy, random_states
 from tds.log import log_rank_0
 from tds.p2p.communicator import PackedLayout, Slice

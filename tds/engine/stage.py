@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tds.deepspeed_api import checkpointing
+from tds.deepspeed.api import checkpointing
 from tds.device import to_device
 from tds.engine.batch_structure import describe_structure
 from tds.engine.micro_batches import stage_inputs

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tds.bubble_timer import Row
-from tds.deepspeed_api import layer_specs
-from tds.layer_profiler import LayerCost, name_of_layer
+from tds.deepspeed.api import layer_specs
+from tds.deepspeed.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
 from tds.p2p.collective_scope import collective_scope
 from tds.schedule import LOOP, Placement

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from tds.deepspeed_api import log_dist
-from tds.deepspeed_api import logger as _deepspeed_logger
+from tds.deepspeed.api import log_dist
+from tds.deepspeed.api import logger as _deepspeed_logger
 from tds.engine.engine_parts import EngineParts
 from tds.loss_reduction import MeanLosses
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tds
+from tds.deepspeed.module import layer_numbers
 from tds.engine.auto_schedule import best, trials
-from tds.module import PartitionError, layer_numbers
+from tds.partition import PartitionError
 from tds.pipe import LayerSpec, PipelineModule
 from tds.schedule import Costs, Placement, V, schedule_named, write_schedule
 from tests.helpers.harness import run_ranks

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from tds.clocks import Clock, clock_for
-from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
+from tds.deepspeed.api import LayerSpec, TiedLayerSpec, checkpointing
+from tds.deepspeed.shared_layers import held_in, layer_parameters
 from tds.device import random_numbers_kept, to_device
 from tds.loss import Weighted, named_losses
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
-from tds.shared_layers import held_in, layer_parameters
 
 PASSES = 3
 """Timed passes over each layer, after one to warm up; the fastest counts."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.deepspeed_alias import theirs
+from tds.deepspeed.alias import theirs
 from tds.p2p.process_groups import limit_groups
 from tds.torch_api import default_timeout
 

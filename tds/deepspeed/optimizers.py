@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tds.deepspeed_api import (
+from tds.deepspeed.api import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     FP16_Optimizer,
