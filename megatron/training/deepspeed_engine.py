@@ -24,6 +24,8 @@ def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
     reasons = engine_features(config.deepspeed)
     if config.run.verbose_deepspeed:
         reasons.append("--verbose-deepspeed")
+    if config.checkpoint.is_deepspeed:
+        reasons.append("--checkpoint-format deepspeed")
     if any(hasattr(each, "set_deepspeed_parallelism") for each in module.modules()):
         reasons.append("layers of DeepSpeed in the model")
     return reasons
