@@ -17,7 +17,7 @@ from tds.deepspeed.alias import follow, install
 follow(
     __name__,
     {
-        "PipelineEngine": "tds.engine.engine",
+        "PipelineEngine": "tds.deepspeed.engine",
         "PipelineModule": "tds.deepspeed.module",
         "Weighted": "tds.loss",
         "initialize": "tds.deepspeed.initialize",
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tds import pipe as pipe
     from tds import runtime as runtime
     from tds.deepspeed.alias import quiet as quiet
+    from tds.deepspeed.engine import PipelineEngine as PipelineEngine
     from tds.deepspeed.initialize import initialize as initialize
     from tds.deepspeed.module import PipelineModule as PipelineModule
-    from tds.engine.engine import PipelineEngine as PipelineEngine
     from tds.gradients import reduce_gradients as reduce_gradients
     from tds.loss import Weighted as Weighted
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tds.deepspeed.alias import without_prints
 from tds.deepspeed.api import TORCH_DISTRIBUTED_DEFAULT_PORT, deepspeed
-from tds.engine.engine import PipelineEngine
+from tds.deepspeed.engine import PipelineEngine
 from tds.engine.pipeline_json import UNSUPPORTED, accepted
 
 

@@ -89,16 +89,14 @@ def tied_gradients_ignore_the_communication_data_type(original: Any) -> Any:
     return lambda weights, gradient_of, dtype=None: original(weights, gradient_of)
 
 
-@mutant("tds.engine.engine:add_up_tied", SHARED)
+@mutant("tds.engine.engine:ScheduleEngine._reduce_tied", SHARED)
 def engine_does_not_sum_tied_gradients(original: Any) -> Any:
-    return lambda engine, gradients: None
+    return lambda self, gradients: None
 
 
-@mutant("tds.engine.engine:add_up_replicas", TWO_REPLICAS)
+@mutant("tds.engine.engine:ScheduleEngine._reduce_over_replicas", TWO_REPLICAS)
 def gradients_are_divided_by_the_number_of_micro_batches_again(original: Any) -> Any:
-    return lambda engine, gradients, reducer, factor: original(
-        engine, gradients, reducer, factor / engine.micro_batches
-    )
+    return lambda self, gradients, reducer, factor: original(self, gradients, reducer, factor / self.micro_batches)
 
 
 # The gradient norm and clipping.
@@ -277,20 +275,20 @@ def inputs_share_memory_with_the_data_set(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.engine:discarding_gradients_on_error",
+    "tds.engine.engine:ScheduleEngine._discarding_gradients_on_error",
     "tests/tds/engine/test_engine.py::test_an_error_in_the_middle_leaves_nothing_for_the_next_batch[1]",
 )
 def gradients_of_a_failed_batch_are_added_to_the_next(original: Any) -> Any:
-    return lambda engine, gradients: nullcontext()
+    return lambda self: nullcontext()
 
 
-@mutant("tds.engine.engine:take_step", FAILED_STEP)
+@mutant("tds.engine.engine:ScheduleEngine._take_step", FAILED_STEP)
 def gradients_of_a_failed_step_are_added_to_the_next_batch(original: Any) -> Any:
-    def take_step(engine: Any, gradients: Any) -> None:
+    def take_step(self: Any, gradients: Any) -> None:
         try:
-            original(engine, gradients)
+            original(self, gradients)
         finally:
-            engine._has_untaken_gradients = False
+            self._has_untaken_gradients = False
 
     return take_step
 
@@ -308,7 +306,7 @@ def bf16_gradients_of_earlier_micro_batches_are_accumulated_again(original: Any)
     return lambda self: None
 
 
-@mutant("tds.engine.engine:PipelineEngine.gradient_accumulation_steps", TWO_STAGES)
+@mutant("tds.deepspeed.engine:PipelineEngine.gradient_accumulation_steps", TWO_STAGES)
 def last_micro_batch_is_dropped(original: Any) -> Any:
     return lambda self: max(original(self) - 1, 1)
 
@@ -397,7 +395,7 @@ def recompute_draws_new_dropout_masks(original: Any) -> Any:
     return lambda states: nullcontext()
 
 
-@mutant("tds.engine.recompute:Recompute._keep", f"{RECOMPUTE}::test_a_tensor_that_a_run_changes_is_kept_for_each")
+@mutant("tds.deepspeed.recompute:Recompute._keep", f"{RECOMPUTE}::test_a_tensor_that_a_run_changes_is_kept_for_each")
 def recompute_starts_from_the_first_value_of_an_input_changed_in_place(original: Any) -> Any:
     def keep(self: Any, x: torch.Tensor) -> Any:
         _, kept = self._kept.get(x, (None, None))

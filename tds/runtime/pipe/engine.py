@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tds.deepspeed.alias import follow
+from tds.deepspeed.engine import PipelineEngine as PipelineEngine
 from tds.deepspeed.module import PipelineModule as PipelineModule
-from tds.engine.engine import PipelineEngine as PipelineEngine
 
-follow(__name__, {"PipelineEngine": "tds.engine.engine", "PipelineModule": "tds.deepspeed.module"})
+follow(__name__, {"PipelineEngine": "tds.deepspeed.engine", "PipelineModule": "tds.deepspeed.module"})
