@@ -61,8 +61,10 @@ def get_accelerator() -> Any:
     loaded = sys.modules.get("deepspeed.accelerator")
     if loaded is not None and hasattr(loaded, "get_accelerator"):
         return loaded.get_accelerator()
+    if name := os.environ.get("DS_ACCELERATOR"):
+        return _torch_accelerator(name)
     current = torch.accelerator.current_accelerator(check_available=True)
-    return _torch_accelerator(os.environ.get("DS_ACCELERATOR") or ("cpu" if current is None else current.type))
+    return _torch_accelerator("cpu" if current is None else current.type)
 
 
 @functools.cache

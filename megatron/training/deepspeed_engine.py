@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import tds
 from megatron.arguments.deepspeed_json import engine_dict
@@ -17,6 +19,7 @@ from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.device_setup import check_agreement
 from megatron.training.world import World
 from megatron.training.zero3_init import is_asked_for, not_sent
+from tds.deepspeed.alias import theirs
 
 
 def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
@@ -29,6 +32,19 @@ def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
     if any(hasattr(each, "set_deepspeed_parallelism") for each in module.modules()):
         reasons.append("layers of DeepSpeed in the model")
     return reasons
+
+
+def initialize_loaded_deepspeed() -> None:
+    """Initialize DeepSpeed's communication if the script has imported DeepSpeed. Collective.
+
+    A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, whichever engine trains it.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    deepspeed = theirs()
+    tds.quiet()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:

@@ -23,7 +23,12 @@ from megatron.optim import (
 )
 from megatron.training import fused_kernels
 from megatron.training.compile import compile_layers
-from megatron.training.deepspeed_engine import build_deepspeed_engine, reasons_for_deepspeed, sharing_groups_of
+from megatron.training.deepspeed_engine import (
+    build_deepspeed_engine,
+    initialize_loaded_deepspeed,
+    reasons_for_deepspeed,
+    sharing_groups_of,
+)
 from megatron.training.device_setup import check_agreement
 from megatron.training.kernel_rows import dropout_warning
 from megatron.training.layout_checks import check_context_is_cut, check_sequence_is_cut
@@ -70,6 +75,7 @@ def build_engine(
     if has_pipeline or reasons_for_deepspeed(config, module):
         engine = to_deepspeed()
     else:
+        initialize_loaded_deepspeed()
         broadcast_from_first_replica(module, replicas, are_sharded=is_asked_for(config, world))
         engine = ModelEngine(
             module,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,11 +125,11 @@ def _broadcast(rank: int) -> list[list[float]]:
     model["scale"] = torch.nn.Parameter(torch.tensor(float(rank), dtype=torch.bfloat16))
     model["frozen"].requires_grad_(False)
     set_reduced_apart(model["expert"])
-    group = Group(rank, (0, 1), dist.group.WORLD)
+    group = Group((0, 1), rank, dist.group.WORLD)
     broadcast_from_first_replica(model, group, are_sharded=True)
-    sharded = [float(value.flatten()[0]) for value in model.values()]
+    sharded = [value.flatten()[0].item() for value in model.values()]
     broadcast_from_first_replica(model, group, are_sharded=False)
-    return [sharded, [float(value.flatten()[0]) for value in model.values()]]
+    return [sharded, [value.flatten()[0].item() for value in model.values()]]
 
 
 def test_replicas_start_with_the_weights_of_the_first_but_for_experts_and_shards() -> None:
@@ -150,3 +151,35 @@ def test_the_engine_has_the_models_attributes_and_names_the_way_to_deepspeeds() 
         engine.set_train_batch_size(17)
     with pytest.raises(AttributeError, match="no attribute 'save_checkpoint'.*--checkpoint-format deepspeed"):
         engine.save_checkpoint("folder")
+
+
+class Calling(torch.nn.Module):
+    """A model of a user's that calls functions of DeepSpeed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = deepspeed.checkpointing.checkpoint(self.inner, x.requires_grad_())
+        deepspeed.comm.all_reduce(count := torch.ones(1))
+        return output * count
+
+
+def _called(rank: int) -> tuple[str, float]:
+    config = parse(SMALL.split(), world_size=1).with_vocab(32)
+    world = initialize.start(config)
+    streams = make_streams(config, world)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
+
+    def forward_step(data: Any, model: Any) -> Any:
+        loss = model(next(data)).square().mean()
+        return loss, {"lm loss": loss}
+
+    engine = build_engine(config, world, streams, Calling, forward_step)
+    return type(engine.engine).__name__, engine.train_step(iter([torch.ones(2, 4)] * 3), 0).grad_norm
+
+
+def test_a_model_may_call_functions_of_deepspeed_on_our_engine() -> None:
+    ((name, norm),) = run_ranks(1, _called)
+    assert name == "ModelEngine" and norm > 0
