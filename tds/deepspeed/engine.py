@@ -89,7 +89,9 @@ class DeepSpeedAttributes:
         """Do nothing: boolean tensors cross a stage as they are, wherever they stand."""
 
 
-class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, ScheduleEngine, BaseEngine):
+class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEngine
+    LayerCheckpoints, DeepSpeedAttributes, ScheduleEngine, BaseEngine
+):
     """Trains a ``PipelineModule`` as ``ScheduleEngine`` does; ``tds.initialize`` makes it.
 
     DeepSpeed's engine has the configuration, the optimizer, the counters, the monitors and the checkpoints.
