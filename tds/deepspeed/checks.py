@@ -15,7 +15,7 @@ from tds.log import log_rank_0
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Raise for what would train wrongly in silence."""
+    """Raise for features of DeepSpeed that this engine would ignore or compute wrongly."""
     if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
         raise TypeError(
             f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
@@ -37,7 +37,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def log_unused_settings(engine: Any) -> None:
-    """Say on rank 0 which keys of the JSON a program has set that act on DeepSpeed's own engine alone."""
+    """Log on rank 0 the keys of the JSON that take effect only in DeepSpeed's own engine."""
     given = engine.config_given
     found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
     found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
@@ -60,7 +60,7 @@ def log_unused_settings(engine: Any) -> None:
 
 
 def configure_recompute(engine: Any) -> None:
-    """Take over the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more."""
+    """Apply the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more state."""
     section, module = engine.pipeline_section, engine.module
     if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
@@ -71,7 +71,7 @@ def configure_recompute(engine: Any) -> None:
 
 
 def make_gradients(engine: Any) -> GradientSource | None:
-    """Return where gradients lie; None for an engine that only evaluates."""
+    """Return the gradients of the optimizer; None for an engine that only evaluates."""
     if engine.optimizer is None:
         return None
     return gradients_of(engine.optimizer, engine.zero_optimization_stage())

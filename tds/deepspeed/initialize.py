@@ -64,9 +64,9 @@ def _accepted(config: Any) -> Any:
 
 @contextmanager
 def _our_engine() -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build our engine for a pipeline model.
+    """Return a context in which ``deepspeed.initialize`` builds our engine for a pipeline model.
 
-    All that it does around the engine (configuration, ZeRO contexts, collection of garbage) stays its own.
+    DeepSpeed still does everything around the engine: configuration, ZeRO contexts, garbage collection.
     """
     stock = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = PipelineEngine

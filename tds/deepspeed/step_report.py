@@ -1,9 +1,9 @@
-"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0.
+"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0, and the events of DeepSpeed's monitors.
 
-"steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
-in any case, as DeepSpeed's do. Both tell means over the steps since the last line. DeepSpeed's monitors (TensorBoard,
-CSV, ...) get every step and every evaluation, under DeepSpeed's names. Where there are stages to wait for, the line
-has the bubble of its steps, and so have the monitors; what ``engine.bubble()`` tells does not change by that.
+"steps_per_print" writes to DeepSpeed's logger, whose level decides whether the line appears; the timers always print,
+as DeepSpeed's do. Both report means over the steps since the last line. DeepSpeed's monitors (TensorBoard, CSV, ...)
+receive every step and every evaluation, under DeepSpeed's names. With several stages the line and the monitors also
+have the bubble of these steps, which does not change the result of ``engine.bubble()``.
 """
 
 from __future__ import annotations
