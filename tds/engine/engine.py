@@ -459,7 +459,7 @@ class ScheduleEngine:
         """Return the process groups of this rank whose waits ``set_wait_limit`` limits, besides those of messages."""
         grid = self.grid
         every = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()]
-        every += [self._world_group, *(group for _, group in self.module.get_tied_weights_and_groups())]
+        every += [self._world_group, *(group for weight, group in self.module.get_tied_weights_and_groups())]
         return [group for group in every if isinstance(group, dist.ProcessGroup)]
 
     def _refuse_unfrozen(self, known: Collection[torch.nn.Parameter]) -> None:

@@ -60,7 +60,7 @@ class EngineMonitor:
         world_group: Any,
         num_micro_batches: int,
     ) -> None:
-        self._plan, self._stage, self._grid, self._settings, self._names = plan, stage, grid, settings, names
+        self._plan, self._stage, self.grid, self._settings, self._names = plan, stage, grid, settings, names
         self._world_group, self._num_micro_batches = world_group, num_micro_batches
         self._exchange = stage.exchange
         self._device = stage.device
@@ -125,7 +125,7 @@ class EngineMonitor:
 
         Collective over the pipeline.
         """
-        group = self._grid.get_pipe_parallel_group()
+        group = self.grid.get_pipe_parallel_group()
         with self.watching("measuring the bubble"):
             return gathered_bubble(self._bubble.drain(reader), self._stage.index, group, self._device)
 
@@ -154,7 +154,7 @@ class EngineMonitor:
     def _make_tracing(self, owner: Any, origin_ns: int, offset_ns: int) -> Tracing | None:
         if self._settings.trace is None:
             return None
-        stage, grid = self._stage, self._grid
+        stage, grid = self._stage, self.grid
         about = {
             "stage": stage.index, "num_stages": stage.num_stages, "num_chunks": stage.num_chunks,
             "placement": stage.placement.kind,
