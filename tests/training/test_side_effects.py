@@ -107,7 +107,8 @@ def digest(values: Any) -> str:
     made = hashlib.sha256()
     for value in values:
         is_tensor = isinstance(value, torch.Tensor)
-        made.update(value.detach().contiguous().view(-1).numpy().tobytes() if is_tensor else repr(value).encode())
+        bits = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else b""
+        made.update(bits or repr(value).encode())
     return made.hexdigest()[:12]
 
 
