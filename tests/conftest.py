@@ -38,6 +38,8 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it leaves in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SLOW_DEADLINE_S = 400  # up to 50 s of CPU time in one test, on machines that are three times slower or busy
+
 
 def _settle_in_child() -> None:
     """Keep a forked rank from copying what the test run holds, and from waiting for its compiler's threads.
@@ -127,8 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
     has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
-        if item.get_closest_marker("slow") and not config.getoption("--all"):
+        is_slow = item.get_closest_marker("slow") is not None
+        if is_slow and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="slow; `bash run_tests.sh --all` runs it"))
+        if is_slow and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_DEADLINE_S))
         marker = item.get_closest_marker("gpu")
         if marker is None:
             continue
