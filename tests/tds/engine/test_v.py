@@ -46,7 +46,7 @@ def _auto(rank: int) -> tuple[list[str], str]:
     for _ in range(len(TRIED) + 1):
         engine.train_batch(iter(Toy("chain", 7, micro_batches=4).batches()) if rank == 0 else None)
         names.append(engine._plan.name)
-    return names, engine._seeing._auto.choice
+    return names, engine._monitor._auto.choice
 
 
 def test_auto_chooses_among_the_schedules_of_a_v() -> None:
