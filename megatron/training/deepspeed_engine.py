@@ -34,13 +34,20 @@ def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def initialize_loaded_deepspeed() -> None:
+def initialize_loaded_deepspeed(kind: str) -> None:
     """Initialize DeepSpeed's communication if the script has imported DeepSpeed. Collective.
 
     A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, whichever engine trains it.
+
+    Args:
+        kind: type of the device of the run.
+
+    Raises:
+        ConfigError: DeepSpeed uses another type of device.
     """
     if "deepspeed" not in sys.modules:
         return
+    check_agreement(kind)
     deepspeed = theirs()
     tds.quiet()
     if not deepspeed.comm.is_initialized():

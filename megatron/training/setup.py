@@ -75,7 +75,7 @@ def build_engine(
     if has_pipeline or reasons_for_deepspeed(config, module):
         engine = to_deepspeed()
     else:
-        initialize_loaded_deepspeed()
+        initialize_loaded_deepspeed(world.kind)
         broadcast_from_first_replica(module, replicas, are_sharded=is_asked_for(config, world))
         engine = ModelEngine(
             module,
