@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from tds.deepspeed.checkpointing import CheckpointError
 from tds.deepspeed.safe_load import SafeLoad, UnsafeFileError, load_safely, make_safe, weights_only
 from tests.helpers.harness import run_ranks
-from tests.tds.engine.test_saving import _engine, _weights
+from tests.tds.deepspeed.test_saving import _engine, _weights
 
 ROOT = Path(__file__).resolve().parents[3]
 
