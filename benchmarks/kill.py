@@ -52,11 +52,11 @@ from benchmarks.kill_job import (
 )
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.folders import LATEST, list_checkpoints, newest_first, step_of
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.training import run_lock
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 
 RESTARTED = 4
 """Code of a launcher whose rank was killed and that may not start again."""
@@ -335,7 +335,7 @@ def broken(run: Path) -> Iterator[str]:
     root = run / CHECKPOINTS
     for path in root.glob("step-*") if root.is_dir() else ():
         try:
-            found = open_checkpoint(path, SINGLE).state["progress"]["step"]
+            found = open_checkpoint(path, SINGLE).metadata["progress"]["step"]
         except CheckpointError as error:
             yield f"{path.name} is no whole checkpoint: {error}"
             continue

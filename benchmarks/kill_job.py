@@ -38,15 +38,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt2
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.child_process import die_with_parent
 from megatron.data import IndexedDatasetBuilder
 from megatron.launch.__main__ import main as launch
 from megatron.runtime import progress_file, rank_status
 from megatron.tokenizer import build
-from megatron.training import Callback, batch_iterators, entrypoint
+from megatron.training import Callback, batch_iterators, startup
 from megatron.training.callbacks import metrics_writer, speed_monitor
 from megatron.training.callbacks.checkpointer import Checkpointer
-from megatron.training.train_state import CHECKPOINTS
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tokenizer.json"
 SIZES = (
@@ -173,7 +173,8 @@ MODULES = (
     "torch.distributed.elastic.agent.server.api",
     "torch.utils.tensorboard",
     "deepspeed",
-    "megatron.training.train",
+    "megatron.training.setup",
+    "megatron.training.callbacks.checkpointer",
     "megatron.checkpoint.dcp",
     "pretrain_gpt2",
 )
@@ -427,7 +428,7 @@ def record_run() -> None:
 
 if __name__ == "__main__":
     record_run()
-    entrypoint.pretrain(
+    startup.pretrain(
         pretrain_gpt2.train_valid_test_datasets_provider,
         pretrain_gpt2.model_provider,
         pretrain_gpt2.forward_step,

@@ -48,15 +48,10 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 from benchmarks import same_program_compare as compare  # noqa: E402
+from benchmarks.scripts import SCRIPTS  # noqa: E402
 
-PROGRAMS = {
-    "gpt2": "pretrain_gpt2.py",
-    "t5": "pretrain_t5.py",
-    "bert": "examples/bert/pretrain_bert.py",
-    "llama": "examples/llama/pretrain_llama.py",
-    "mpt": "examples/mpt/pretrain_mpt.py",
-}
 FIXTURE_TESTS = ("test_format_1.py", "test_formats.py")
 TEXTS, TOKENIZER = "examples/corpus/*/*.txt", "tests/golden/tokenizer.json"
 TRAINED = ("gpt2", "t5", "bert")
@@ -85,13 +80,13 @@ LAYOUTS = [
 ]  # fmt: skip
 """Family, ranks and flags of each --dry-run."""
 BAD_INPUTS = [
-    (PROGRAMS["gpt2"], "--no-such-flag 1"),
-    (PROGRAMS["gpt2"], "--data-path none --num-layers -1 --lr much --hidden-size 30"),
-    (PROGRAMS["gpt2"], "--data-path none --model-parallel-size 3"),
-    (PROGRAMS["gpt2"], "--data-path {folder}/nowhere --tokenizer-path {folder}/nowhere.json --dry-run"),
-    (PROGRAMS["gpt2"], "--data-path none --deepspeed_config {folder}/bad.json"),
-    (PROGRAMS["t5"], "--data-path none --noise-density 2 --denoisers Q"),
-    (PROGRAMS["gpt2"], "--device cpu --eval-iters 0 {data} --load {folder}/nowhere --save {folder}/unused"),
+    (SCRIPTS["gpt2"], "--no-such-flag 1"),
+    (SCRIPTS["gpt2"], "--data-path none --num-layers -1 --lr much --hidden-size 30"),
+    (SCRIPTS["gpt2"], "--data-path none --model-parallel-size 3"),
+    (SCRIPTS["gpt2"], "--data-path {folder}/nowhere --tokenizer-path {folder}/nowhere.json --dry-run"),
+    (SCRIPTS["gpt2"], "--data-path none --deepspeed_config {folder}/bad.json"),
+    (SCRIPTS["t5"], "--data-path none --noise-density 2 --denoisers Q"),
+    (SCRIPTS["gpt2"], "--device cpu --eval-iters 0 {data} --load {folder}/nowhere --save {folder}/unused"),
     ("tools/preprocess_data.py", "--input {folder}/nowhere --output-prefix {folder}/out --tokenizer-path none.json"),
     ("tools/plan.py", "--model gpt2 --gpus 8 --gpu abacus"),
     ("tools/inspect_checkpoint.py", "{folder}/nowhere"),
@@ -157,7 +152,7 @@ class Checkout:
         """Train on four ranks in the run folder ``folder``, which is returned."""
         length = "--enc-seq-length 32" if family == "t5" else "--seq-length 32"
         launch = "-m megatron.launch --nproc-per-node 4 --preload torch,deepspeed"
-        self.run(f"{launch} {PROGRAMS[family]} {SIZES} {length} {data} {flags} --save {folder}")
+        self.run(f"{launch} {SCRIPTS[family]} {SIZES} {length} {data} {flags} --save {folder}")
         return folder
 
     def tokenize(self, texts: Iterable[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:
@@ -372,7 +367,7 @@ def words(job: Job) -> None:
             results.append(same_text(job, partial(help_of, program=program)))
     for family, ranks, flags in job.few(LAYOUTS):
         with job.comparison(f"words: --dry-run of {family} on {ranks} ranks {flags}") as results:
-            command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
+            command = f"{SCRIPTS[family]} {SIZES} {job.data()} --dry-run {flags}"
             run = partial(Checkout.run, command=command, env={"WORLD_SIZE": str(ranks)}, code=None)
             results.append(same_text(job, run, "exit code 0"))
     (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")

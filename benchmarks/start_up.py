@@ -69,7 +69,9 @@ def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
 
 def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
     """Return by name the shortest wall seconds, and the CPU seconds of that run."""
-    subprocess.run([sys.executable, "tools/make_sample_data.py"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    make_data = [sys.executable, "tools/make_sample_data.py"]
+    if code := subprocess.run(make_data, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise SystemExit(code)  # the tool has printed why
     found: dict[str, dict[str, float]] = {}
     for number in range(runs):
         with tempfile.TemporaryDirectory(prefix="start-up-") as folder:

@@ -221,7 +221,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def surroundings() -> dict[str, Any]:
     """Return command, commit, versions and processor."""
-    from megatron.training.run_folder import commit
+    from megatron.training.run_record import commit
 
     return {
         "command": shlex.join(["python", *sys.argv]),

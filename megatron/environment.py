@@ -6,7 +6,6 @@ other packages.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import sys
@@ -34,14 +33,22 @@ def hook_before(other: Hook) -> Hook:
     """Return an exception hook that prints ``problem`` and exits with code 2, or calls ``other`` if there is none."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = problem(error)
-        if text is None:
-            other(kind, error, trace)
-        else:
-            sys.stderr.write(f"error: {text}\n")
-            raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
+        exit_if_outside(error)
+        other(kind, error, trace)
 
     return hook
+
+
+def exit_if_outside(error: BaseException) -> None:
+    """Print ``problem`` of ``error`` and exit with code 2 if there is one; otherwise return.
+
+    Raises:
+        SystemExit: there is one.
+    """
+    text = problem(error)
+    if text is not None:
+        sys.stderr.write(f"error: {text}\n")
+        raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
 
 
 def problem(error: BaseException) -> str | None:
@@ -83,6 +90,8 @@ def required() -> set[str]:
 
 def is_installed() -> bool:
     """Return True if pip has installed the project in this Python; an .egg-info in the repository does not count."""
+    import importlib.metadata  # 20 ms, only for an error
+
     found = importlib.metadata.distributions(name=PROJECT)
     return any(Path(str(each.locate_file(""))).resolve() != ROOT for each in found)
 

@@ -1,4 +1,4 @@
-"""Norm of gradients that are distributed over ranks, each parameter counted once, and clipping."""
+"""The norm of gradients that are distributed over ranks, with each parameter counted once, and clipping."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from tds.device import is_host
 from tds.gradients import multiply
 
 ROW = 1024
-"""Numbers of a large tensor whose squares are added up in fp32."""
+"""Elements of a large tensor whose squares are summed in fp32."""
 LARGE = 2**16
 
 
 def square_of_norm(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of ``x`` as a scalar in fp64, from norms in fp32 (fp64 for fp64).
 
-    On a CPU torch adds up the squares of a whole tensor in a few sums of fp32: the norm of 26 million numbers is 1.5e-3
-    too small, and that of half of them by another share, so that it would depend on the layout. Those of rows are not.
+    On a CPU torch sums the squares of a full tensor in a few fp32 accumulators: the norm of 26 million elements is
+    1.5e-3 too small, and that of half of them by another fraction, so that it would depend on the layout. Norms of rows
+    are accurate.
     """
     dtype = accurate_dtype(x.dtype)
     if x.numel() < LARGE:
@@ -34,13 +35,13 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what adds up to the ``square_of_norm`` of all: on a host one scalar for each, else one for each type."""
+    """Return scalars whose sum is the ``square_of_norm`` of all: one per gradient on a CPU, otherwise one per dtype."""
     is_host_work = not gradients or is_host(gradients[0].device)
     return [square_of_norm(gradient) for gradient in gradients] if is_host_work else _squares_by_dtype(gradients)
 
 
 def _squares_by_dtype(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For a device, whose sums are trees: kernels for each weight would take longer to start than to run."""
+    """Use one kernel per dtype: on a device, starting a kernel per weight would take longer than running it."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
@@ -49,22 +50,22 @@ def _squares_by_dtype(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp64 for fp64, else fp32: the type in which sums are taken."""
+    """Return the dtype in which sums are computed: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def clip_coefficient(norm: float, clip_grad: float) -> float:
-    """Return the factor that brings gradients of this norm to at most ``clip_grad``; 1 when there is nothing to do."""
+    """Return the factor that reduces gradients of this norm to at most ``clip_grad``; 1 if they are small enough."""
     if clip_grad <= 0.0 or norm <= clip_grad:
         return 1.0
     return clip_grad / (norm + 1.0e-6)
 
 
 def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
-    """Return whether this rank counts ``parameter`` in sums over the replica.
+    """Return True if this rank counts ``parameter`` in sums over the ranks of a replica.
 
-    A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold
-    counts on the first. A tied copy (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
+    A parameter that is sharded over the tensor group counts on every rank, a replicated one on the first. A tied copy
+    (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -78,8 +79,8 @@ def global_norm(
     """Return the 2-norm over all ranks of each of ``groups``, in fp64, on ``device``. Collective.
 
     Args:
-        gradients: those that are counted on this rank.
-        groups: process groups over which squares are added up, one behind the other; None: no others.
+        gradients: the gradients that this rank counts.
+        groups: process groups over which squares are summed, one after the other; None stands for a single rank.
     """
     squares = squares_of_norms(list(gradients))
     squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -90,8 +91,8 @@ def global_norm(
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most ``max_norm``; one that is not a number leaves them alone."""
-    if not is_host(norm.device):  # a host that asked for the norm would wait for all that is queued
+    """Scale the gradients so that their norm is at most ``max_norm``; a NaN norm leaves them unchanged."""
+    if not is_host(norm.device):  # reading the norm would make the host wait for all queued work
         if max_norm > 0.0:
             multiply(gradients, torch.where(norm > max_norm, max_norm / (norm + 1.0e-6), torch.ones_like(norm)))
         return

@@ -1,5 +1,12 @@
-"""GradientReducer: sums over the replicas that start while the last backward runs; ChunkOrder and AgreedOrder say which
-bucket is next.
+"""GradientReducer: sums of gradients over the replicas that start during the last backward of a step.
+
+The last backward makes gradients final one by one, from the last layer to the first. They are sent in buckets. A bucket
+starts when its last gradient is final and the previous buckets have started: all replicas must start buckets in the
+same order (``ChunkOrder``, ``AgreedOrder``), whatever their graphs did. So the sums of all layers but the first run
+alongside the backward. They are those of ``reduce_gradients`` after the backward to the bit; only their time differs.
+
+A gradient to which autograd adds twice in one backward (a weight shared by several layers, under reentrant recompute)
+could be sent incomplete. This raises an error if the bucket has started already.
 """
 
 from __future__ import annotations
@@ -16,43 +23,38 @@ from tds.backward_state import will_reach
 from tds.grad_norm import accurate_dtype
 from tds.gradients import GradientBucket, buckets
 
-# The last backward of a step makes gradients final one by one, from the last layer to the first. They travel in
-# buckets, each of which starts as soon as its last gradient is there and those before it have started: replicas must
-# start them in one order, whatever their graphs did. So the sums of all layers but the first run beside the backward
-# itself. The sums are those of ``reduce_gradients`` behind the backward to the bit; only their time differs.
-#
-# What autograd adds to twice in one backward (a weight that several layers share, under reentrant recompute) could be
-# sent half made. That is refused where the first half is on its way already.
-
 Bucket = list[torch.nn.Parameter]
 
 
 class BucketSchedule:
-    """Says which buckets are to be summed now, backward after backward, on every replica in the same order.
+    """The order in which buckets are summed, the same on every replica.
 
-    Each is given out once, by ``arrived`` or by ``rest``, until ``reset`` begins anew.
+    ``arrived`` and ``rest`` return each bucket once until ``reset``.
     """
 
     late: Sequence[Bucket] = ()
-    """Buckets that come behind all others, when everything has been added to them."""
+    """Buckets that are summed after all others, when their gradients are complete."""
 
     def __init__(self) -> None:
         self._arrange([])
 
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters of one chunk of layers, whose gradients its last backward makes final."""
+        """Return the parameters of a chunk of layers whose gradients are final after the chunk's last backward."""
         raise NotImplementedError
 
     def every(self) -> list[Bucket]:
-        """Return all buckets, the late ones too."""
+        """Return all buckets, including the late ones."""
         return [*self._buckets, *self.late]
 
     def is_taken(self, parameter: torch.Tensor) -> bool:
-        """Return whether the bucket of ``parameter`` has been given out."""
+        """Return True if the bucket of ``parameter`` has been returned."""
         return parameter in self._number_of and self._number_of[parameter] < self._next
 
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
-        """Take note that the gradient of ``parameter`` is final; return what is full now. Once for each."""
+        """Register that the gradient of ``parameter`` is final; return the buckets that can start now.
+
+        Call it once per parameter.
+        """
         number = self._number_of.get(parameter)
         if number is None:  # empty, or in a late bucket
             return []
@@ -63,11 +65,11 @@ class BucketSchedule:
         return self._take_up_to(full)
 
     def rest(self) -> list[Bucket]:
-        """Return the buckets that are left, with a parameter that got no gradient here."""
+        """Return the remaining buckets, in which a parameter got no gradient on this rank."""
         return self._take_up_to(len(self._buckets))
 
     def reset(self) -> None:
-        """Begin anew; forget what has arrived, of a backward that broke off too."""
+        """Start a new step; forget the arrived gradients, also those of an interrupted backward."""
         self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
 
     def _take_up_to(self, end: int) -> list[Bucket]:
@@ -83,16 +85,16 @@ class BucketSchedule:
 class ChunkOrder(BucketSchedule):
     """The order of a pipeline stage: its last chunk first, each chunk from its last layer to its first.
 
-    So the sums of chunks that finish early run beside the work of the others. Late are the parameters that are not of
-    one chunk alone: tied weights, whose copies on several stages are added up first, what several chunks share, and
-    what lies in no layer.
+    So the sums of chunks that finish early overlap the work of the other chunks. Parameters that do not belong to
+    exactly one chunk are late: tied weights, whose copies on several stages are summed first, weights that several
+    chunks share, and weights outside of layers.
 
     Args:
         every: all parameters of the stage.
-        chunks: those of each chunk, in the order of its layers.
-        tied: those that other stages hold, too.
-        bucket_bytes: None: ``BUCKET_BYTES``.
-        numbers: of a bucket, in place of its bytes; None: the bytes count.
+        chunks: the parameters of each chunk, in the order of its layers.
+        tied: parameters with copies on other stages.
+        bucket_bytes: size of a bucket; None for ``BUCKET_BYTES``.
+        numbers: elements of a bucket instead of its bytes; None limits the bytes.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class ChunkOrder(BucketSchedule):
         return self._of_chunk[chunk]
 
     def reset(self) -> None:
-        """Begin a new batch; a program may have frozen or unfrozen parameters since the last one."""
+        """Start a new batch; parameters may have been frozen or unfrozen since the last one."""
         trained = {id(p) for p in self._every if p.requires_grad}
         if trained == self._trained:
             super().reset()
@@ -135,14 +137,15 @@ class ChunkOrder(BucketSchedule):
 class AgreedOrder(BucketSchedule):
     """The order in which the first backward has filled the buckets, agreed over the replicas.
 
-    Buckets are those in which ``reduce_gradients`` sums gradients of 32 bits, or 64. In the first backward their order
-    is a guess, the last weights first and what has biases or norms of all layers last. A bucket that backward does not
-    fill, for a weight of it gets no gradient, would hold up all behind it: such buckets come last. Replicas agree on
-    that in the first backward: at its first gradient by what autograd's graph says, and at its end by what has come.
-    So ``arrived`` and ``rest`` are collective in the first backward.
+    The buckets are those in which ``reduce_gradients`` sums gradients of 32 or 64 bits. In the first backward their
+    order is a guess: the last weights first, and buckets with biases or norms of all layers at the end. A bucket that
+    backward does not fill, because one of its weights gets no gradient, would block all later ones, so it comes last.
+    The replicas agree on this in the first backward: at its first gradient by autograd's graph, and at its end by the
+    gradients that have arrived. So ``arrived`` and ``rest`` are collective in the first backward.
 
     Args:
-        numbers: tells of a device how many numbers a bucket has there; None: ``BUCKET_BYTES`` count.
+        group: the replicas' process group.
+        numbers: returns the number of elements of a bucket on a device; None limits it by ``BUCKET_BYTES``.
     """
 
     def __init__(
@@ -153,11 +156,11 @@ class AgreedOrder(BucketSchedule):
         self._parameters: list[torch.nn.Parameter] = []
         self._group = group
         self._guess: list[Bucket] = []
-        self._filled: list[int] = []  # in their order, in the first backward
-        self._agreed = 0  # how often replicas have agreed on the order: twice, and never again
+        self._filled: list[int] = []  # indices of filled buckets, in the order of the first backward
+        self._agreed = 0  # number of agreements on the order; at most two
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        """Count ``parameter`` among those that are summed; all of them ahead of the first backward."""
+        """Include ``parameter`` in a bucket. All parameters are registered before the first backward."""
         self._parameters.append(parameter)
 
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
@@ -197,10 +200,10 @@ class AgreedOrder(BucketSchedule):
         return self._guess
 
     def _agree(self, turns: list[int]) -> None:
-        """Let the buckets come by their turns, each as late as on the latest replica. Collective.
+        """Sort the buckets by the largest turn that any replica has for them. Collective.
 
         Args:
-            turns: of each bucket, in the order of now.
+            turns: the turn of each bucket on this replica, in the present order.
         """
         self._agreed += 1
         if not turns:
@@ -211,7 +214,7 @@ class AgreedOrder(BucketSchedule):
         self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
     def _buckets_of_sums(self) -> Iterator[Bucket]:
-        """Yield the buckets in which gradients of 32 or 64 bits are summed; on a host as ``reduce_gradients`` does."""
+        """Yield the buckets in which gradients of 32 or 64 bits are summed; on a CPU those of ``reduce_gradients``."""
         parameters = self._parameters
         numbers = self._numbers(parameters[0].device) if parameters else None
         if numbers is not None:
@@ -222,17 +225,16 @@ class AgreedOrder(BucketSchedule):
 
 
 class GradientReducer:
-    """The sums over the replicas of one step, some of which start within its ``last_backward``; ``finish`` awaits them.
+    """The sums over the replicas in one step, some of which start in its ``last_backward``; ``finish`` waits for all.
 
     Args:
-        order: of the buckets.
-        gradient_of: returns where the accumulated gradient of a parameter lies, zeros where there is none.
+        order: the order of the buckets.
+        gradient_of: returns the accumulated gradient of a parameter, zeros if there is none.
         group: the replicas' process group.
-        dtype: in which sums travel and are taken; None: the gradients' own.
-        starts_early: False: all sums start after the last backward, to the same numbers.
-        way_out: what helps where a gradient comes behind its sum; the end of the error.
-        scatter: starts the sum of a bucket of which each replica gets its parts alone; None: an all-reduce of what
-            ``gradient_of`` returns.
+        dtype: dtype in which gradients are sent and summed; None for their own.
+        starts_early: start sums during the last backward. Otherwise all start after it, with the same results.
+        way_out: advice at the end of the error for a gradient that arrives after its sum has started.
+        scatter: starts the reduce-scatter of a bucket; None all-reduces the gradients.
     """
 
     def __init__(
@@ -259,15 +261,15 @@ class GradientReducer:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether each replica gets its parts of the sums alone."""
+        """True if each replica gets only its shards of the sums."""
         return self._scatter is not None
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
-        """Start sums as the whole backward within, the last of ``chunk``, makes gradients final.
+        """Start sums while the backward within the block, the last of ``chunk``, makes gradients final.
 
         Raises:
-            RuntimeError: a gradient was added to once its sum had started.
+            RuntimeError: backward added to a gradient after its sum had started.
         """
         self.begin_last_backward(chunk)
         try:
@@ -276,12 +278,12 @@ class GradientReducer:
             self.end_last_backward()
 
     def begin_last_backward(self, chunk: int = 0) -> None:
-        """``last_backward`` for who cannot surround it; ``end_last_backward`` behind it."""
+        """Do the first half of ``last_backward``; ``end_last_backward`` does the second."""
         chosen = self.order.of_chunk(chunk) if self.starts_early else ()
         self._hooks += [p.register_post_accumulate_grad_hook(self._arrive) for p in chosen if p.requires_grad]
 
     def end_last_backward(self) -> None:
-        """Take away the hooks of ``begin_last_backward``."""
+        """Remove the hooks of ``begin_last_backward``."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -295,38 +297,40 @@ class GradientReducer:
         self.ready(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Take note that the gradient of ``parameter`` is final."""
+        """Register that the gradient of ``parameter`` is final, and start the buckets that are complete."""
         if self.starts_early and parameter not in self._ready:
             self._ready.add(parameter)
             self._start(self.order.arrived(parameter))
 
     def register_chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
-        """Take note that the gradients of ``chunk`` are final, ``apart_from`` some."""
+        """Register that the gradients of ``chunk`` are final, except those of ``apart_from``."""
         still_waiting = set(apart_from)
         for parameter in self.order.of_chunk(chunk):
             if parameter not in still_waiting:
                 self.ready(parameter)
 
     def finish_launch(self) -> None:
-        """Start what has not started. Ahead of other collectives of the group, so that all replicas run them in one
-        order. Collective."""
+        """Start the remaining buckets, but not the late ones. Collective.
+
+        Call it before other collectives of the group, so that all replicas run them in one order.
+        """
         self._start(self.order.rest())
 
     def finish(self, scale: float | torch.Tensor) -> None:
-        """Start what is left, the late buckets too; wait for all sums and multiply them by ``scale``. Collective."""
+        """Start all remaining buckets, wait for all sums and multiply them by ``scale``. Collective."""
         self.finish_launch()
         self._start(self.order.late)
         self.wait(scale)
 
     def wait(self, scale: float | torch.Tensor) -> None:
-        """Wait for the sums that have started, multiply them by ``scale``, and begin anew."""
+        """Wait for the running sums, multiply them by ``scale``, and reset."""
         for bucket in self._started:
             bucket.wait(scale)
         self._started.clear()
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new batch: forget a backward that broke off, once the sums that it has started are here."""
+        """Start a new batch; wait for sums that an interrupted backward has started, and forget it."""
         self.end_last_backward()
         for bucket in self._started:
             bucket.work.wait()

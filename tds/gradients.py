@@ -1,4 +1,7 @@
-"""GradientBucket and reduce_gradients; the all-reduce of tied weights."""
+"""GradientBucket and reduce_gradients: all-reduces of gradients in buckets; the all-reduce of tied weights.
+
+DeepSpeed's functions do not support fp64.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +16,36 @@ import torch.distributed as dist
 from tds import torch_api
 from tds.device import is_host
 
-# Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
-
 BUCKET_BYTES = 32 * 2**20
-"""Of what travels together; what is larger travels alone."""
+"""Size of a bucket. A larger gradient is sent by itself."""
 LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
-"""Numbers of a bucket on a device: at least so many, and so many for each replica, among which it is cut."""
+"""Elements of a bucket on a device: the minimum, and the number per replica."""
 
 T = TypeVar("T")
 WIDE = (torch.float32, torch.float64)
-"""Types in which sums are taken."""
+"""Dtypes in which gradients are summed."""
 
 
 class GradientSource(Protocol):
-    """Where the gradients of an optimizer lie, and who does what with them.
+    """Access of an engine to an optimizer's gradients.
 
-    ``before_backward`` and ``after_backward`` surround each run of autograd: a whole backward, or either half of one
-    that is split. Between them autograd may add to any parameter's ``grad``, more than once (recompute, tied layers in
-    one stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` nothing touches
-    gradients but ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
+    ``before_backward`` and ``after_backward`` surround each run of autograd: a full backward, or either half of a split
+    one. Between them autograd may add to any parameter's ``grad``, also more than once (recompute, tied layers in one
+    stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` gradients are only accessed
+    through ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
 
-    A source may have ``follow(order)``, called once with the engine's ``BucketSchedule``, by whose buckets it then lays
-    gradients out in memory, so that they are summed in place. It returns what starts the sum of a bucket of which each
-    replica gets its part alone, or None where all get the whole.
+    A source may have ``use_buckets(order)``, called once with the engine's ``BucketSchedule``. It then stores gradients
+    in those buckets, so that they are summed in place. It returns a function that starts the reduce-scatter of a
+    bucket, or None if the engine all-reduces each bucket.
 
     Attributes:
-        come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of
-            ``after_backward``: sums may start within a backward.
-        norm_is_scaled: the norm that the optimizer leaves is that of the scaled loss's gradients.
-        takes_unfrozen: the optimizer steps on whatever its groups hold, weights unfrozen since ``initialize`` too.
-        are_multiplied_in_step: the optimizer multiplies by its ``gradient_factor`` in its own step, and gives the norm
-            of what lies there ahead of that (``norm_of_sums``; it takes it back as ``raw_norm``): so loss and norm come
-            to the host in one copy.
+        come_in_hooks: the parameter's hooks store a gradient before ``after_backward``, so that sums may start within
+            a backward.
+        norm_is_scaled: the optimizer's norm includes the loss scale.
+        takes_unfrozen: the optimizer updates all weights of its groups, also those unfrozen after ``initialize``.
+        are_multiplied_in_step: the optimizer multiplies by its ``gradient_factor`` in its own step and computes the
+            norm before that (``norm_of_sums``, returned to it as ``raw_norm``), so that loss and norm are copied to the
+            host together.
     """
 
     come_in_hooks: bool
@@ -54,28 +55,28 @@ class GradientSource(Protocol):
 
     @property
     def clips_itself(self) -> bool:
-        """Whether the optimizer takes norm and clips in its own step."""
+        """True if the optimizer computes the norm and clips in its own step."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the accumulated gradient; zeros where this rank has none, so that all ranks agree."""
+        """Return the accumulated gradient, zeros if this rank has none, so that all ranks agree."""
 
     def loss_scale(self) -> float:
-        """Return what each loss is multiplied by ahead of its backward."""
+        """Return the factor by which each loss is multiplied before its backward."""
 
     def before_backward(self) -> None:
-        """Called ahead of each run of autograd."""
+        """Called before each run of autograd."""
 
     def after_backward(self) -> None:
         """Called after each run of autograd."""
 
     def before_step(self) -> None:
-        """Called once the gradients of the global batch are complete, ahead of the optimizer's step."""
+        """Called when the gradients of the global batch are complete, before the optimizer's step."""
 
     def after_step(self) -> None:
         """Called after the optimizer's step."""
 
     def forget(self) -> None:
-        """Drop the gradients of a batch on which no step is taken."""
+        """Discard the gradients of a batch without a step."""
 
 
 def buckets(
@@ -84,12 +85,12 @@ def buckets(
     dtype_of: Callable[[T], torch.dtype] = attrgetter("dtype"),
     limit: int | None = None,
 ) -> Iterator[list[T]]:
-    """Yield ``items`` in runs of one dtype, each of at most ``limit`` bytes or of one item; empty ones are left out.
+    """Yield ``items`` in buckets of one dtype, each of at most ``limit`` bytes or of one item; empty items are skipped.
 
     Args:
-        items: tensors, or what stands for some that travel.
-        num_bytes, dtype_of: of an item on its way.
-        limit: None: ``BUCKET_BYTES``.
+        items: tensors, or objects that stand for tensors to be sent.
+        num_bytes, dtype_of: return the size and dtype of an item as it is sent.
+        limit: None for ``BUCKET_BYTES``.
     """
     limit = BUCKET_BYTES if limit is None else limit
     by_dtype: dict[torch.dtype, list[T]] = {}
@@ -109,14 +110,14 @@ def buckets(
 
 
 def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | None:
-    """Return how many numbers a bucket has; None: as many as ``BUCKET_BYTES`` allow, as on a host.
+    """Return the number of elements of a bucket; None if ``BUCKET_BYTES`` limits it, as on a CPU.
 
-    A ring cuts a bucket among the replicas: on a device it grows with them, so that what each message carries does not
-    shrink below what a network is quick at. gloo adds up a number as its place in a bucket says, so that on a host
-    buckets of another size would give other bits with three replicas or more.
+    A ring splits a bucket among the replicas. On a device the bucket grows with their number, so that each message is
+    large enough for the network. In gloo the order of additions depends on an element's position in the bucket, so that
+    on a CPU other bucket sizes would give other bits with three replicas or more.
 
     Args:
-        asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0: nobody has asked.
+        asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0 if not set.
 
     Source: Megatron-LM's distributed_data_parallel.py, whose default is ``max(40000000, 1000000 * dp)``.
     """
@@ -127,7 +128,7 @@ def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """A sum on its way: ``flat`` holds that of ``gradients``, one behind the other, once ``work`` is done."""
+    """A running all-reduce: ``flat`` contains the summed ``gradients``, concatenated, once ``work`` is done."""
 
     gradients: Sequence[torch.Tensor]
     flat: torch.Tensor
@@ -138,12 +139,12 @@ class GradientBucket:
     def start_all_reduce(
         cls, gradients: Sequence[torch.Tensor], group: Any, dtype: torch.dtype | None = None
     ) -> GradientBucket:
-        """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
+        """Start the sum of gradients of one dtype over ``group``, in one message. Collective.
 
-        It is made in place where they lie one behind the other in memory, else in a copy.
+        It is in place if the gradients are adjacent in memory, and otherwise in a copy.
 
         Args:
-            dtype: in which they travel and are added up; None: their own.
+            dtype: dtype in which they are sent and summed; None for their own.
 
         Raises:
             ValueError: one of them is sparse.
@@ -156,7 +157,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def wait(self, factor: float | torch.Tensor) -> None:
-        """Wait for the sum, and put it times ``factor`` where the gradients lie."""
+        """Wait for the sum, multiply it by ``factor`` and copy it into the gradients."""
         self.work.wait()
         multiply([self.flat], factor)
         for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
@@ -165,7 +166,7 @@ class GradientBucket:
 
 
 def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the memory in which all ``tensors`` lie, one behind the other; None where they do not."""
+    """Return a view of the memory of all ``tensors`` if they are adjacent, otherwise None."""
     first = tensors[0]
     end = first.storage_offset()
     for tensor in tensors:
@@ -184,7 +185,7 @@ def refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply each by ``factor``, in place."""
+    """Multiply each gradient by ``factor`` in place."""
     if not isinstance(factor, torch.Tensor) and factor == 1.0:
         return
     held = list(gradients)
@@ -207,12 +208,12 @@ def reduce_gradients(
     Args:
         gradients: the same shapes and dtypes in the same order on every rank.
         group: a process group, or None for no sum at all (one replica).
-        bucket_bytes: gradients of one dtype travel together up to this size; None: ``BUCKET_BYTES``.
+        bucket_bytes: gradients of one dtype are sent together up to this size; None for ``BUCKET_BYTES``.
     """
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
         return
-    refuse_sparse(gradients)  # ahead of the first sum
+    refuse_sparse(gradients)  # before the first sum
     runs = buckets(gradients, limit=bucket_bytes)
     for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
         bucket.wait(scale)
@@ -220,11 +221,11 @@ def reduce_gradients(
 
 @torch.no_grad()
 def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtype: torch.dtype | None = None) -> None:
-    """Add up the gradients of each tied weight over the stages that hold a copy. Collective over each tied group.
+    """Sum the gradients of each tied weight over the stages with a copy. Collective over each tied group.
 
     Args:
-        weights: (parameter, group) in the same order on every rank, as ``get_tied_weights_and_groups`` gives them.
-        dtype: in which sums travel and are taken; None: the gradients' own.
+        weights: (parameter, group) pairs in the same order on every rank, as of ``get_tied_weights_and_groups``.
+        dtype: dtype in which gradients are sent and summed; None for their own.
     """
     for weight, group in weights:
         if weight.requires_grad and dist.get_world_size(group) > 1:
@@ -235,18 +236,15 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
                 gradient.copy_(summed)
 
 
-# The norm of gradients that lie on many ranks, each parameter counted once, and clipping by it.
-
-
 def set_reduced_apart(parameter: T) -> T:
-    """Record that the gradient of ``parameter`` is no summand of the replicas' sum: the optimizer sums it itself.
+    """Exclude the gradient of ``parameter`` from sums over all replicas: the optimizer sums it itself.
 
-    So it is with weights of experts, of which each rank of the data group has others.
+    These are weights of experts, of which the ranks of the data group have different ones.
     """
     parameter.is_reduced_apart = True  # type: ignore[attr-defined]
     return parameter
 
 
 def is_reduced_apart(parameter: torch.Tensor) -> bool:
-    """Return whether the replicas' sum leaves out the gradient of ``parameter``; see ``set_reduced_apart``."""
+    """Return True if ``parameter`` is excluded from sums over all replicas (``set_reduced_apart``)."""
     return bool(getattr(parameter, "is_reduced_apart", False))

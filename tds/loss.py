@@ -58,7 +58,8 @@ class LossMeter:
 
     Args:
         nominal_weight: what ``Weighted`` totals are divided by in the backward.
-        mean_micro_batches: what others are divided by: the micro-batches of a replica on the mean; None: of this one.
+        mean_num_micro_batches: divisor of other losses: the mean number of micro-batches over the replicas; None:
+            ``num_micro_batches``.
         additional: gives more losses to report after each micro-batch, or None; a module's ``get_additional_losses``.
 
     Attributes:
@@ -70,7 +71,7 @@ class LossMeter:
     nominal_weight: float
     device: torch.device
     additional: Callable[[], Mapping[str, Any] | None] | None = None
-    mean_micro_batches: float | None = None
+    mean_num_micro_batches: float | None = None
     sums: dict[str, Sum] = field(default_factory=dict, init=False)
     num_own: int = field(default=0, init=False)
 
@@ -86,7 +87,7 @@ class LossMeter:
             losses = _with_additional(losses, more)
         if not self.sums:
             self.num_own = num_own
-            nominal = {True: self.nominal_weight, False: float(self.mean_micro_batches or self.num_micro_batches)}
+            nominal = {True: self.nominal_weight, False: float(self.mean_num_micro_batches or self.num_micro_batches)}
             self.sums = {name: Sum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()}
         if (list(losses), num_own) != (list(self.sums), self.num_own):
             raise self._other_names(losses, micro_batch)

@@ -23,10 +23,18 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import hypothesis
 import pytest
-import torch
-import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
+
+from megatron import environment
+
+try:
+    import torch
+    import torch._dynamo  # torch's optimizers import it: once here rather than in every forked rank
+except ModuleNotFoundError as error:
+    environment.exit_if_outside(error)  # pytest would print a traceback
+    raise
+
+import hypothesis
 
 from megatron.ops import causal_attention
 from tests.helpers import large_pages
@@ -86,13 +94,14 @@ def _make_simulated_device() -> None:
 
 
 LONGEST = (
-    "cuda/test_matrix.py", "parity/test_layouts.py", "training/test_phases.py", "checkpoint/test_checkpoint_args.py",
-    "training/test_guard.py", "planner/test_tool.py", "tds/watchdog/test_watchdog.py", "test_run_script.py",
-    "training/test_faults.py", "generate/test_command.py", "examples/test_accelerator_sim.py",
-    "parity/test_t5_layouts.py", "mutants/test_mutants.py", "arguments/test_flags_table.py", "tds/test_parity.py",
-    "launch/test_exit_codes.py", "parity/test_experts.py", "test_main_job.py", "parity/test_bert.py",
+    "cuda/test_matrix.py", "parity/test_layouts.py", "tds/watchdog/test_watchdog.py", "training/test_phases.py",
+    "mutants/test_mutants.py", "examples/test_accelerator_sim.py", "training/test_guard.py",
+    "parity/test_t5_layouts.py", "checkpoint/test_checkpoint_args.py", "training/test_kills.py",
+    "training/test_faults.py", "test_run_script.py", "training/test_loss_scale.py", "planner/test_tool.py",
+    "tds/test_parity.py", "optim/test_muon_layouts.py", "test_main_job.py", "launch/test_exit_codes.py",
+    "parity/test_schedules.py", "parity/test_dropout.py", "parity/test_modern.py", "parity/test_experts.py",
 )  # fmt: skip
-"""Files of 14 s and more, longest first: begun first, so that none is left to run alone at the end."""
+"""Files of 12 s and more, longest first (mutants with --all): started first, so that none runs alone at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,12 +136,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
+    if not config.getoption("--all"):  # deselected, not skipped: a worker reports each skipped test three times
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
-        is_slow = item.get_closest_marker("slow") is not None
-        if is_slow and not config.getoption("--all"):
-            item.add_marker(pytest.mark.skip(reason="slow; `bash run_tests.sh --all` runs it"))
-        if is_slow and not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_DEADLINE_S))
         marker = item.get_closest_marker("gpu")
         if marker is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ PROGRAMS = {
     "tools/generate.py": ("--load", "x", "--prompt", "a"),
     "-m": ("megatron.launch", "--nproc-per-node", "1", "pretrain_t5.py"),
     "benchmarks/step_time.py": (),
+    "benchmarks/kill.py": (),
+    "benchmarks/same_program.py": (".",),
 }
 NO_PROGRAMS = ("__init__.py", "set_up.py")
 HELP_ONLY = {
@@ -57,6 +60,18 @@ def test_no_program_outside_of_the_environment_prints_a_traceback(program: str) 
 def test_the_line_names_a_script_that_makes_the_environment_where_there_is_none(tmp_path: Path) -> None:
     line = started(str(ROOT / "pretrain_gpt2.py"), cwd=tmp_path, MEGATRON_VENV=str(tmp_path / "none")).stderr
     assert f"Run `bash {ROOT}/run_gpt2.sh` once" in line and line.endswith(". none/bin/activate\n")
+
+
+def test_pytest_outside_of_the_environment_prints_the_same_line(tmp_path: Path) -> None:
+    """With a Python that has pytest, but not the project's packages."""
+    for name in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
+        found = Path(importlib.import_module(name).__file__ or "")
+        found = found.parent if found.name == "__init__.py" else found
+        (tmp_path / found.name).symlink_to(found)
+    done = started("-m", "pytest", "tests/test_errors.py", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"this Python ({sys.executable}) lacks torch. " in line and ".venv/bin/activate" in line
 
 
 def missing(name: str) -> ModuleNotFoundError:

@@ -40,9 +40,16 @@ def start(place: Path, *flags: str, script: str = "run_gpt2.sh", **variables: st
     return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_the_main_job_trains_saves_and_evaluates(place: Path) -> None:
-    extra = ("--split", "800,100,100", "--eval-interval", "2")
-    done = start(place, *extra, TRAIN_ITERS="4", CHECKPOINT_PATH="run")
+EVALUATING = ("--split", "800,100,100", "--eval-interval", "2")
+
+
+@pytest.fixture(scope="module")
+def done(place: Path) -> subprocess.CompletedProcess[str]:
+    """Return the finished main job, whose run folder is ``place / "run"``."""
+    return start(place, *EVALUATING, TRAIN_ITERS="4", CHECKPOINT_PATH="run")
+
+
+def test_the_main_job_trains_saves_and_evaluates(place: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     for word in (
         "4 ranks = pipe 2 x data 1 x tensor 2",
@@ -59,9 +66,13 @@ def test_the_main_job_trains_saves_and_evaluates(place: Path) -> None:
     assert {path.name for path in run.iterdir()} >= {"command.txt", "versions.json", "metrics.jsonl", "loss.png"}
     assert any((run / "tensorboard").iterdir())
     assert (run / "checkpoints/step-00000004/manifest.json").exists()
-    before = read_metrics(run / "metrics.jsonl")
 
-    again = start(place, *extra, "--eval-only", "--load", "run", CHECKPOINT_PATH="run")
+
+@pytest.mark.slow  # evaluations of a checkpoint alone: tests/training/test_seeing.py
+def test_an_evaluation_alone_has_the_loss_of_the_main_job(place: Path, done: subprocess.CompletedProcess[str]) -> None:
+    run = place / "run"
+    before = read_metrics(run / "metrics.jsonl")
+    again = start(place, *EVALUATING, "--eval-only", "--load", "run", CHECKPOINT_PATH="run")
     assert again.returncode == 0, again.stderr
     lines = [line for line in (done.stdout + again.stdout).splitlines() if "| test loss" in line]
     assert len(lines) == 2
@@ -69,6 +80,7 @@ def test_the_main_job_trains_saves_and_evaluates(place: Path) -> None:
     assert read_metrics(run / "metrics.jsonl")[: len(before)] == before
 
 
+@pytest.mark.slow  # dry runs of the scripts: tests/test_run_script.py
 def test_a_dry_run_prints_the_plan_and_starts_nothing(place: Path) -> None:
     done = start(place, "--dry-run", GPUS_PER_NODE="8", pp_size="2", mp_size="2")
     assert done.returncode == 0, done.stderr

@@ -57,11 +57,6 @@ EFFECTS = {
     "gpt2": COMMON | {"SEQLEN": ("65", "--seq-length 65"), "cp_size": ("1", "--context-parallel-size 1")},
     "t5": COMMON | {"ENC_SEQLEN": ("65", "--enc-seq-length 65"), "DEC_SEQLEN": ("33", "--dec-seq-length 33")},
 }
-CASES = [
-    pytest.param(model, name, marks=pytest.mark.slow if model == "t5" and name in COMMON else ())
-    for model in MODELS
-    for name in EFFECTS[model]
-]
 OF_BOTH = {name for effects in EFFECTS.values() for name in effects}
 
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -112,15 +107,13 @@ def plain(fake_python):
     return {model: run(fake_python, model=model).stdout for model in MODELS}
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
-def test_variable_in_the_environment_has_an_effect(fake_python, plain, model, name):
-    value, effect = EFFECTS[model][name]
-    extra = {"MASTER_ADDR": "host7"} if name == "NNODES" else {}
-    extra |= {"NNODES": "2", "MASTER_ADDR": "host7"} if name == "NODE_RANK" else {}
-    changed = run(fake_python, model=model, **extra, **{name: value})
-    assert effect in changed.stdout, changed.stderr
-    assert effect not in plain[model]
-    assert f"pretrain_{model}.py" in changed.stdout
+@every_model
+def test_variables_in_the_environment_have_an_effect(fake_python, plain, model):
+    changed = run(fake_python, model=model, **{name: value for name, (value, _) in EFFECTS[model].items()})
+    assert f"pretrain_{model}.py" in changed.stdout, changed.stderr
+    for _, effect in EFFECTS[model].values():
+        assert effect in changed.stdout
+        assert effect not in plain[model]
 
 
 @every_model
@@ -205,7 +198,9 @@ def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python, flag):
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
 
 
-@pytest.mark.parametrize("given", ["--lr 1 --data-path=x", "--train-data-path x\n--valid-data-path x"])
+@pytest.mark.parametrize(
+    "given", [pytest.param("--lr 1 --data-path=x", marks=pytest.mark.slow), "--train-data-path x\n--valid-data-path x"]
+)
 def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_python, given):
     done = run(fake_python, MEGATRON_DEFAULTS=given)
     assert "made sample data" not in done.stdout and "said" in done.stdout
@@ -218,7 +213,7 @@ def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_pyt
     [
         ("--resume --save {run}", {}, True),
         ("--dry-run --load {run}", {}, False),
-        ("", {"MEGATRON_DEFAULTS": "--load {run}"}, True),
+        pytest.param("", {"MEGATRON_DEFAULTS": "--load {run}"}, True, marks=pytest.mark.slow),
         pytest.param("--resume --save {run}", {}, False, marks=pytest.mark.slow),
         pytest.param("--load {run}", {}, True, marks=pytest.mark.slow),
         pytest.param("--load={run} --eval-only", {}, True, marks=pytest.mark.slow),
@@ -263,7 +258,9 @@ FLAGS_OF_USERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "t5", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mpt", "bert"))]
+)
 def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp_path, family):
     run(fake_python, script=ROOT / FAMILIES[family].run_script)
     sample = write(tmp_path / "sample", [400] * 9).prefix  # in place of that of the checkout, which may not be made yet
@@ -286,7 +283,7 @@ def test_flags_of_the_sample_data_give_way_to_those_of_the_user(fake_python, tmp
         parse(flags.split(), world_size=4, env=of_the_sample, family=family, accepts_model=True)
 
 
-@pytest.mark.parametrize(("model", "is_there"), [("gpt2", True), ("t5", False)])
+@pytest.mark.parametrize(("model", "is_there"), [pytest.param("gpt2", True, marks=pytest.mark.slow), ("t5", False)])
 def test_a_dry_run_counts_with_the_sample_that_the_run_will_make(tmp_path, model, is_there):
     """In a tree without data, or with data of another version, whose path needs quotes."""
     tree = tmp_path / "it's a tree"

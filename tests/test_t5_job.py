@@ -32,31 +32,25 @@ def start(place: Path, *flags: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_the_t5_job_trains_and_saves(place: Path) -> None:
-    done = start(place, *SPLIT, "--eval-interval", "0", TRAIN_ITERS="2")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.slow  # the short run has run_gpt2.sh (test_main_job.py), run_t5.sh up to its program (test_run_script.py)
+def test_the_t5_job_trains_and_saves_and_another_layout_goes_on(place: Path) -> None:
+    first = start(place, *SPLIT, "--eval-interval", "0", TRAIN_ITERS="2")
+    assert first.returncode == 0, first.stderr
     for word in ("4 ranks = pipe 2 x data 1 x tensor 2", "encoder 0", "decoder 0", "targets", "test loss", "MFU"):
-        assert word in done.stdout
-    assert "DeepSpeed" not in done.stdout + done.stderr
+        assert word in first.stdout
+    assert "DeepSpeed" not in first.stdout + first.stderr
     (run,) = (place / "runs").iterdir()
     assert run.name.startswith("t5-")
     settings = json.loads((run / "config.json").read_text())
     assert (settings["t5"]["enc_seq_length"], settings["t5"]["dec_seq_length"]) == (32, 8)
     assert {path.name for path in run.iterdir()} >= {"command.txt", "versions.json", "metrics.jsonl", "loss.png"}
     assert (run / "checkpoints/step-00000002/manifest.json").exists()
-
-
-@pytest.mark.slow
-def test_another_layout_evaluates_what_the_t5_job_saved_and_goes_on(place: Path) -> None:
-    """Its smaller sibling is the one above; checkpoints across layouts are tested in tests/training."""
-    first = start(place, *SPLIT, "--eval-interval", "0", TRAIN_ITERS="2", CHECKPOINT_PATH="first")
-    assert first.returncode == 0, first.stderr
-    one = {"GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1", "CHECKPOINT_PATH": "first"}
-    again = start(place, *SPLIT, "--eval-only", "--load", "first", **one)
+    one = {"GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1", "CHECKPOINT_PATH": str(run)}
+    again = start(place, *SPLIT, "--eval-only", "--load", str(run), **one)
     assert again.returncode == 0, again.stderr
     lines = [line for line in (first.stdout + again.stdout).splitlines() if "| test loss" in line]
     assert len(lines) == 2
     assert lines[0] == lines[1]
-    more = start(place, *SPLIT, "--eval-iters", "0", "--log-interval", "1", "--load", "first", TRAIN_ITERS="3", **one)
+    more = start(place, *SPLIT, "--eval-iters", "0", "--log-interval", "1", "--load", str(run), TRAIN_ITERS="3", **one)
     assert more.returncode == 0, more.stderr
-    assert [row["step"] for row in read_metrics(place / "first/metrics.jsonl") if row["kind"] == "train"][-1] == 3
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"][-1] == 3

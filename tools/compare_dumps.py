@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.arguments.parser import OneLineParser
+from megatron.arguments.argparse_parsers import OneLineParser
 
 if TYPE_CHECKING:
     from megatron.debug.compare import Comparison, Difference, Key

@@ -209,7 +209,9 @@ def draw_schedule(path: Path) -> None:
     """Let tools/draw_schedule.py draw the schedule of the file's name."""
     chunks = ["--chunks", "2"] if path.stem == "interleaved" else []
     sizes = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
-    subprocess.run([sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes], check=True)
+    command = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes]
+    if code := subprocess.run(command, check=False).returncode:
+        raise SystemExit(code)  # the tool has printed why
 
 
 PICTURES = {

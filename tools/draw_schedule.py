@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.arguments.parser import OneLineParser  # noqa: E402
+from megatron.arguments.argparse_parsers import OneLineParser  # noqa: E402
 from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, placement_for  # noqa: E402
 
 NAMED = ("schedule", "stages", "micro_batches", "chunks", "group_size")

@@ -43,7 +43,7 @@ def show(path: Path, as_json: bool) -> int:
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
-    checkpoint = open_folder(path)
+    checkpoint = open_folder(path, any_format=True)
     facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
     facts["files"], facts["elements"] = inspect.file_facts(checkpoint), inspect.num_elements(tensors)
     if as_json:
@@ -73,7 +73,7 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
 
     one, other = open_folder(first), open_folder(second)
     tensors = inspect.tensor_differences(one, other, weights_only=weights_only)
-    state = inspect.state_differences(one, other)
+    state = inspect.metadata_differences(one, other)
     if as_json:
         differences = [dataclasses.asdict(difference) for difference in tensors]
         paths = {"first": str(one.path), "second": str(other.path)}

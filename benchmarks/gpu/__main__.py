@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron.environment  # noqa: F401  isort: skip  reports missing packages in one line
 from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
 PLACES = {
@@ -37,7 +38,7 @@ PLACES = {
 """Name of a part -> where it is; in the order of their running."""
 NAMES = tuple(PLACES)
 UNKNOWN = "unknown"
-"""What ``run_folder.commit`` says without git."""
+"""What ``run_record.commit`` says without git."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
 """Of all parts in one start, whose own budgets make so much together; and of one part."""
 

@@ -29,14 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import ROOT, Case, Done, Machine, Part, Skip, python, started
+from benchmarks.scripts import SCRIPTS
 
-SCRIPTS = {
-    "gpt2": "pretrain_gpt2.py",
-    "t5": "pretrain_t5.py",
-    "llama": "examples/llama/pretrain_llama.py",
-    "mpt": "examples/mpt/pretrain_mpt.py",
-    "bert": "examples/bert/pretrain_bert.py",
-}
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
 STEPS = 20
 COMMON = (

@@ -124,7 +124,7 @@ def reads(family: str, argv: list[str]) -> dict[str, Any]:
     """Return how often the host waited in steps 2 and 3 together, by place, and whether a wait is noticed at all."""
     engine, batches = engine_of(family, argv)
     is_cuda = engine.device.type == "cuda" if isinstance(engine.device, torch.device) else "cuda" in str(engine.device)
-    number = engine.share.number * WATCHED.stop
+    number = engine.share.num_micro_batches * WATCHED.stop
     batches = iter([next(batches) for _ in range(number)])  # what is read of samples is of the host
     for step in range(WATCHED.start):
         engine.train_step(batches, step)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys, precedence
+from megatron.arguments import deepspeed_keys, related_fields
 from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
 from megatron.arguments.flag_values import (
-    TOTAL,
     all_options,
     all_sections,
     config_from_values,
@@ -22,9 +21,9 @@ from megatron.arguments.flag_values import (
 )
 from megatron.arguments.foreign_flags import foreign_flags
 from megatron.arguments.scan import Scan
+from megatron.arguments.sources import COMMAND_LINE, CONFIG_FILE, Layer, merge
 from megatron.config.changed_defaults import describe_kept, former_defaults
 from megatron.config.config import UNNAMED
-from megatron.config.data import EACH
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -174,38 +173,25 @@ OF_RUN = "family"
 
 @dataclass
 class Taken:
-    """What a file gave beyond the values in the ``Scan``.
+    """The contents of a file beyond its values, which are in the ``Scan``.
 
     Args:
-        places: field -> "file:line: key" of what it says.
-        is_of_run: it is the whole configuration of a run: no other default holds, and nothing in it counts as given.
+        is_of_run: the file is the config.json of a run: no defaults of the program or of MEGATRON_DEFAULTS apply, and
+            its fields do not count as given.
         deepspeed: the JSON of that run.
         json: keys of DeepSpeed's JSON in the file, as GPT-NeoX has them next to its own.
     """
 
-    places: dict[str, str] = field(default_factory=dict)
     is_of_run: bool = False
     deepspeed: dict[str, Any] | None = None
     json: dict[str, Any] | None = None
 
-    def weaker(self, defaults: dict[str, Any], found: Scan) -> dict[str, Any]:
-        """Return the values of ``defaults`` that can still hold: none beside the whole configuration of a run."""
-        if defaults.pop("config", None):
-            found.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
-        return {} if self.is_of_run else defaults
-
-    def drop_settings_of_run(self, found: Scan) -> None:
-        """Remove settings of a run's config.json from the ignored flags: the file lists every setting, used or not."""
-        if self.is_of_run:
-            of_run = {found.spelling[name] for name in self.places if name in found.spelling}
-            found.ignored = {name: why for name, why in found.ignored.items() if name not in of_run}
-
 
 def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
-    """Add to ``found`` what the file of its --config says where the command line says nothing.
+    """Merge the file of --config into ``found``, the flags of the command line.
 
     Args:
-        extra_flags: of ``extra_args_provider``; their values go to ``found.rest``.
+        extra_flags: flags of ``extra_args_provider``; their values are added to ``found.rest``.
     """
     path, taken = found.values.get("config"), Taken()
     if path is None:
@@ -224,20 +210,20 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.rest[:0] = reader.rest
     found.ignored = {**reader.ignored, **found.ignored}
     if reader.json:
-        places = {keys: (line, 1) for keys, line in text.lines.items()}
-        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, places))
+        key_places = {keys: (line, 1) for keys, line in text.lines.items()}
+        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, key_places))
         found.problems += problems
         found.ignored |= ignored
     has_problems = bool(set(reader.problems) - reader.unknown.keys())
     if taken.is_of_run and not has_problems:
         values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
-    for flag in precedence.overridden_flags(reader.converted, found):
+    for flag in related_fields.overridden_flags(reader.converted, found):
         del reader.converted[flag]
-    settings = precedence.settings_of(found)
-    for name in [name for name in values if precedence.setting_of(name) in settings and name not in found.values]:
+    settings = related_fields.settings_of(found)
+    for name in [name for name in values if related_fields.setting_of(name) in settings and name not in found.values]:
         del values[name]
-    for name in precedence.yielding_fields(found) & values.keys():
+    for name in related_fields.yielding_fields(found) & values.keys():
         del found.values[name]
     found.converted = {**reader.converted, **found.converted}
     if has_problems:
@@ -250,12 +236,14 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
             taken.deepspeed, problems, _ = good_keys(inner)
             found.problems += problems
             values["deepspeed_config"] = None
-    for name in _given_way(values, found.values):
+    for name in related_fields.fields_replaced_in_file(values, found.values):
         del values[name]
-    for name in values.keys() - found.values.keys():
-        taken.places[name] = reader.places.get(name, path)
-        found.spelling[name] = f"{taken.places[name]} {values[name]}"
-    found.values.update({name: values[name] for name in taken.places})
+    places = {name: reader.places.get(name, path) for name in values}
+    written = {name: f"{places[name]} {value}" for name, value in values.items()}
+    for name, setting in merge([Layer(COMMAND_LINE, found.values), Layer(CONFIG_FILE, values, written)], found).items():
+        if setting.source is CONFIG_FILE:
+            found.values[name], found.spelling[name] = setting.value, setting.written
+            found.from_file[name] = places[name]
     return taken
 
 
@@ -273,6 +261,7 @@ class _Reader:
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
+        self.yielded: set[str] = set()  # fields that only a yielding flag has set
         self.problems: list[str] = []
         self.unknown: dict[str, str] = {}
         self.json: dict[str, Any] = {}
@@ -347,12 +336,13 @@ class _Reader:
             return
         if not is_said:
             return
-        if option.name in self.places:
+        if option.name in self.places and option.name not in self.yielded:
             self.problems.append(
                 f"{where} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
             )
             return
         self.places[option.name] = where
+        self.yielded.discard(option.name)
         problem = option.problem(value, where)
         if problem and not (self.is_of_run and is_derived(option, value)):
             self.problems.append(problem)
@@ -396,20 +386,19 @@ class _Reader:
         return True, value
 
     def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
-        """Let ``scan`` say what it thinks of a flag that is not ours."""
+        """Read a key that is no flag of ours with ``scan``, which knows the flags of other trainers."""
         if isinstance(value, dict):
             self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
             return
         accepted = FAMILIES[self.family].config.HOLDS
         others = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
         flag = others.get(name, "--" + name.replace("_", "-"))
-        if value is None or value is False:
-            value = True  # it asks for nothing, but it must be a flag
-            found = scan([flag], (), self.family)
-            found.notes.clear()
-            found.ignored.clear()
-            found.converted.clear()
-            found.problems = [one for one in found.problems if one.startswith("unknown ")]
+        row = foreign_flags().get(flag)
+        if row is not None and row.value == "bool" and isinstance(value, bool):
+            found = scan([flag, str(value).lower()], (), self.family)
+        elif value is None or value is False:
+            problems = scan([flag], (), self.family).problems  # it sets nothing, but the name must exist
+            found = Scan(self.family, problems=[one for one in problems if one.startswith("unknown ")])
         else:
             found = scan(_words(flag, value), (), self.family)
         for problem in found.problems:
@@ -420,8 +409,21 @@ class _Reader:
         self.notes += [f"{place}: {note}" for note in found.notes]
         self.ignored |= found.ignored
         self.converted |= found.converted
-        for field_name, converted in found.values.items():
-            self.values[field_name], self.places[field_name] = converted, f"{place}: {key}"
+        targets = row.targets if row is not None else ()
+        yielding = {name for target in targets if target.yields for name in target.fields}
+        plain = {name for target in targets if not target.function for name in target.fields}
+        for name, converted in found.values.items():
+            if name in yielding and name in self.places:  # the field's own key decides, before or after this one
+                continue
+            if name in plain and name in self.places and self.values.get(name, converted) != converted:
+                self.problems.append(
+                    f"{place}: {key} must agree with {self.places[name]}, got {name.replace('_', ' ')} {converted} and "
+                    f"{self.values[name]}. Leave one of them out"
+                )
+            else:
+                self.values[name], self.places[name] = converted, f"{place}: {key}"
+            if name in yielding:
+                self.yielded.add(name)
 
 
 def _normal(name: str) -> str:
@@ -443,34 +445,10 @@ def _shown(value: Any) -> str:
     return repr(value)[:80]
 
 
-# What gives way: of a pair of flags that undo each other, and of three that follow from two, the command line's stay.
-
-EXCLUSIVE = (
-    (("data_path", "split", "split_by"), EACH),
-    (("sft", "valid_sft", "chat_template", "sft_overlong"), ("data_path", *EACH)),
-    (("tokenizer_path",), ("vocab_file", "merge_file")),
-    (("load",), ("resume",)),
-)
-"""Groups of fields of which a run has one."""
-SIZES = (TOTAL, "batch_size", "gas")
 NEEDS_CHECKPOINT = (
     "load", "resume", "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
     "allow_data_change", "allow_vocab_change", "resize_vocab",
 )  # fmt: skip
-
-
-def _given_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of the file that do not go with what the command line says."""
-    out = set()
-    for pair in EXCLUSIVE:
-        for group, other in (pair, pair[::-1]):
-            if any(name in given for name in other) and not any(name in given for name in group):
-                out |= {name for name in group if name in values}
-    both = {**values, **given}
-    said = [name for name in SIZES if name in given]
-    if said and all(both.get(name) for name in SIZES):
-        out.add({TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[said[0]] if len(said) == 1 else TOTAL)
-    yield from out & values.keys() - given.keys()
 
 
 def _with_length(

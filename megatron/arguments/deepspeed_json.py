@@ -10,16 +10,9 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import deepspeed_keys, deepspeed_scheduler, translate
-from megatron.arguments.flag_values import (
-    all_options,
-    is_near,
-    resolve_batch_size,
-    resolve_chunks,
-    step_back,
-    unknown,
-)
-from megatron.arguments.scan import Scan
+from megatron.arguments import deepspeed_keys, deepspeed_scheduler
+from megatron.arguments.flag_values import all_options, is_near, unknown
+from megatron.arguments.sources import DEEPSPEED_JSON, Layer
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
@@ -143,11 +136,10 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
     return text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
 
 
-# The only reader and writer of DeepSpeed's JSON.
+# Keys and their values.
 #
-# A value is taken from its flag, else from the JSON, else it is the default; "auto" in the JSON means "from the flags".
-# A flag and the JSON that differ are an error that names both. Precision, loss scale, gradient norm and clipping are
-# ours, so DeepSpeed's engine is given none of them.
+# "auto" means the value of the flags; ``sources`` decides if a flag and the JSON differ. Precision, loss scale,
+# gradient norm and clipping are ours, so DeepSpeed's engine receives none of them.
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
@@ -296,7 +288,7 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
     if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
     if key.is_ignored and key.holds and not any(value is one or value == one for one in key.holds):
-        yield f"{place}: {name} {_text(value)} is not supported: {key.otherwise}"
+        yield f"{place}: {name} {text_of_value(value)} is not supported: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     if key.choices:
@@ -378,55 +370,31 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
             yield "no_pin_memory", (f"zero_optimization.{name}.pin_memory, that is", not inner["pin_memory"])
 
 
-def resolve(
-    found: Scan,
-    json: Mapping[str, Any],
-    world_size: int,
-    defaults: Mapping[str, Any] | None = None,
-    from_file: Container[str] = (),
-) -> dict[str, Any]:
-    """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``.
+def layer_of(
+    json: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[str]
+) -> Layer:
+    """Return the values that the JSON states.
 
     Args:
-        from_file: fields of ``found`` that the file of --config says, not the command line: they win over the JSON.
+        flags: field -> value of the command line and --config. They and ``defaults`` decide if there is a pipeline,
+            whose section has no effect without one, and give the learning rate that a scheduler refers to.
+        defaults: field -> value of the sources of defaults.
+        problems: receives contradictions within the JSON.
     """
-    explicit, defaults = dict(found.values), dict(defaults or {})
-    if implied := {name: value for name, value in found.implied.items() if name not in defaults}:
-        listed = ", ".join(f"{name} {_text(value)}" for name, value in implied.items())
-        found.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
-        defaults |= implied
     options = {option.name: option for _, option in all_options()}
-    has_pipeline = found.values.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
-    stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
-    lr = found.values.get("lr", stated["lr"][1] if "lr" in stated else defaults.get("lr", options["lr"].default))
+    has_pipeline = flags.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
+    stated = _json_values(json, problems) | (_pipeline_values(json) if has_pipeline else {})
+    lr = flags.get("lr", stated["lr"][1] if "lr" in stated else defaults.get("lr", options["lr"].default))
     stated |= deepspeed_scheduler.values(json, lr)
-    for name, (key, value) in stated.items():
-        given = found.values.get(name)
-        if problem := options[name].problem(value, f"{key} in the JSON"):
-            found.problems.append(problem)
-        elif name not in found.values:
-            explicit[name] = value
-        elif given != value and name in from_file:
-            found.notes.append(f"{found.spelling[name]} holds, and {key} {_text(value)} of the JSON does not")
-        elif given != value and (why := _who_counts(key, name)):
-            found.ignored[key if name not in translate.SCALING else found.spelling[name]] = why
-            explicit[name] = value if name in translate.SCALING else given
-        elif given != value:
-            found.problems.append(
-                f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
-                f"Change one of them, or {_way_out(key)}"
-            )
-    _check_precision(found, json)
-    step_back(defaults, explicit, excluded(json), found.notes)
-    derived = resolve_batch_size(found, explicit, defaults, world_size) | resolve_chunks(found, explicit, defaults)
-    return defaults | explicit | derived
-
-
-def _who_counts(key: str, field: str) -> str:
-    """Return why a flag and the JSON may differ: as in Megatron-DeepSpeed, one of them is never read; "" elsewhere."""
-    if field in translate.SCALING:
-        return f"DeepSpeed's engine scales the loss as {key} of the JSON says"
-    return "the flags give the optimizer and its numbers" if key.startswith("optimizer.") else ""
+    invalid = {name: options[name].problem(value, f"{key} in the JSON") for name, (key, value) in stated.items()}
+    return Layer(
+        DEEPSPEED_JSON,
+        values={name: value for name, (_, value) in stated.items()},
+        written={name: f"{key} {text_of_value(value)}" for name, (key, value) in stated.items()},
+        keys={name: key for name, (key, _) in stated.items()},
+        invalid={name: problem for name, problem in invalid.items() if problem},
+        excluded={"dtype": excluded(json)},
+    )
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
@@ -508,24 +476,11 @@ def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return {deepspeed_keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
 
 
-def _way_out(key: str) -> str:
-    return "leave the key out" if key.startswith("pipeline.") else 'write "auto" in the JSON'
-
-
-def _check_precision(found: Scan, json: Mapping[str, Any]) -> None:
-    dtype = found.values.get("dtype")
-    if dtype in excluded(json):
-        found.problems.append(
-            f"the command line and the JSON must agree, got {found.spelling['dtype']} and {dtype}.enabled false. "
-            'Change one of them, or write "auto" in the JSON'
-        )
-
-
 def _is_stated(value: Any) -> bool:
     return value is not None and value != "auto"
 
 
-def _text(value: Any) -> str:
+def text_of_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed, BigScience and CPM that are not flags of ours: ``foreign_flags.tsv``.
+"""Flags of other trainers that are not flags of ours: ``foreign_flags.tsv``.
 
 Flags that set a single field of ours under another name are aliases of that field (``megatron/config/*.py``). All
 others have a row in the table.
@@ -57,7 +57,8 @@ class ForeignFlag:
 
     Args:
         programs: trainers that have the flag.
-        value: type of its value: "" (none), int, float, str, "str*" (one word or more), or "any" (any number of words).
+        value: type of its value: "" (none), int, float, str, bool (the word true or false), "str*" (one word or more),
+            or "any" (any number of words).
         target: accepted values (by-value), or the fields that it sets (converted).
         note: reason, or meaning of the conversion, as shown to the user.
         otherwise: advice for a value that is not accepted.

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.arguments import config_file
-from megatron.arguments.flag_values import VARIABLE, all_sections, options_in
+from megatron.arguments.flag_values import all_sections, options_in
 from megatron.arguments.scan import Scan
+from megatron.arguments.script_defaults import VARIABLE
+from megatron.arguments.sources import COMMAND_LINE, CONFIG_FILE, MODEL, PROGRAM, RUN_SCRIPT, Layer, Source
 from megatron.config.config import Config
 from megatron.config.decoder import ARCHITECTURE
 from megatron.config.model import ModelConfig
@@ -36,7 +38,6 @@ NOT_ACCEPTED = (
     "--model selects the decoder that pretrain_gpt2.py trains, got it for a program that builds its own model. "
     "Leave it out, or use pretrain_gpt2.py"
 )
-COMMAND_LINE, FILE, ENVIRONMENT, PROGRAM = "command line", "--config", VARIABLE, "program"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class ModelChoice:
     Args:
         family: of the model.
         program: the family that the program trains without ``--model``.
-        source: where the model was chosen: COMMAND_LINE, FILE, ENVIRONMENT or PROGRAM.
+        source: the source that names the model; PROGRAM without ``--model``.
         named: the architecture of ``--model``; None where nothing is replaced.
         names: values of ``--model`` that mean this model.
         recipe: the family by which the flags in MEGATRON_DEFAULTS are read; "" for ``family``.
@@ -55,7 +56,7 @@ class ModelChoice:
 
     family: str
     program: str
-    source: str = PROGRAM
+    source: Source = PROGRAM
     named: Architecture | None = None
     names: tuple[str, ...] = ()
     recipe: str = ""
@@ -74,21 +75,23 @@ class ModelChoice:
         replaced = ARCHITECTURE if self.named is not None else ()
         return {name: value for name, value in defaults.items() if name in options and name not in replaced}
 
-    def merge(self, of_program: Mapping[str, Any], of_environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of the program and of MEGATRON_DEFAULTS with the architecture in its place."""
-        if self.source in (PROGRAM, ENVIRONMENT):
-            return {**of_program, **self.settings, **of_environment}
-        return {**of_program, **self.taken(of_environment), **self.settings}
-
-    def replace_file(self, found: Scan, places: dict[str, str]) -> None:
-        """Remove the architecture that the file of --config gives, where the command line names the model.
+    def layers(self, script: dict[str, Any], program: dict[str, Any]) -> list[Layer]:
+        """Return the defaults of MEGATRON_DEFAULTS and of the program, with the architecture in its place.
 
         Args:
-            places: field -> place in the file.
+            script: field -> value of MEGATRON_DEFAULTS.
+            program: field -> value of ``pretrain(args_defaults=...)``.
         """
-        if self.source == COMMAND_LINE:
-            for name in self.settings.keys() & places.keys():
-                del found.values[name], found.spelling[name], places[name]
+        model = Layer(MODEL, dict(self.settings))
+        if self.source in (PROGRAM, RUN_SCRIPT):
+            return [Layer(RUN_SCRIPT, script), model, Layer(PROGRAM, program)]
+        return [model, Layer(RUN_SCRIPT, self.taken(script)), Layer(PROGRAM, program)]
+
+    def replace_file(self, found: Scan) -> None:
+        """Remove the architecture that the file of --config gives, if the command line names the model."""
+        if self.source is COMMAND_LINE:
+            for name in self.settings.keys() & found.from_file.keys():
+                del found.values[name], found.spelling[name], found.from_file[name]
 
 
 def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
@@ -100,19 +103,19 @@ def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelC
         program: the family that the program trains without ``--model``.
     """
     choice = ModelChoice(family=program, program=program, names=(program,))
-    choice = _named(_last_value(_words_of(env), FLAG), ENVIRONMENT, choice)
+    choice = _named(_last_value(_words_of(env), FLAG), RUN_SCRIPT, choice)
     choice = _of_file(_last_value(words, "--config"), choice)
     return _named(_last_value(words, FLAG), COMMAND_LINE, choice)
 
 
-def _named(name: str | None, source: str, weaker: ModelChoice) -> ModelChoice:
+def _named(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
     """Return the choice of ``name``, or ``weaker`` where there is no name or the same one."""
     if not name or name in weaker.names:
         return weaker
     found = architecture(name)
     if found is None:
         return replace(weaker, problem=problem_of(name))
-    recipe = found.family if source == ENVIRONMENT else weaker.recipe or weaker.family
+    recipe = found.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
     return ModelChoice(
         family=found.family, program=weaker.program, source=source, named=found, names=(name,), recipe=recipe
     )
@@ -126,12 +129,12 @@ def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
         return weaker  # the parser reports it
     family, name = values.get(config_file.OF_RUN), _name_in(values)
     if not isinstance(family, str):
-        return _named(name, FILE, weaker)
+        return _named(name, CONFIG_FILE, weaker)
     if family not in FAMILIES or FAMILIES[family].kind != "decoder":
         return weaker
     names = (family, name) if name else (family,)
     return ModelChoice(
-        family=family, program=weaker.program, source=FILE, names=names, recipe=weaker.recipe or weaker.family
+        family=family, program=weaker.program, source=CONFIG_FILE, names=names, recipe=weaker.recipe or weaker.family
     )
 
 

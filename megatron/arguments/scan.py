@@ -1,4 +1,4 @@
-"""Scan: the values, notes and problems collected while the sources of a configuration are read."""
+"""Scan: the flags of the command line and of --config, and the notes and problems of all sources."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Scan:
     Args:
         values: field -> value.
         spelling: field -> "--flag value" as typed.
+        from_file: field -> "file:line: key" of each value that comes from the file of --config.
         repeated: flags given more than once.
         unknown_tokenizer_type: value of --tokenizer-type that is not among the known types.
         unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
@@ -26,6 +27,7 @@ class Scan:
     family: str = "gpt2"
     values: dict[str, Any] = field(default_factory=dict)
     spelling: dict[str, str] = field(default_factory=dict)
+    from_file: dict[str, str] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -54,6 +56,11 @@ class Scan:
             typed: f"--ignore-unknown-flags dropped {typed}" + (f"; {hint}" if hint.startswith("did you mean") else "")
             for typed, hint in hints.items()
         }
+
+    def drop_ignored_of_file(self) -> None:
+        """Remove the settings of a run's config.json from the ignored flags: it lists every setting, used or not."""
+        written = {self.spelling[name] for name in self.from_file if name in self.spelling}
+        self.ignored = {name: why for name, why in self.ignored.items() if name not in written}
 
     def set(self, field: str, value: Any, spelling: str) -> None:
         """Set ``field``; a problem is added if another flag has set a different value.

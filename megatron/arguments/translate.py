@@ -24,8 +24,9 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
+from megatron.arguments.derived_sizes import TOTAL
 from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
-from megatron.arguments.precedence import LENGTHS
+from megatron.arguments.related_fields import LENGTHS
 from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
@@ -38,7 +39,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-TOTAL = "requested_global_batch_size"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy -> ZeRO stage."""
 
@@ -169,7 +169,7 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 }
 LATER = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
-    "require_checkpoint", "checkpoint_schedule",
+    "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias",
 )  # fmt: skip
 """Conversions that depend on further flags or on sizes: below, ``require_checkpoint`` in ``other_programs`` and
 ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
@@ -247,13 +247,16 @@ OF_STEPS = ("train_iters", *(name for names in LENGTHS for name in names))
 """Fields that give a number of training steps."""
 
 
-def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
+def skip_train(found: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Turn --skip-train into --eval-only if a checkpoint is loaded, otherwise into --train-iters 0.
 
     Flags of ``found`` that only training uses become ignored flags: the script passes them for its other runs.
+
+    Returns:
+        The fields that only training uses, whose defaults must be dropped; () without --skip-train.
     """
     if "--skip-train" not in found.converted:
-        return
+        return ()
     both = {**defaults, **found.values}
     if both.get("load") or both.get("resume"):
         found.values["eval_only"], found.spelling["eval_only"] = True, "--skip-train"
@@ -263,11 +266,11 @@ def skip_train(found: Scan, defaults: dict[str, Any]) -> None:
         for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
             found.ignored[flag] = "no step is trained with --skip-train"
     for name in unused:
-        defaults.pop(name, None)
         if found.values.pop(name, None) is not None:
             found.ignored[found.spelling.pop(name)] = "no step is trained with --skip-train"
     if "eval_only" not in found.values:
         found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
+    return unused
 
 
 # Lengths: --train-samples, --train-tokens, and warm-up and decay in samples and tokens.
@@ -447,6 +450,8 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
+    _linear_biases(found, values)
+    _norm_bias(found, values, family)
     _mup(found, values, family)
     _dense_only(found, values)
     if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
@@ -562,6 +567,50 @@ def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
     values.setdefault("mup_base_hidden_size", values.get("hidden_size", ModelConfig.hidden_size))
     if "softmax_scale" not in values:
         values.setdefault("mup_base_head_dim", 1)
+
+
+def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
+    """Set ``hidden_bias`` from GPT-NeoX's switches for the biases of attention and feed-forward layers.
+
+    A switch that is missing is true, as in GPT-NeoX.
+    """
+    named = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in found.converted]
+    if not named:
+        return
+    attention, mlp = (found.converted.get(f"--use-bias-in-{part}", True) for part in ("attn-linear", "mlp"))
+    if attention != mlp:
+        found.problems.append(
+            f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_word(attention)} and {_word(mlp)} "
+            "(a missing one is true): --hidden-bias gives all linear layers biases. Set both to the same value"
+        )
+        return
+    _set_agreeing(found, values, "hidden_bias", attention, f"{named[0]} {_word(attention)}")
+
+
+def _norm_bias(found: Scan, values: dict[str, Any], family: str) -> None:
+    """Set ``norm_bias`` from GPT-NeoX's switch, which has no effect on norms without biases."""
+    flag = "--use-bias-in-norms"
+    if flag not in found.converted:
+        return
+    default = FAMILIES[family].config.DEFAULTS.get("normalization", ModelConfig.normalization)
+    normalization = values.get("normalization", default)
+    if normalization != "LayerNorm":
+        found.ignored[flag] = f"{normalization} has no bias"
+    else:
+        has_bias = found.converted[flag]
+        _set_agreeing(found, values, "norm_bias", has_bias, f"{flag} {_word(has_bias)}")
+
+
+def _set_agreeing(found: Scan, values: dict[str, Any], field: str, value: bool, spelling: str) -> None:
+    """Set a field from a converted flag; a flag of ours that differs is a problem."""
+    if field in found.values and found.values[field] != value:
+        found.problems.append(f"{spelling} must agree with {found.spelling.get(field, field)}. Leave one out")
+    else:
+        values[field] = value
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _gelu(found: Scan, values: dict[str, Any]) -> None:

@@ -35,13 +35,11 @@ class Staged:
     Args:
         seconds: time of the copy.
         num_bytes: bytes copied on this rank.
-        waited_s: time waited for the previous save.
     """
 
     step: int
     seconds: float
     num_bytes: int
-    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,14 @@ class AsyncSaver:
     def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Staged:
         """Copy the tensors, start to write them in the background, and return after the copy. Collective.
 
-        ``poll`` and ``finish`` report a failure, also one of the copy, on all ranks alike.
+        Waits for the previous save first. ``poll`` and ``finish`` report a failure, also one of the copy, on all ranks
+        alike.
         """
-        began = time.perf_counter()
         self._join()
-        waited_s = time.perf_counter() - began
+        began = time.perf_counter()
         metadata = copy.deepcopy(captured.metadata) if self._world.rank == 0 else {}
         get_records, num_bytes = self._copy(captured.records)
-        staged = Staged(captured.step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
+        staged = Staged(captured.step, time.perf_counter() - began, num_bytes)
         write = partial(write_checkpoint, root, captured.step, get_records, metadata, self._world, retention)
         self._thread = Thread(
             target=self._write,

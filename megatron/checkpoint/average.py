@@ -31,7 +31,7 @@ from megatron.mpu.shard import Shard
 # generalization"; of several runs: Wortsman et al. 2022, "Model soups".
 
 _DROPPED = ("callbacks", "guard", "scaler", "unasked")
-"""What the state of a checkpoint says of training that no average has."""
+"""Metadata entries about training that an average does not have."""
 
 
 def newest_of(run: Path, count: int) -> list[Checkpoint]:
@@ -66,7 +66,7 @@ def of_steps(run: Path, steps: Sequence[int]) -> list[Checkpoint]:
 def average(checkpoints: Sequence[Checkpoint], output: Path, *, ema: float | None = None) -> Path:
     """Write the average of ``checkpoints`` to the new run folder ``output``; return the checkpoint.
 
-    It has the state of the last one without its optimizer.
+    It has the metadata of the last one without its optimizer.
 
     Args:
         checkpoints: the oldest first, at least two.
@@ -84,7 +84,7 @@ def average(checkpoints: Sequence[Checkpoint], output: Path, *, ema: float | Non
     weights = {name: _averaged(checkpoints, name, ema) for name in names}
     records = [TensorRecord(name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
     with new_folder(output) as folder:
-        saved = save(folder / CHECKPOINTS, last.step, records, _state(checkpoints, ema), SINGLE)
+        saved = save(folder / CHECKPOINTS, last.step, records, _metadata(checkpoints, ema), SINGLE)
     return output / CHECKPOINTS / saved.name
 
 
@@ -103,11 +103,11 @@ def _averaged(checkpoints: Sequence[Checkpoint], name: str, ema: float | None) -
 
 def _check_same(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> None:
     try:
-        compare_model_config(one.state["model"], other.state["model"])
+        compare_model_config(one.metadata["model"], other.metadata["model"])
     except CheckpointError as error:
         table = "\n".join(str(error).splitlines()[1:-1])
         raise CheckpointError(f"{one.path} and {other.path} must be of one model to be averaged:\n{table}") from error
-    if one.state.get("tokenizer") != other.state.get("tokenizer"):
+    if one.metadata.get("tokenizer") != other.metadata.get("tokenizer"):
         raise CheckpointError(f"{one.path} and {other.path} must have one tokenizer to be averaged, got two")
     different = set(names) ^ {name for name in one.names() if name.startswith(WEIGHTS)}
     different |= {name for name in names if name not in different and one.shape(name) != other.shape(name)}
@@ -118,9 +118,9 @@ def _check_same(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Non
         )
 
 
-def _state(checkpoints: Sequence[Checkpoint], ema: float | None) -> dict[str, Any]:
+def _metadata(checkpoints: Sequence[Checkpoint], ema: float | None) -> dict[str, Any]:
     kind = "mean" if ema is None else f"moving average, decay {ema:g},"
-    kept = {name: value for name, value in checkpoints[-1].state.items() if name not in _DROPPED}
+    kept = {name: value for name, value in checkpoints[-1].metadata.items() if name not in _DROPPED}
     averaged = [str(checkpoint.path) for checkpoint in checkpoints]
     optimizer = f"none ({kind} of {len(averaged)} checkpoints)"
     return {**kept, "scaler": {}, "optimizer": optimizer, "optimizer_steps": 0, "averaged": averaged}

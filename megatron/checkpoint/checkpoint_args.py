@@ -37,7 +37,7 @@ from megatron.checkpoint.huggingface.config import (
     words_of,
 )
 from megatron.checkpoint.huggingface_args import read_huggingface
-from megatron.checkpoint.manifest import CHECKPOINTS, newest_state
+from megatron.checkpoint.manifest import CHECKPOINTS, newest_metadata
 from megatron.checkpoint.settings_source import OF_WEIGHTS, Source, require_family
 from megatron.config import Config
 from megatron.config.changed_defaults import describe_kept, kept_settings
@@ -170,7 +170,7 @@ def read_source(path: Path | str, family: str, model: str = "") -> Source | None
     """
     if isinstance(path, Path) and is_huggingface(path):
         return read_huggingface(path, family, model)
-    newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
+    newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     if newest is None:
         return None
     place, state = newest
@@ -196,7 +196,7 @@ def family_in(path: Path) -> str | None:
     """Return the family of the model that ``path`` holds; None where it holds none of ours."""
     if is_huggingface(path):
         return family_by_type().get(read_json(path, CONFIG).get("model_type", ""))
-    newest = newest_state(path)
+    newest = newest_metadata(path)
     config = newest[1].get("config") if newest else None
     family = config.get("family") if isinstance(config, dict) else None
     return family if family in FAMILIES else None

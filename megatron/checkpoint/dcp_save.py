@@ -67,10 +67,10 @@ _format_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
 
 class ShardWriter(StorageWriter):
-    """Writes the checkpoint of ``step`` into ``root``; rank 0's ``state`` goes into the manifest."""
+    """Writes the checkpoint of ``step`` into ``root``; rank 0's ``metadata`` is stored in the manifest."""
 
-    def __init__(self, root: Path, step: int, state: dict[str, Any], rank: int) -> None:
-        self._root, self._step, self._state, self._rank = root, step, state, rank
+    def __init__(self, root: Path, step: int, metadata: dict[str, Any], rank: int) -> None:
+        self._root, self._step, self._metadata, self._rank = root, step, metadata, rank
         self._temporary: Path | None = None  # on rank 0, once it may be there
         self._num_bytes = 0
 
@@ -92,7 +92,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that the disk has room, make the temporary folder, and tell all ranks its name."""
         with in_words(is_of_this_rank=False):
-            self._num_bytes = len(json.dumps(self._state)) + sum(plan.planner_data for plan in plans)
+            self._num_bytes = len(json.dumps(self._metadata)) + sum(plan.planner_data for plan in plans)
             files.make_folder(self._root)
             folders.remove_stale(self._root)
             free = files.free_bytes(self._root)
@@ -125,7 +125,7 @@ class ShardWriter(StorageWriter):
             assert self._temporary is not None  # DCP calls prepare_global_plan on this rank before
             facts = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
             sequence = folders.last_sequence(folders.list_checkpoints(self._root)) + 1
-            content = Manifest(sequence, self._step, self._state, facts, metadata.planner_data)
+            content = Manifest(sequence, self._step, self._metadata, facts, metadata.planner_data)
             files.write_bytes(self._temporary / MANIFEST_NAME, manifest_to_bytes(content))
             files.sync_folder(self._temporary)
             target = folders.free_name(self._root, self._step)

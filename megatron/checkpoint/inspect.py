@@ -32,24 +32,24 @@ class TensorFacts:
 
 
 def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what the state says of the run, as plain data; what an older version did not keep is None."""
-    state = checkpoint.state
-    progress = state.get("progress", {})
-    order = state.get("data_order")
+    """Return the run's entries of the metadata as plain data; None for entries that an older version did not store."""
+    metadata = checkpoint.metadata
+    progress = metadata.get("progress", {})
+    order = metadata.get("data_order")
     return {
         "path": str(checkpoint.path),
         "step": checkpoint.step,
         "updates": progress.get("updates"),
         "samples_consumed": progress.get("samples_consumed"),
         "tokens_consumed": progress.get("tokens_consumed"),
-        "optimizer": state.get("optimizer"),
-        "optimizer_steps": state.get("optimizer_steps"),
-        "scaler": state.get("scaler"),
-        "layout": state.get("layout"),
-        "model": state.get("model"),
-        "data_fingerprint": state.get("data_fingerprint"),
+        "optimizer": metadata.get("optimizer"),
+        "optimizer_steps": metadata.get("optimizer_steps"),
+        "scaler": metadata.get("scaler"),
+        "layout": metadata.get("layout"),
+        "model": metadata.get("model"),
+        "data_fingerprint": metadata.get("data_fingerprint"),
         "data_order": order,
-        "torch": state.get("torch"),
+        "torch": metadata.get("torch"),
     }
 
 
@@ -126,10 +126,10 @@ def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: b
     return [difference for difference in found if difference is not None]
 
 
-def state_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Return what the runs' states say differently: key -> value in each. It does not make tensors unequal."""
-    keys = [*first.state, *(key for key in second.state if key not in first.state)]
-    values = {key: (first.state.get(key), second.state.get(key)) for key in keys}
+def metadata_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Return the metadata entries that differ: key -> values of both. They do not make tensors unequal."""
+    keys = [*first.metadata, *(key for key in second.metadata if key not in first.metadata)]
+    values = {key: (first.metadata.get(key), second.metadata.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 

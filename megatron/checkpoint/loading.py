@@ -106,10 +106,29 @@ def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]
         return [root]
     found = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
     if not found:
-        theirs = sorted(path.name for path in root.glob("global_step*"))
-        other = f"; {theirs[-1]} is in DeepSpeed's format, which training alone reads (--load)" if theirs else ""
-        raise CheckpointError(f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020{other}")
+        raise CheckpointError(
+            f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020{_deepspeed_hint(root)}"
+        )
     return found
+
+
+def _deepspeed_hint(root: Path) -> str:
+    """Return the end of a message if ``root`` holds checkpoints of DeepSpeed's engine, else an empty text."""
+    theirs = list(root.glob("global_step*"))
+    ours = folders.in_turn(path for path in theirs if (path / metadata.MANIFEST_NAME).exists())
+    if ours:
+        return f". {in_deepspeed_format(ours[0])}"
+    if theirs:
+        return f"; {theirs[0].name} was written by DeepSpeed: tools/import_checkpoint.py takes its weights"
+    return ""
+
+
+def in_deepspeed_format(path: Path) -> str:
+    """Return the message for a checkpoint that DeepSpeed's engine wrote, where one of our own format is needed."""
+    return (
+        f"{path} is in DeepSpeed's format, which only training reads. Resume it in a new run folder, which gets a "
+        f"checkpoint that every tool reads: --load {path} --checkpoint-format native --save NEW_FOLDER"
+    )
 
 
 def _compare_hint(root: Path, found: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""manifest.json as bytes: whether it is whole, its sequence number and the state in it; no torch."""
+"""manifest.json as bytes: its checksum, sequence number and metadata (key ``state``). No torch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def sequence_in(content: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state that the checkpoint ``folder`` keeps; None without a manifest whose checksum fits."""
+def read_metadata(folder: Path) -> dict[str, Any] | None:
+    """Return the metadata of the checkpoint ``folder``; None without a manifest whose checksum matches."""
     try:
         content = (folder / MANIFEST_NAME).read_bytes()
-        state = json.loads(content)["state"] if is_whole(content) else None
+        metadata = json.loads(content)["state"] if is_whole(content) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return state if isinstance(state, dict) else None
+    return metadata if isinstance(metadata, dict) else None
 
 
 def is_whole(content: bytes) -> bool:
@@ -57,8 +57,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 
-def newest_state(source: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return manifest and state of the newest whole checkpoint that ``source`` means; None where there is none.
+def newest_metadata(source: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return path and metadata of the newest complete manifest in ``source``; None if there is none.
 
     Args:
         source: a run folder, its folder of checkpoints or a checkpoint, of either format.
@@ -68,7 +68,7 @@ def newest_state(source: Path) -> tuple[Path, dict[str, Any]] | None:
     paths = [root] if (root / MANIFEST_NAME).exists() else [*root.glob("step-*")] or [*source.glob("global_step*")]
     found = [(sequence, path) for path in paths if (sequence := read_sequence(path)) is not None]
     for _, path in sorted(found, reverse=True):
-        state = read_state(path)
-        if state is not None:
-            return path / MANIFEST_NAME, state
+        metadata = read_metadata(path)
+        if metadata is not None:
+            return path / MANIFEST_NAME, metadata
     return None

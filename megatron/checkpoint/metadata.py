@@ -50,11 +50,11 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of one ``manifest.json``."""
+    """The content of one ``manifest.json``; the key of ``metadata`` in the file is ``state``."""
 
     sequence: int
     step: int
-    state: dict[str, Any]
+    metadata: dict[str, Any]
     files: dict[str, FileFacts]
     index: dict[str, Entry]
 
@@ -63,7 +63,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     """Return the file's content."""
     lines = [
         f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
-        f'"state": {json.dumps(manifest.state)}',
+        f'"state": {json.dumps(manifest.metadata)}',
         f'"files": {json.dumps({name: [f.size, f"{f.crc32:08x}"] for name, f in manifest.files.items()})}',
         f'"index": {{\n{_index_lines(manifest.index)}\n}}}}\n',
     ]
@@ -109,7 +109,7 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
         return Manifest(
             sequence=int(fields["sequence"]),
             step=int(fields["step"]),
-            state=fields["state"],
+            metadata=fields["state"],
             files={_plain(name): FileFacts(int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()},
             index={name: _entry(name, entry) for name, entry in fields["index"].items()},
         )

@@ -10,7 +10,7 @@ import torch
 from megatron import hub
 from megatron.checkpoint import metadata
 from megatron.checkpoint.folders import checkpoints_in
-from megatron.checkpoint.loading import manifest_bytes, open_latest
+from megatron.checkpoint.loading import in_deepspeed_format, manifest_bytes, open_latest
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE, Group
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
     pass
 
 
+DEEPSPEED = "deepspeed"
+"""The entry "format" in the metadata of a checkpoint that DeepSpeed's engine wrote."""
 WEIGHTS = "weights/"
 """What the names of weights begin with."""
 
 
-def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
+def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) -> Checkpoint:
     """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+
+    Args:
+        any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that we read.
 
     Raises:
         CheckpointError: there is none there, or none that verifies.
@@ -35,7 +40,10 @@ def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
         raise CheckpointError(
             f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
-    return open_latest(checkpoints_in(path), world)
+    checkpoint = open_latest(checkpoints_in(path), world)
+    if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:
+        raise CheckpointError(in_deepspeed_format(checkpoint.path))
+    return checkpoint
 
 
 def open_written(path: Path) -> Checkpoint:

@@ -1,7 +1,4 @@
-"""Checkpoint: a verified checkpoint, its step, its state, and slices of its tensors.
-
-Nothing is ever written.
-"""
+"""Checkpoint: a verified checkpoint, its step, its metadata, and slices of its tensors. Nothing is ever written."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A verified checkpoint: ``step``, ``sequence``, ``state`` and named global tensors, of which any part is read."""
+    """A verified checkpoint: ``step``, ``sequence``, ``metadata`` and named global tensors; any shard can be read."""
 
     def __init__(self, path: Path, content: Manifest, world: Group = SINGLE) -> None:
         self.path = path
         self.step = content.step
         self.sequence = content.sequence
-        self.state: dict[str, Any] = content.state
+        self.metadata: dict[str, Any] = content.metadata
         self._content, self._index, self._world = content, content.index, world
         self._reader: ShardReader | None = None
 

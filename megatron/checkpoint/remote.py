@@ -36,8 +36,8 @@ class RemoteCheckpoint(NamedTuple):
         return self.path.rpartition("/")[2]
 
     @property
-    def state(self) -> dict[str, Any]:
-        """What the run that saved it has put down."""
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the run that saved the checkpoint."""
         return json.loads(self.manifest)["state"]
 
 
@@ -80,10 +80,10 @@ def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
     return RemoteCheckpoint(path, sequence, int(fields["step"]), content, named)
 
 
-def newest_state(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Return name and state of the newest whole checkpoint of ``source``; None where there is none."""
+def newest_metadata(source: str) -> tuple[str, dict[str, Any]] | None:
+    """Return path and metadata of the newest complete manifest in ``source``; None if there is none."""
     found = find(source)
-    return (object_store.join(found[0].path, MANIFEST_NAME), found[0].state) if found else None
+    return (object_store.join(found[0].path, MANIFEST_NAME), found[0].metadata) if found else None
 
 
 def require(source: str) -> list[RemoteCheckpoint]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from megatron import files
 from megatron.checkpoint import metadata
 from megatron.checkpoint.folders import newest_first, step_of
-from megatron.checkpoint.manifest import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.metadata import Manifest
 from megatron.checkpoint.remote import RemoteCheckpoint
+from megatron.config import CheckpointConfig
+from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, ConfigError
 
 AUTOMATIC = "unasked"
-"""In the state of a checkpoint that no flag asked for."""
+"""Key in the metadata of a checkpoint that no flag asked for."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RetentionPolicy:
 
     def counts(self, content: Manifest | RemoteCheckpoint) -> bool:
         """Return True if the checkpoint counts toward the limit on the number of checkpoints."""
-        is_one = self.last is not None or bool(content.state.get(AUTOMATIC))
+        is_one = self.last is not None or bool(content.metadata.get(AUTOMATIC))
         return is_one and content.sequence > self.earlier
 
 
@@ -96,3 +97,9 @@ def _has_files(path: Path, content: Manifest) -> bool:
         return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
     except OSError:
         return False
+
+
+def retention_of(flags: CheckpointConfig, *, loaded: Path | None = None, earlier: int = 0) -> RetentionPolicy:
+    """Return the retention policy of the flags; ``loaded`` and ``earlier`` as in ``RetentionPolicy``."""
+    automatic = DEFAULT_KEPT if flags.is_default_interval else None
+    return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier)

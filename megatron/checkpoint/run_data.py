@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import config_file, flag_values
+from megatron.arguments import config_file, script_defaults
 from megatron.arguments.flag_values import options_in, scan
 from megatron.arguments.model_choice import choose
 from megatron.arguments.scan import Scan
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.checkpoint_args import source_of
-from megatron.checkpoint.manifest import newest_state
+from megatron.checkpoint.manifest import newest_metadata
 from megatron.config.data import DataConfig
 from megatron.config.option import is_derived, options_of
 from megatron.errors import JobError, marked
@@ -94,7 +94,7 @@ def settings_of(path: Path | str) -> dict[str, Any] | None:
     Args:
         path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.
     """
-    newest = newest_state(path) if isinstance(path, Path) else remote.newest_state(path)
+    newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     config = None if newest is None else newest[1].get("config")
     if not isinstance(config, dict):
         return None
@@ -116,7 +116,7 @@ def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
     name = name if choice.family == program else choice.family
     found = scan(words, (), choice.family)
     config_file.take(found)
-    flags = {**flag_values.of_environment(env, found, (), choice.recipe), **found.values}
+    flags = {**script_defaults.of_environment(env, found, (), choice.recipe), **found.values}
     path = None if flags.get("finetune") else source_of(flags, name)
     saved = None if path is None else settings_of(path)
     corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []

@@ -60,19 +60,19 @@ def save(
     root: Path,
     step: int,
     records: list[TensorRecord],
-    state: dict[str, Any],
+    metadata: dict[str, Any],
     world: Group,
     retention: RetentionPolicy = ALL,
 ) -> Path:
     """Write the checkpoint ``root/step-00000020`` and return its path. Collective over ``world``.
 
     Args:
-        records, state: records and metadata of ``CapturedState``.
+        records, metadata: as in ``CapturedState``.
 
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are unchanged.
     """
-    return write_checkpoint(root, step, lambda: records, state, world, retention)
+    return write_checkpoint(root, step, lambda: records, metadata, world, retention)
 
 
 @marked(is_of_this_rank=False)
@@ -80,7 +80,7 @@ def write_checkpoint(
     root: Path,
     step: int,
     get_records: Callable[[], list[TensorRecord]],
-    state: dict[str, Any],
+    metadata: dict[str, Any],
     world: Group,
     retention: RetentionPolicy,
 ) -> Path:
@@ -91,7 +91,7 @@ def write_checkpoint(
     )
 
     root = Path(root)
-    writer = dcp_save.ShardWriter(root, step, state if world.rank == 0 else {}, world.rank)
+    writer = dcp_save.ShardWriter(root, step, metadata if world.rank == 0 else {}, world.rank)
     try:
         path = dcp.save(writer, dcp_save.RecordSavePlanner(get_records), world)
     except CheckpointError as error:

@@ -123,12 +123,14 @@ class Uploads:
             if there.exists():  # of steps that were taken back
                 files.remove_tree(there)
         files.make_folder(linking)
-        for file in sorted(path.iterdir()):
-            if file.is_file():
-                try:
-                    os.link(file, linking / file.name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(file, linking / file.name)
+        for file in sorted(_files_in(path)):  # an export may have a folder of chat templates
+            link = linking / file.relative_to(path)
+            if link.parent != linking:
+                files.make_folder(link.parent)
+            try:
+                os.link(file, link)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, link)
         os.replace(linking, self._queue / f"{_NEW}{name}")
 
     def _run(self) -> None:
@@ -188,11 +190,11 @@ class Uploads:
             for file in own:
                 with suppress(FileNotFoundError):
                     sent = _identity(file)
-                    object_store.upload(file, object_store.join(target, file.name))
+                    object_store.upload(file, object_store.join(target, *file.relative_to(folder).parts))
                     if _identity(file) == sent:
                         files.remove_file(file)
         marker = folder / MARKERS[kind]
-        if self._rank or [file.name for file in folder.iterdir()] not in ([marker.name], []):
+        if self._rank or _files_in(folder) not in ([marker], []):
             return
         if marker.exists():
             object_store.upload(marker, object_store.join(target, marker.name))
@@ -207,8 +209,9 @@ class Uploads:
         with suppress(FileNotFoundError):
             return sorted(
                 file
-                for file in folder.iterdir()
-                if file.name != MARKERS[kind] and (kind == HF or _writer_of(file.name) % self._num_ranks == self._rank)
+                for file in _files_in(folder)
+                if file != folder / MARKERS[kind]
+                and (kind == HF or _writer_of(file.name) % self._num_ranks == self._rank)
             )
         return []
 
@@ -219,6 +222,15 @@ class Uploads:
     def _listed(self, opening: str) -> list[Path]:
         found: Iterator[Path] = self._queue.glob(f"{opening}*+*") if self._queue.is_dir() else iter(())
         return sorted((path for path in found if path.name.startswith(opening or tuple(MARKERS))), reverse=True)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return all files below ``folder``.
+
+    Raises:
+        FileNotFoundError: the folder has been removed.
+    """
+    return [file for path in folder.iterdir() for file in (_files_in(path) if path.is_dir() else [path])]
 
 
 def _identity(file: Path) -> tuple[int, int]:

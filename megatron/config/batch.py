@@ -12,14 +12,17 @@ from megatron.config.seq_length import SeqLengths, parse_lengths
 
 
 class Share(NamedTuple):
-    """A replica's part of a step: ``number`` micro-batches behind the ``first`` ones, which earlier replicas take.
+    """The micro-batches of a step that one replica runs.
 
-    ``mean`` is what a replica takes on the mean: losses are weighed by it, the same on all.
+    Args:
+        first: index of its first micro-batch; earlier replicas run those before.
+        num_micro_batches: number of its micro-batches.
+        mean_num_micro_batches: mean of that number over the replicas, by which losses are weighted on all of them.
     """
 
     first: int
-    number: int
-    mean: float
+    num_micro_batches: int
+    mean_num_micro_batches: float
 
 
 def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
@@ -109,7 +112,7 @@ class BatchConfig:
 
     def gas_text(self, data_parallel_size: int) -> str:
         """Return "4", or "3 or 4" where some replicas take one less."""
-        least = self.share(data_parallel_size, data_parallel_size - 1).number
+        least = self.share(data_parallel_size, data_parallel_size - 1).num_micro_batches
         return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property

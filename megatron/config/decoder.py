@@ -442,7 +442,7 @@ def _scale_problems(config: Any) -> Iterator[str]:
             "--dim-model-base and --mup-base-hidden-size both say what logits are multiplied with, got "
             f"{model.dim_model_base} and {model.mup_base_hidden_size}. Leave the first out"
         )
-    wanted = model.mup_head_scale or model.kv_hidden_size**-0.5
+    wanted = model.mup_head_scale or max(model.kv_hidden_size, 1) ** -0.5
     if model.mup_base_head_dim and model.softmax_scale not in (0.0, wanted):
         yield (
             f"--mup-base-head-dim {model.mup_base_head_dim} multiplies scores with {wanted:g}, got --softmax-scale "

@@ -33,7 +33,7 @@ from megatron.tokenizer.chat import ASSISTANT
 # | further keys of a record | effect |
 # |---|---|
 # | "system" | a system message before the others; null and "" are none |
-# | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and [] are none |
+# | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and [] are no tools |
 # | "chat_template_kwargs" | further variables of the template |
 # | "history" (Alpaca) | earlier turns, [[question, answer], ...] |
 #
@@ -147,6 +147,11 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
+    if isinstance(message, dict) and isinstance(message.get("content"), list):
+        raise ValueError(
+            f'message {number}: "content" must be a text, got a list of parts, {_shown(message["content"])}. Join the '
+            "texts of its parts into one; images and other parts are not supported"
+        )
     is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
     has_calls = isinstance(message, dict) and message.get("content") is None and bool(message.get("tool_calls"))
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not (is_text or has_calls):

@@ -93,7 +93,7 @@ class DataLoader:
             share = self.share_at(start)
             length = self.length_at(start)
             own = start + share.first * self.micro_batch_size
-            for micro_batch in range(share.number):
+            for micro_batch in range(share.num_micro_batches):
                 first = own + micro_batch * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
             start += self.sizes.at(start)

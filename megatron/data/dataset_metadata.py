@@ -50,6 +50,8 @@ def read(path: Path) -> DatasetMetadata | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). Correct its permissions, or copy it again.") from error
     return parse(content, path)
 
 

@@ -174,7 +174,7 @@ def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Che
     """
     if not weights.is_folder(path):
         checkpoint = open_folder(path, world)
-        return checkpoint, saved_config(checkpoint.state)
+        return checkpoint, saved_config(checkpoint.metadata)
     pretrained = weights.open_pretrained(path, stack)
     config = pretrained.config
     if has_tokenizer(path):

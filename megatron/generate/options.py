@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron import accelerators
-from megatron.arguments.parser import RaisingParser
+from megatron.arguments.argparse_parsers import RaisingParser
 from megatron.errors import ConfigError, DataError
 
 DTYPES = ("fp32", "bf16", "fp64")

@@ -1,4 +1,4 @@
-"""AdamW whose two states may be kept in bf16."""
+"""AdamW with its two states optionally in bf16."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 import torch
 
 NUMBERS_AT_ONCE = 2**22
-"""Of a weight: what is computed in the type of the master is so many numbers, four times, and no more."""
+"""Elements of a weight that are updated at once: temporary tensors in its dtype are four times this size at most."""
 STATES = ("exp_avg", "exp_avg_sq")
 
-# One step on a master w with gradient g, number n of its updates, all in the type of the master (fp32, or fp64):
+# Update n of a main param w with gradient g, all in the dtype of w (fp32 or fp64):
 #
 #     m <- b1 m + (1 - b1) g
 #     v <- b2 v + (1 - b2) g^2
 #     w <- (1 - lr decay) w - lr / (1 - b1^n) m / (sqrt(v) / sqrt(1 - b2^n) + eps)
 #
-# m and v come from their states exactly and are rounded to nearest even when they go back, behind the update: that is
-# made with what they were ahead of it. No operation of torch's here is a product and a sum at once, which a vector and
-# the numbers behind the last one may round otherwise: a number has the same bits wherever ZeRO cuts its weight.
+# m and v are read exactly from their states and rounded to nearest even when they are stored, after the update, which
+# uses the unrounded values. No operation here is a fused multiply-add, which a vectorized kernel and its remainder may
+# round differently: an element has the same bits wherever ZeRO splits its weight.
 #
-# bf16 has 8 bits: a v that a step would change by less than half of its last one, 2^-9 to 2^-8 of it, stays. By
-# b2 = 0.999 it falls by 2^-10 and so not at all; by 0.99 and less it does.
+# bf16 has 8 significant bits, so v does not change by less than half a unit in the last place, 2^-9 to 2^-8 of v. With
+# b2 = 0.999 it would decrease by 2^-10 and so not at all; with 0.99 and less it does.
 #
-# Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2. Of the states in bf16:
+# Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2; for the states in bf16,
 # Megatron-LM's --exp-avg-dtype and --exp-avg-sq-dtype.
 
 
 class AdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` with states of ``state_dtypes``, by name; a state that is not named is like its master.
+    """``torch.optim.AdamW`` with states in other dtypes.
 
     Attributes:
-        state_dtypes: as given.
+        state_dtypes: dtype of each state by name; other states have the dtype of the main param.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient."""
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is not None:
-                    self._step_on(master, master.grad, group)
+            for main_param in group["params"]:
+                if main_param.grad is not None:
+                    self._step_on(main_param, main_param.grad, group)
 
-    def _step_on(self, master: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[master]
+    def _step_on(self, main_param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[main_param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in STATES:
-                dtype = self.state_dtypes.get(name, master.dtype)
-                state[name] = torch.zeros_like(master, dtype=dtype, memory_format=torch.contiguous_format)
+                dtype = self.state_dtypes.get(name, main_param.dtype)
+                state[name] = torch.zeros_like(main_param, dtype=dtype, memory_format=torch.contiguous_format)
         state["step"] += 1
-        number, tensors = int(state["step"]), (master, gradient, *(state[name] for name in STATES))
+        number, tensors = int(state["step"]), (main_param, gradient, *(state[name] for name in STATES))
         if all(tensor.is_contiguous() for tensor in tensors):
             pieces = zip(*(tensor.view(-1).split(NUMBERS_AT_ONCE) for tensor in tensors), strict=True)
         else:
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
 def _update(
     w: torch.Tensor, g: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, number: int, group: dict[str, Any]
 ) -> None:
-    """Make one step on numbers of one weight, in place."""
+    """Update elements of one weight in place."""
     (b1, b2), lr = group["betas"], group["lr"]
     m = mean.to(w.dtype).mul_(b1).add_(g * (1 - b1))
     v = square.to(w.dtype).mul_(b2).add_(g.mul(g).mul_(1 - b2))

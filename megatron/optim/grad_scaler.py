@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients above underflow."""
+"""GradScaler: the loss scale that keeps fp16 gradients from underflowing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 @dataclass
 class GradScaler:
-    """Doubles after ``window`` good steps; the overflow number ``hysteresis`` halves it, and each one after that.
+    """A loss scale that doubles after ``window`` steps without overflow and halves after ``hysteresis`` overflows.
 
-    A good window makes the hysteresis whole again, halving does not: the rule of DeepSpeed (``consecutive_hysteresis``
-    false) and Megatron.
+    After those, each further overflow halves it. A full window resets the hysteresis, halving does not: the rule of
+    DeepSpeed (``consecutive_hysteresis`` false) and Megatron.
 
     Args:
-        scale: the factor now; a power of two.
-        is_dynamic: follow overflows; False keeps ``scale``.
-        floor: the smallest factor; an overflow there is not the scale's fault.
+        scale: the initial factor on the loss, a power of two.
+        is_dynamic: adapt the scale; otherwise it is fixed.
+        window: steps without overflow before the scale doubles.
+        hysteresis: overflows before the scale halves.
+        floor: smallest scale; overflows at it are not attributed to the scale.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
     """
@@ -35,21 +37,20 @@ class GradScaler:
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether there is a factor, and it stays."""
+        """True if the loss is scaled by a constant other than 1."""
         return not self.is_dynamic and self.scale != 1.0
 
     @property
     def is_to_blame(self) -> bool:
-        """Return whether a smaller factor could have prevented an overflow."""
+        """True if a smaller scale could have prevented an overflow."""
         return self.is_dynamic and self.scale > self.floor
 
     def update(self, has_overflow: bool) -> None:
-        """Take note of one step."""
+        """Update the scale after a step."""
         if self.is_dynamic:
-            self._follow(has_overflow)
+            self._adapt(has_overflow)
 
-    def _follow(self, has_overflow: bool) -> None:
-        """Double or halve the factor, or leave it."""
+    def _adapt(self, has_overflow: bool) -> None:
         if has_overflow:
             self.good_steps = 0
             if self.overflows_left > 1:

@@ -22,10 +22,10 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # | to the owner | parts of what one tensor rank holds, with ZeRO | parts of the whole |
 # | back | those parts, or without ZeRO the whole | parts of the whole |
 #
-# Masters, moments and gradients stay cut as they are for every other optimizer: memory is as even as before, whatever
-# the shapes are, and checkpoints and gathers of weights know no other partition. What travels is in bf16, in which
-# Newton-Schulz begins and ends anyway: 2 bytes for a number each way, beside the 4 and 2 of gradients and weights.
-# Without ZeRO the replicas share the work too.
+# Main params, moments and gradients are sharded as for every other optimizer: memory is as even as before, whatever the
+# shapes are, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, in which
+# Newton-Schulz starts and ends anyway: 2 bytes per element each way, in addition to the 4 and 2 of gradients and
+# weights. Without ZeRO the replicas share the work too.
 #
 # Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, where every replica
 # computes what it has a part of; Ahn et al. 2025, "Dion", for owners on a grid.
@@ -146,7 +146,7 @@ def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Gro
         for index, whole, flat in zip(mine, wholes, run.split(numbers), strict=True):
             cut = weights[index].cut
             if flat.numel():
-                place = whole if cut is None else cut.part(whole, rank)
+                place = whole if cut is None else cut.slice(whole, rank)
                 place.copy_(flat.view(place.shape))
     return wholes
 
@@ -165,7 +165,7 @@ def from_owners(
     sent, counts_out = [], []
     for rank in range(group.size):
         parts = [
-            whole if weight.cut is None else weight.cut.part(whole, rank)
+            whole if weight.cut is None else weight.cut.slice(whole, rank)
             for weight, whole in zip(mine, wholes, strict=True)
         ]
         sent += [part.reshape(-1) for part in parts]

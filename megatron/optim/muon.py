@@ -81,14 +81,16 @@ class MuonWeight:
 class Muon(torch.optim.Optimizer):
     """Muon on the groups that say ``"is_muon": True``, ``adam`` on the others.
 
-    The state of a weight by Muon is its ``momentum_buffer``, of the master's type and part; the others have AdamW's.
+    The state of a weight with Muon is its ``momentum_buffer``, with the dtype and shape of the main param; others
+    have the states of AdamW.
 
     Args:
-        groups: of masters.
+        groups: of main params.
         adam: makes the optimizer of the other groups.
-        weights: of the masters in the groups by Muon, in their order; the same on all ranks of ``tensor`` and ``data``.
+        weights: of the main params in the groups with Muon, in their order; the same on all ranks of ``tensor`` and
+            ``data``.
         tensor, data: the ranks that hold parts of a weight, or copies, among which owners share the work.
-        place: where matrices are orthogonalised, as masters may lie on a CPU.
+        place: the device on which matrices are orthogonalised; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
     """
@@ -121,30 +123,32 @@ class Muon(torch.optim.Optimizer):
         """Update all weights by their gradients. Collective over ``tensor`` and ``data``."""
         if self._adam is not None:
             self._adam.step()
-        masters = ((master, group) for group in self.param_groups if group.get("is_muon") for master in group["params"])
+        main_params = (
+            (main_param, group) for group in self.param_groups if group.get("is_muon") for main_param in group["params"]
+        )
         for run in self._runs:
-            self._step_on(run, list(islice(masters, len(run))))
+            self._step_on(run, list(islice(main_params, len(run))))
 
-    def _step_on(self, run: range, masters: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _step_on(self, run: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Update the weights ``run``, which travel together."""
         weights = [self._weights[number] for number in run]
-        updates = [self._momentum(master) for master, _ in masters]
-        if not any(group["lr"] for _, group in masters):  # as where states are only made: nothing would move
+        updates = [self._momentum(main_param) for main_param, _ in main_params]
+        if not any(group["lr"] for _, group in main_params):  # as where states are only made: nothing would move
             return
         moved = self._orthogonalised(weights, [self._owners[number] for number in run], updates)
-        for weight, (master, group), update in zip(weights, masters, moved, strict=True):
-            self._move(weight, master, group, update.to(master.device))
+        for weight, (main_param, group), update in zip(weights, main_params, moved, strict=True):
+            self._move(weight, main_param, group, update.to(main_param.device))
 
-    def _momentum(self, master: torch.Tensor) -> torch.Tensor:
-        """Let the momentum take the gradient of ``master``; return in bf16 what is orthogonalised."""
-        gradient, state = master.grad, self.state[master]
+    def _momentum(self, main_param: torch.Tensor) -> torch.Tensor:
+        """Let the momentum take the gradient of ``main_param``; return in bf16 what is orthogonalised."""
+        gradient, state = main_param.grad, self.state[main_param]
         assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(master, memory_format=torch.contiguous_format)
+            state["momentum_buffer"] = torch.zeros_like(main_param, memory_format=torch.contiguous_format)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - self._args.momentum)
         update = gradient.lerp(buffer, self._args.momentum) if self._args.nesterov else buffer
-        return update.to(torch.bfloat16).to(self._place or master.device)
+        return update.to(torch.bfloat16).to(self._place or main_param.device)
 
     def _share_out(self) -> list[tuple[int, int]]:
         """Return of each weight which replica, and which tensor rank there, orthogonalises its matrices."""
@@ -179,20 +183,20 @@ class Muon(torch.optim.Optimizer):
             place.copy_(newton_schulz(matrix, self._args.num_ns_steps).view_as(place))
         return found
 
-    def _move(self, weight: MuonWeight, master: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        """Decay ``master`` and move it against ``update``, by the scale of the whole matrix that each row is of."""
-        if not master.numel():
+    def _move(self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+        """Decay ``main_param`` and move it against ``update``, by the scale of the whole matrix that each row is of."""
+        if not main_param.numel():
             return
-        master.mul_(1 - group["lr"] * group["weight_decay"])
+        main_param.mul_(1 - group["lr"] * group["weight_decay"])
         scales = [self._args.scale(*shape) for shape in weight.matrices.shapes(weight.cut.shape)]
         if len(set(scales)) == 1:
-            master.add_(update, alpha=-(group["lr"] * scales[0]))
+            main_param.add_(update, alpha=-(group["lr"] * scales[0]))
             return
         scale_of_row = self._scale_of_rows(weight, scales)
         for scale in dict.fromkeys(scales):
-            rows = (scale_of_row == scale).nonzero().flatten().to(master.device)
-            moved = master.index_select(0, rows).add_(update.index_select(0, rows), alpha=-(group["lr"] * scale))
-            master.index_copy_(0, rows, moved)
+            rows = (scale_of_row == scale).nonzero().flatten().to(main_param.device)
+            moved = main_param.index_select(0, rows).add_(update.index_select(0, rows), alpha=-(group["lr"] * scale))
+            main_param.index_copy_(0, rows, moved)
 
     def _scale_of_rows(self, weight: MuonWeight, scales: Sequence[float]) -> torch.Tensor:
         """Return the scale of each row that this rank has."""
@@ -201,5 +205,5 @@ class Muon(torch.optim.Optimizer):
             rows.fill_(scale)
         for cut, group in ((weight.cut.tensor, self._tensor), (weight.cut.data, self._data)):
             if cut is not None and cut.dim == 0:
-                found = cut.part(found, group.rank)
+                found = cut.slice(found, group.rank)
         return found.flatten()

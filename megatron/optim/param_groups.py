@@ -31,9 +31,11 @@ from megatron.optim.adam import AdamW
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
+from megatron.optim.offload import NOTHING, OffloadConfig
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_rates import ParamRate
-from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
+from megatron.optim.param_store import ParamStore
+from megatron.optim.zero.param_init import ParamInit
 from tds.gradients import is_reduced_apart
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
@@ -101,7 +103,8 @@ def build_optimizer(
     data: Group = SINGLE,
     expert_data: Group = SINGLE,
     zero_stage: int = 0,
-    overlaps_sums: bool = False,
+    overlap_grad_reduce: bool = False,
+    has_pipeline: bool = False,
     offload: OffloadConfig = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
     param_init: ParamInit | None = None,
@@ -113,7 +116,7 @@ def build_optimizer(
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
+    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
         betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
@@ -172,6 +175,16 @@ def build_optimizer(
         replicas = data.size if zero_stage else 1
         moved = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
         weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in moved]
+    store = ParamStore(
+        data,
+        expert_data,
+        zero_stage=zero_stage,
+        offload=offload,
+        param_init=param_init,
+        reduce_bucket_size=reduce_bucket_size,
+        allgather_bucket_size=allgather_bucket_size,
+        prefetches=prefetches,
+    )
     return MixedPrecisionOptimizer(
         groups,
         build,
@@ -180,15 +193,9 @@ def build_optimizer(
         scaler=scaler,
         model=model,
         tensor=tensor,
-        data=data,
-        expert_data=expert_data,
-        zero_stage=zero_stage,
-        overlaps_sums=overlaps_sums,
-        offload=offload,
-        param_init=param_init,
-        reduce_bucket_size=reduce_bucket_size,
-        allgather_bucket_size=allgather_bucket_size,
-        prefetches=prefetches,
+        store=store,
+        overlap_grad_reduce=overlap_grad_reduce,
+        has_pipeline=has_pipeline,
         fuses_accumulation=fuses_accumulation,
     )
 

@@ -31,7 +31,7 @@ class Layout:
         recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
         sequence_parallel: tokens are cut over the tensor ranks between the products.
         num_bf16_states: of AdamW's two.
-        overlaps_sums: gradients are summed over the replicas while the last backward runs.
+        overlap_grad_reduce: gradients are summed over the replicas while the last backward runs.
         overlaps_tensor: gradients of activations are summed over the tensor ranks while those of weights are computed.
         is_compiled: each layer is.
     """
@@ -55,7 +55,7 @@ class Layout:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     num_bf16_states: int = 0
-    overlaps_sums: bool = True
+    overlap_grad_reduce: bool = True
     overlaps_tensor: bool = True
     is_compiled: bool = False
 
@@ -144,7 +144,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.state_type,
         num_bf16_states=len(optimizer.bf16_states),
-        overlaps_sums=parallel.overlap_grad_reduce,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,
         is_compiled=parallel.compile,
     )

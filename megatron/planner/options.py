@@ -14,10 +14,11 @@ from typing import Any
 
 from megatron import hub
 from megatron.arguments import config_file, parse
+from megatron.arguments.argparse_parsers import OneLineParser
 from megatron.arguments.flag_values import all_options, scan
-from megatron.arguments.model_choice import PROGRAM, choose
-from megatron.arguments.parser import OneLineParser
+from megatron.arguments.model_choice import choose
 from megatron.arguments.scan import Scan
+from megatron.arguments.sources import PROGRAM
 from megatron.config import Config
 from megatron.config.family import DECODER_FAMILY
 from megatron.errors import ConfigError

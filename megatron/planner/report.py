@@ -181,7 +181,8 @@ def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
 
 def as_data(found: Estimate, question: Question) -> dict[str, Any]:
     """Return an estimate as it is printed with --json."""
-    layout = asdict(found.layout)
+    names = {"overlap_grad_reduce": "overlaps_sums"}  # keys that readers of earlier versions know
+    layout = {names.get(name, name): value for name, value in asdict(found.layout).items()}
     return {
         "layout": layout,
         "step_s": found.step_s,

@@ -239,7 +239,7 @@ def most_zero_stage(layout: Layout) -> int:
 def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
     if plain.zero.replicas == 1 or plain.optimizer == "adafactor":
         return [0]
-    if plain.pipe > 1 or not plain.overlaps_sums:
+    if plain.pipe > 1 or not plain.overlap_grad_reduce:
         return [0, 1]
     return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
 

@@ -376,11 +376,11 @@ class Messages:
         m, stage = layout.num_micro_batches, layout.zero_stage
         hiding = 0.0 if machine.is_cpu else backward_s
         gradients, weights = held * state.gradient, held * state.width
-        leaves_parts = stage == 1 and not machine.is_cpu and (layout.overlaps_sums or layout.pipe > 1)
+        leaves_parts = stage == 1 and not machine.is_cpu and (layout.overlap_grad_reduce or layout.pipe > 1)
         if leaves_parts:
-            sent = group.scattered(gradients).behind(hiding if layout.overlaps_sums else 0.0)
+            sent = group.scattered(gradients).behind(hiding if layout.overlap_grad_reduce else 0.0)
         elif stage < 2:
-            sent = group.summed(gradients).behind(hiding if layout.overlaps_sums else 0.0)
+            sent = group.summed(gradients).behind(hiding if layout.overlap_grad_reduce else 0.0)
         elif stage == 2:
             sent = group.scattered(gradients).behind(hiding).times(m) + group.gathered(weights)
         else:

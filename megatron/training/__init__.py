@@ -10,7 +10,7 @@ from typing import Any
 from tds.lazy_imports import lazy_attribute
 
 _MODULES = {
-    "pretrain": "megatron.training.entrypoint",
+    "pretrain": "megatron.training.startup",
     "get_args": "megatron.training.global_vars",
     "get_chat_template": "megatron.training.global_vars",
     "get_config": "megatron.training.global_vars",
@@ -19,7 +19,6 @@ _MODULES = {
     "get_streams": "megatron.training.global_vars",
     "configure_device": "megatron.training.device_setup",
     "Callback": "megatron.training.trainer",
-    "start": "megatron.training.train",
 }
 
 

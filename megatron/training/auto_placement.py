@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.arguments.validate import find_problems
 from megatron.config import Config
@@ -21,6 +21,9 @@ from megatron.mpu.topology import Topology
 from megatron.training.estimates import is_on_cpu, stage_memory
 from tds.schedule import LOOP, Costs, V, schedule_named, simulate
 from tds.schedule.simulate import AUTO, ONE_CHUNK, SPLIT_PRICE, candidates
+
+if TYPE_CHECKING:
+    from megatron.training.world import World
 
 PLACEMENTS = ((1, LOOP), (2, LOOP), (2, V))
 """Chunks on each stage, and how they lie; of equally fast ones the first is taken."""
@@ -68,6 +71,18 @@ def usable_bytes(kind: str, ranks_here: int) -> int:
 
         found = device.total_memory_bytes(kind) - device.memory_of_others(kind)
     return int(found * (1 - MEMORY_MARGIN))
+
+
+def smallest_usable_bytes(world: World) -> int:
+    """Return the least ``usable_bytes`` of all ranks. Collective."""
+    import torch
+    from torch.distributed import ReduceOp
+
+    from megatron.mpu.mappings import all_reduce
+
+    usable = usable_bytes(world.kind, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    value = torch.tensor([usable], dtype=torch.float64, device=world.device)
+    return int(all_reduce(value, world.grid.world, ReduceOp.MIN).item())
 
 
 def is_free(config: Config) -> bool:

@@ -6,37 +6,35 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
-
-_NAME = "branch"  # in the state of a checkpoint
+_NAME = "branch"  # key in the metadata of a checkpoint
 
 
 @dataclass
 class CheckpointLineage:
-    """The way of a run, in sequence numbers of its folder's checkpoints. Rank 0 knows it.
+    """The checkpoints that belong to the current history of a run, by sequence number in its folder; on rank 0.
 
     Attributes:
-        earlier: up to this number they are of an earlier run, from which this one has not gone on.
-        left: first and last of those that were there when the run went on from an older one.
+        earlier: checkpoints up to this number belong to an earlier run, which this one does not continue.
+        left: first and last number of each range that the run abandoned when it resumed from an older checkpoint.
     """
 
     earlier: int = 0
     left: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> CheckpointLineage:
-        """Return the way to a checkpoint with this state."""
-        return cls(**state.get(_NAME, {}))
+    def of(cls, metadata: Mapping[str, Any]) -> CheckpointLineage:
+        """Return the lineage in a checkpoint's metadata."""
+        return cls(**metadata.get(_NAME, {}))
 
-    def go_on_from(self, sequence: int, last: int) -> None:
-        """The run goes on from the checkpoint ``sequence`` of its way, and ``last`` is the last one there."""
+    def continue_from(self, sequence: int, last: int) -> None:
+        """Resume from the checkpoint ``sequence``; later ones, up to ``last``, are abandoned."""
         if last > sequence:
             self.left.append([sequence + 1, last])
 
     def has(self, sequence: int) -> bool:
-        """Tell whether the checkpoint is on the way."""
+        """Return True if the checkpoint belongs to the current history of the run."""
         return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint's state says of it; nothing where the folder has no other way."""
+    def to_metadata(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint's metadata; empty if all checkpoints of the folder belong to the run."""
         return {_NAME: asdict(self)} if self.earlier or self.left else {}

@@ -20,9 +20,7 @@ from megatron.checkpoint import former
 from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
 from megatron.data.blend_resume import CONTENT, SAMPLES, TOKENIZER
-from megatron.errors import CheckpointError
 from megatron.mpu.topology import Topology
-from megatron.tokenizer.identity import is_same
 
 MUST, WARNED, MAY = "must match", "warned", "may change"
 
@@ -59,11 +57,11 @@ RULES = (
     ),
     Rule(
         "corpora, --split, lengths and --seed, by a fingerprint", (), MUST,
-        "samples would come twice or never; --allow-data-change, --finetune (data.resumed)",
+        "samples would come twice or never; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
         "--optimizer", (), MUST,
-        "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (state.restore)",
+        "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (check_fits)",
     ),
     Rule(
         "--train-iters, --train-samples, --train-tokens, --lr-decay-iters, --lr-decay-samples",
@@ -234,32 +232,6 @@ def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
     context = saved.get("context", 1)  # which checkpoints of before do not name
     old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"], context=context)
     return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
-
-
-def check_tokenizer(
-    state: Mapping[str, Any], identity: str | None, *, allow_change: bool, config: Config | None = None
-) -> None:
-    """Check that the run has the tokenizer of the checkpoint, as far as both say.
-
-    Args:
-        config: of the run, to name the settings that differ.
-
-    Raises:
-        CheckpointError: it has another; the same on every rank.
-    """
-    saved = state.get("tokenizer")
-    if saved is None or identity is None or is_same(saved, identity):
-        return
-    log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
-    changed = [] if config is None else data_settings_changed(state.get("config", {}), config)[TOKENIZER]
-    differences = "; ".join(changed) or "its files have changed"
-    if not allow_change:
-        raise CheckpointError(
-            f"the tokenizer must be that of the checkpoint, but {differences}. Token ids would have another meaning. "
-            "Give the former tokenizer; only if its ids mean the same, or if the model is to learn new ones, add "
-            "--allow-vocab-change"
-        )
-    log.info(f"the tokenizer is not that of the checkpoint ({differences}); accepted because of --allow-vocab-change")
 
 
 def _layout(topology: Topology) -> str:

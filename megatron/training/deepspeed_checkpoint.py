@@ -30,7 +30,9 @@ from megatron.errors import CheckpointError, marked
 from megatron.mpu.topology import Topology
 from megatron.training.compatibility import layout_text
 from megatron.training.deepspeed_folders import FORMAT, clean_up, commit, prepare
-from megatron.training.train_state import RestoreOptions, TrainState, restore_scaler
+from megatron.training.loss_scale_resume import restore_scaler
+from megatron.training.restore_options import RestoreOptions
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
 CLIENT = "megatron"
@@ -76,18 +78,18 @@ class Files:
 
 @marked(is_of_this_rank=False)
 def save(
-    root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: RetentionPolicy = ALL
+    root: Path, step: int, metadata: Mapping[str, Any], engine: Any, world: World, *, retention: RetentionPolicy = ALL
 ) -> Path:
     """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
 
     Args:
-        state: plain values: what our own format keeps.
-        keep: what is not deleted afterwards.
+        metadata: values that JSON can hold, as in our own format.
+        retention: which older checkpoints are kept.
 
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
     """
-    host, plain = world.grid.host, json.loads(json.dumps({**state, "format": FORMAT}))  # no class but JSON's
+    host, plain = world.grid.host, json.loads(json.dumps({**metadata, "format": FORMAT}))  # no class but JSON's
     client = {CLIENT: {"state": plain, "rng": _rng_of_replicas(world)}}
     temporary: Path | None = None
     try:
@@ -103,28 +105,33 @@ def save(
                 files.remove_tree(temporary)
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}") from error
     if world.rank == 0:
-        clean_up(path, keep)
+        clean_up(path, retention)
     return path
 
 
-def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, taken: RestoreOptions) -> TrainState:
-    """Put what the files of ``checkpoint`` hold into the engine's model and optimizer. Collective.
+def restore(
+    checkpoint: Checkpoint, engine: Any, config: Config, world: World, options: RestoreOptions
+) -> TrainProgress:
+    """Load a checkpoint into the engine; return the counters to continue with. Collective.
+
+    The engine loads model and optimizer. As in ``megatron.training.resume.restore``, loss scale, random states and
+    counters follow.
 
     Raises:
-        CheckpointError: they are of another layout, or do not fit; on all ranks alike.
+        CheckpointError: the layout differs, or a tensor does not fit; on all ranks alike.
     """
-    topology = world.grid.topology
+    metadata, topology = checkpoint.metadata, world.grid.topology
     with marked(is_of_this_rank=False):
-        check_layout(checkpoint, config, topology, takes_optimizer=taken.optimizer)
+        check_layout(checkpoint, config, topology, takes_optimizer=options.optimizer)
     client: dict[str, Any] = {}
     gather_verdict(
-        world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None
+        world.grid.host, lambda: client.update(_read(engine, checkpoint.path, options.optimizer)), lambda _: None
     )
-    if taken.optimizer:  # the files of earlier versions do not name the type of the scaler, their manifest does
-        restore_scaler(engine.optimizer.scaler, checkpoint.state, config)
-    if taken.generators and layout_text(checkpoint.state["layout"], topology) is None:
+    if options.optimizer:  # the files of earlier versions do not name the type of the scaler, their manifest does
+        restore_scaler(engine.optimizer.scaler, metadata, config)
+    if options.generators and layout_text(metadata["layout"], topology) is None:
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
-    return TrainState.resumed(checkpoint.state, config.tokens_per_sample) if taken.counters else TrainState()
+    return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
 
 
 def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:
@@ -133,7 +140,7 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
     Raises:
         CheckpointError: naming both layouts.
     """
-    layout = checkpoint.state["layout"]
+    layout = checkpoint.metadata["layout"]
     difference = layout_text(layout, now)
     if layout["tensor"] != now.tensor or (layout["pipe"] > 1) != (now.pipe > 1):
         raise CheckpointError(
@@ -151,9 +158,9 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
 
 def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
     """Return how the layers were cut into stages and are now, None where that is the same."""
-    if checkpoint.state["layout"]["pipe"] != now.pipe:
-        return layout_text(checkpoint.state["layout"], now)
-    saved, here = checkpoint.state["config"]["parallel"], asdict(config.parallel)
+    if checkpoint.metadata["layout"]["pipe"] != now.pipe:
+        return layout_text(checkpoint.metadata["layout"], now)
+    saved, here = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)
     if now.pipe == 1:
         return None
     changed = [f"{name}: saved {saved[name]}, now {here[name]}" for name in _CUTS if saved[name] != here[name]]

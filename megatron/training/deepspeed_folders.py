@@ -20,34 +20,35 @@ from pathlib import Path
 from typing import Any
 
 from megatron import files, log
-from megatron.checkpoint import Checkpoint, folders, metadata
+from megatron.checkpoint import Checkpoint, folders
 from megatron.checkpoint.loading import open_first
-from megatron.checkpoint.metadata import FileFacts, Manifest
+from megatron.checkpoint.metadata import MANIFEST_NAME, FileFacts, Manifest, manifest_to_bytes
+from megatron.checkpoint.one_process import DEEPSPEED
 from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.checkpoint.retention import RetentionPolicy, remove_old
 from megatron.mpu.groups import Group
 
-FORMAT = "deepspeed"
+FORMAT = DEEPSPEED
 _TAG = re.compile(r"global_step(\d+)(-\d+)?")
 _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
     """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
-    if _TAG.fullmatch(source.resolve().name) and (source / metadata.MANIFEST_NAME).exists():
+    if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
     named = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in named if (path / metadata.MANIFEST_NAME).exists())
+    return folders.in_turn(path for path in named if (path / MANIFEST_NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
     """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
-    return [path for path in _named(source) if not (path / metadata.MANIFEST_NAME).exists()] if source.is_dir() else []
+    return [path for path in _named(source) if not (path / MANIFEST_NAME).exists()] if source.is_dir() else []
 
 
 def is_of_this_format(checkpoint: Checkpoint) -> bool:
     """Tell whether ``checkpoint`` holds DeepSpeed's files."""
-    return checkpoint.state.get("format") == FORMAT
+    return checkpoint.metadata.get("format") == FORMAT
 
 
 def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
@@ -71,11 +72,11 @@ def prepare(root: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
-    """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
+def commit(temporary: Path, step: int, metadata: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
+    """Write the manifest, rename ``temporary`` to the checkpoint, and return its path. Rank 0 only."""
     root = temporary.parent
-    content = Manifest(folders.last_sequence(_named(root)) + 1, step, state, facts, {})
-    files.write_bytes(temporary / metadata.MANIFEST_NAME, metadata.manifest_to_bytes(content))
+    content = Manifest(folders.last_sequence(_named(root)) + 1, step, metadata, facts, {})
+    files.write_bytes(temporary / MANIFEST_NAME, manifest_to_bytes(content))
     files.sync_folder(temporary)
     target = _free_name(root, step)
     folders.commit_checkpoint(temporary, target)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron import log
-from megatron.arguments.flag_values import with_variables
+from megatron.arguments.messages import with_variables
 from megatron.config import Config
 from megatron.config.data import EACH
 from megatron.config.experts import expert_layers

@@ -9,23 +9,28 @@ from megatron import log, object_store
 from megatron.config import Config
 from megatron.data import dataset_metadata
 from megatron.errors import DataError
+from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.control_tokens import BY_NAME
 from megatron.tokenizer.identity import is_same
 
 
-def choose_eod(tokenizer: Tokenizer, config: Config) -> None:
-    """Set the end-of-document token of ``tokenizer`` for a run, the first of these that there is:
+def choose_eod(tokenizer: Tokenizer, config: Config, world: Group = SINGLE) -> None:
+    """Set the end-of-document token of ``tokenizer`` for a run, the first of these that there is. Collective.
 
     1. --eod-token NAME, or the token that a resumed run was started with;
     2. the token with which the documents of the run's token files end;
     3. the tokenizer's choice by its folder (``Tokenizer.eod_name``).
 
+    Args:
+        world: all ranks of the run.
+
     Raises:
-        DataError: If the documents of a token file end with another token; the message names both.
+        DataError: on all ranks alike. The documents of a token file end with another token (the message names both),
+            or the sidecar of a token file cannot be read.
     """
     usual, wanted = tokenizer.eod_name, config.data.eod_token
-    of_files = list(_of_files(tokenizer, config))
+    of_files = _read_by_first_rank(tokenizer, config, world)
     is_given = "eod_token" in config.given
     if wanted is not None and not is_given and wanted != BY_NAME and tokenizer.token_to_id(wanted) is None:
         log.info(f"the tokenizer has no {wanted}, which ended the documents of this run: --eod-token is chosen again")
@@ -46,6 +51,28 @@ def choose_eod(tokenizer: Tokenizer, config: Config) -> None:
                 f"run is {_named(tokenizer, tokenizer.eod_id)}. Give --eod-token '{tokenizer.name_of(eod_id)}', or "
                 "build the token file again"
             )
+
+
+def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group) -> list[tuple[str, int]]:
+    """Return ``_of_files`` of the first rank on every rank. Collective.
+
+    The first rank reads the data. Others, such as those of a pipeline's middle stages, do not, so their hosts need not
+    have the files.
+
+    Raises:
+        DataError: the first rank cannot read a sidecar; on all ranks alike.
+    """
+    found: list[tuple[str, int]] = []
+    problem: str | None = None
+    if world.rank == 0:
+        try:
+            found = list(_of_files(tokenizer, config))
+        except DataError as error:
+            problem = str(error)
+    found, problem = world.broadcast_object((found, problem))
+    if problem is not None:
+        raise DataError(problem)
+    return found
 
 
 def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.arguments.flag_values import with_variables
+from megatron.arguments.messages import with_variables
 from megatron.config import Config
-from megatron.data import BlendPaths
 from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.data import BlendPaths
 
 
 @dataclass
@@ -45,7 +47,9 @@ def get_config() -> Config:
 
 
 def get_data_paths() -> BlendPaths:
-    """Return which corpora the flags name for each split, and how they are read."""
+    """Return the corpora that the flags name for each split, and how they are read."""
+    from megatron.data import BlendPaths  # imports numpy, which --help does not need
+
     settings = get_config().data
     return BlendPaths(
         **settings.corpora,

@@ -1,4 +1,4 @@
-"""From a started process to a tested grid of ranks."""
+"""The device and the process groups of this rank, and the check that all ranks run the same program."""
 
 from __future__ import annotations
 
@@ -20,89 +20,103 @@ from megatron.training.device_setup import backend_of, check_device_fits, config
 from megatron.training.rank_consistency import check_ranks_identical, compare_devices
 from megatron.training.world import World
 
-MOST_MESHED = 128
-"""Ranks of a job up to which gloo connects each with each as soon as a group is made."""
+MAX_MESH_RANKS = 128
+"""Number of ranks up to which gloo connects all pairs of ranks when a group is created."""
 
-MOST_QUEUES = "32"
-"""Of CUDA_DEVICE_MAX_CONNECTIONS."""
+PIPELINE_QUEUES = "32"
+"""CUDA_DEVICE_MAX_CONNECTIONS of a pipeline."""
 ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
-"""Of PYTORCH_ALLOC_CONF."""
+"""PYTORCH_ALLOC_CONF."""
 
 
 def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) -> World:
-    """Form the process groups, choose the device, and check that all ranks run the same thing. Collective.
+    """Choose the device, form the process groups, and check that all ranks run the same program. Collective.
 
     Args:
         signal_name: returns the signal that has asked this process to stop, or None.
 
     Raises:
         ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments, or share a
-            number or a GPU.
-        PeerError: not all ranks came.
-        StopRequest: asked to stop while others were missing.
+            rank number or a GPU.
+        PeerError: not all ranks joined.
+        StopRequest: asked to stop while other ranks were missing.
     """
-    give_queues(has_pipeline=config.parallel.has_pipeline, tensor_size=config.parallel.model_parallel_size)
-    let_memory_grow()
-    connect_as_needed()
-    kind = configure_device(config)
-    check_device_fits(config, kind)
+    # Environment variables that torch reads when the device or the first group is created.
+    set_stream_queues(has_pipeline=config.parallel.has_pipeline, tensor_size=config.parallel.model_parallel_size)
+    set_allocator_options()
+    set_lazy_connections()
+
+    # Device.
+    device_type = configure_device(config)
+    check_device_fits(config, device_type)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
-    asked = config.parallel.distributed_backend
-    is_through_host = asked == "gloo" and kind != "cpu"  # gloo does not send what lies on a device
-    place = _bind(kind, _shared_device(kind, local_rank) if is_through_host else local_rank)
-    if kind == "cpu":
+    requested_backend = config.parallel.distributed_backend
+    is_through_host = requested_backend == "gloo" and device_type != "cpu"  # gloo does not send device memory
+    torch_device = _bind(device_type, _shared_device(device_type, local_rank) if is_through_host else local_rank)
+    if device_type == "cpu":
         device.keep_freed_memory()
-    timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
-    backend = _backend(asked, kind, is_through_host=is_through_host)
-    _init_process_group(backend, kind, timeout, signal_name)
+
+    # Process groups.
+    timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # the phases of timeouts.py change it later
+    backend = _backend(requested_backend, device_type, is_through_host=is_through_host)
+    _init_process_group(backend, device_type, timeout, signal_name)
     parallel = config.parallel
-    sizes = parallel.model_parallel_size, parallel.pipe_parallel_size
-    beside = parallel.context_parallel_size, parallel.expert_model_parallel_size if config.model.num_experts else 1
-    grid = initialize_model_parallel(*sizes, place, timeout, *beside)
-    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank, loss_stage=config.parallel.loss_stage)
-    compare_devices(place, grid)
-    _touch_every_group(grid, place)
+    grid = initialize_model_parallel(
+        parallel.model_parallel_size,
+        parallel.pipe_parallel_size,
+        torch_device,
+        timeout,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size if config.model.num_experts else 1,
+    )
+    world = World(
+        kind=device_type, device=torch_device, grid=grid, local_rank=local_rank, loss_stage=parallel.loss_stage
+    )
+
+    # Checks over all ranks.
+    compare_devices(torch_device, grid)
+    _touch_every_group(grid, torch_device)
     check_ranks_identical(config, grid)
     device.seed(config.run.seed)
     return world
 
 
-def give_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
-    """Give the streams of a pipeline, if it is on GPUs, a queue each; ahead of whatever asks for a device.
+def set_stream_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS, unless the user has; to be called before CUDA is initialised.
 
-    With CUDA's 8 for all of them the work of a stage may lie behind a receive that waits. Tensor ranks without a
-    pipeline get one for all: kernels start in the order of their calls, so that a sum starts ahead of the product that
-    hides it. What the user says holds.
+    A pipeline gets one hardware queue per stream: with CUDA's default of 8, the work of a stage may be queued behind a
+    receive that waits. Tensor parallelism without a pipeline gets a single queue: kernels start in the order of their
+    calls, so that an all-reduce starts before the matrix product that hides it.
     """
     if has_pipeline:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MOST_QUEUES)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", PIPELINE_QUEUES)
     elif tensor_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def let_memory_grow() -> None:
-    """Let torch's allocators grow what they hold rather than hold pieces; ahead of whatever asks for a device.
+def set_allocator_options() -> None:
+    """Set PYTORCH_ALLOC_CONF, unless the user has, under either name; to be called before the device is used.
 
-    Pinned memory is rounded up to a power of two below 64 MiB alone: main params on the host would take up to twice
-    their bytes. What the user says, by the newer or the older name of the variable, holds.
+    Expandable segments avoid fragmentation. Pinned memory is rounded up to a power of two below 64 MiB only: main
+    params on the host would otherwise take up to twice their bytes.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         is_known = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATOR if is_known else ALLOCATOR.partition(",")[0]
 
 
-def connect_as_needed() -> None:
-    """Let gloo connect two ranks at their first message, in a job of many ranks; ahead of the first group.
+def set_lazy_connections() -> None:
+    """Let gloo connect two ranks at their first message if there are many ranks; called before the first group.
 
-    For a mesh every rank reads from the store what every other one wrote, a number for each rank in it: at 10,000 ranks
-    2e8 messages and 8e12 bytes, and 10,000 connections of each rank. What the user says holds.
+    For a full mesh, every rank reads from the store what every other rank wrote: at 10,000 ranks 2e8 messages of
+    8e12 bytes in all, and 10,000 connections per rank. TORCH_GLOO_LAZY_INIT of the user takes precedence.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > MOST_MESHED:
+    if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def stop() -> None:
-    """Leave the process groups together: no rank ends while another still works. Collective."""
+    """Destroy the process groups after a barrier, so that no rank ends while another still works. Collective."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -119,13 +133,13 @@ def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
 
 
 def _shared_device(kind: str, local_rank: int) -> int:
-    """Return the number of this rank's device where a host may have more ranks than devices: they take them in turn."""
+    """Return the index of this rank's device if a host has more ranks than devices, which then share them in turn."""
     number, ranks = device.count(kind), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not 0 < number < ranks:
         return local_rank
     if os.environ.get("RANK") == "0":
         log.info(f"{ranks} ranks share {number} {kind} device{'' if number == 1 else 's'} on this host")
-    os.environ["LOCAL_RANK"] = str(local_rank % number)  # by which DeepSpeed takes its device
+    os.environ["LOCAL_RANK"] = str(local_rank % number)  # which DeepSpeed reads
     return local_rank % number
 
 
@@ -133,7 +147,7 @@ def _bind(kind: str, local_rank: int) -> torch.device:
     try:
         return device.bind(kind, local_rank)
     except ValueError as error:
-        with marked(is_of_this_rank=True):  # the ranks with a device wait for this one
+        with marked(is_of_this_rank=True):  # other ranks wait for this one
             raise ConfigError(str(error)) from None
 
 
@@ -144,7 +158,7 @@ def _init_process_group(
         return
     if backend == "nccl" and kind != "cuda":
         raise ConfigError("--distributed-backend nccl needs CUDA devices, found none. Use gloo.")
-    if "RANK" not in os.environ:  # started by hand, alone
+    if "RANK" not in os.environ:  # started by hand, without a launcher
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -159,21 +173,21 @@ def _init_process_group(
         ) from error
 
 
-def _touch_every_group(grid: Grid, place: torch.device) -> None:
-    """Send one number through each group: what cannot communicate fails here, not in the first step."""
+def _touch_every_group(grid: Grid, torch_device: torch.device) -> None:
+    """All-reduce one number over each group, so that a broken connection fails here and not in the first step."""
     touched: set[tuple[int, ...]] = set()
     for name in ("tensor", "pipe", "context", "data", "data_context", "expert", "expert_data", "model", "world"):
         group: Group = getattr(grid, name)
         if group.size == 1 or group.ranks in touched:
             continue
         touched.add(group.ranks)
-        value = torch.ones(1, device=place)
+        value = torch.ones(1, device=torch_device)
         try:
             dist.all_reduce(value, group=group.handle)
         except dist.DistError as error:
-            own = fault_of_this_rank(error, is_set_up=True)
-            if own is None:
+            local_error = fault_of_this_rank(error, is_set_up=True)
+            if local_error is None:
                 raise
-            raise own from None
+            raise local_error from None
         if value.item() != group.size:
             raise PeerError(f"the {name} group must have {group.size} ranks, heard from {value.item():.0f}")

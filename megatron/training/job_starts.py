@@ -29,7 +29,7 @@ def has_saved(folder: Path) -> bool:
 def _job_of(checkpoint: Path) -> str | None:
     path = checkpoint / MANIFEST_NAME
     try:
-        return manifest_from_bytes(path.read_bytes(), path).state.get("job")
+        return manifest_from_bytes(path.read_bytes(), path).metadata.get("job")
     except (OSError, CheckpointError):
         return None
 

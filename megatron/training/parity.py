@@ -98,9 +98,9 @@ def trace_steps(
                 valid = data.batches("valid", config, here, length=trainer.next_seq_length)
                 trace.eval_losses.append(engine.evaluate_batch(valid))
     for name, parameter in named_parameters(engine.module):
-        master = engine.optimizer.master_of(parameter) if parameter.requires_grad else parameter
-        shard = shard_of(master)
-        trace.weights[name] = (shard, _kept(shard.unpadded(master)))
+        main_param = engine.optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
+        shard = shard_of(main_param)
+        trace.weights[name] = (shard, _kept(shard.unpadded(main_param)))
     return trace
 
 
@@ -141,7 +141,7 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
     step = optimizer.step
 
     def capturing_step(closure: None = None) -> None:
-        optimizer.sum_partial_gradients()
+        optimizer.reducer.sum_over_groups()
         if not trace.gradients:
             for name, parameter in named_parameters(engine.module):
                 gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)

@@ -52,8 +52,8 @@ class PipelineStepEngine:
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
         engine.agrees_on_data = False  # training data loaders never end
-        engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean)
-        engine.mean_micro_batches = share.mean
+        engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean_num_micro_batches)
+        engine.mean_num_micro_batches = share.mean_num_micro_batches
         engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
@@ -64,7 +64,7 @@ class PipelineStepEngine:
         self._step, (self._first, number, mean) = step, share or self.share
         set_micro_batches(self.engine, number)
         self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
-        self.engine.mean_micro_batches = mean
+        self.engine.mean_num_micro_batches = mean
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
@@ -79,7 +79,7 @@ class PipelineStepEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         with as_data_error():
-            self.engine.eval_batch(data, num_micro_batches=self.share.number)
+            self.engine.eval_batch(data, num_micro_batches=self.share.num_micro_batches)
         return loss_values(self.engine.means)[0]  # already on the host, unlike the result of eval_batch
 
     def use_deepspeed(self) -> None:

@@ -1,93 +1,255 @@
-"""--load, --resume, --finetune: what a start takes up; from a Hugging Face folder."""
+"""Resume: restore a run from a checkpoint, from top to bottom.
+
+| step | file |
+|---|---|
+| choose the run folder and the checkpoint | ``run_folder.py``, ``checkpoint_source.py``, ``checkpoint/loading.py`` |
+| check that the checkpoint fits the run | ``checkpoint_checks.py``; the rules are in ``compatibility.py`` |
+| load weights and optimizer | ``restore`` below; ``deepspeed_checkpoint.py``, ``pretrained.py`` for other formats |
+| loss scale, random states, counters | ``loss_scale_resume.py``, ``state_records.py``, ``train_progress.py`` |
+| position in the data | ``data_resume.py`` |
+| states of the callbacks | ``callback_states.py`` |
+
+The checkpointer calls ``resume`` in ``on_train_start``, and ``roll_back_to`` when the stability guard rolls back.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron import log
-from megatron.checkpoint import Checkpoint
-from megatron.checkpoint.huggingface import weights
-from megatron.checkpoint.huggingface.tokenizer import tokenizer_difference
+from megatron.checkpoint import Checkpoint, TensorRecord, open_latest
+from megatron.checkpoint.downloading import fetch_newest
+from megatron.checkpoint.folders import checkpoints_in
+from megatron.checkpoint.huggingface.origin import CARRIED, STATE
+from megatron.checkpoint.huggingface.tokenizer import origin_in
+from megatron.checkpoint.resized_vocab import fill, is_resized
 from megatron.config import Config
-from megatron.errors import CheckpointError, ConfigError, DataError, marked
+from megatron.errors import marked
+from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import deepspeed_checkpoint, deepspeed_folders
+from megatron.training.callback_states import callback_states_in
+from megatron.training.checkpoint_checks import check_fits, check_tokenizer, has_moments
+from megatron.training.checkpoint_lineage import CheckpointLineage
 from megatron.training.checkpoint_source import is_deepspeed_folder
-from megatron.training.compatibility import warn_of_weights
-from megatron.training.state_records import weight_records
-from megatron.training.train_state import RestoreOptions, TrainState, check_fits, open_for, restore
+from megatron.training.compatibility import layout_text, warn_of_changes, warn_of_weights
+from megatron.training.data_resume import SavedData, resume_order
+from megatron.training.finished_run import finished_text
+from megatron.training.loss_scale_resume import restore_scaler
+from megatron.training.pretrained import is_pretrained, load_pretrained
+from megatron.training.restore_options import EVERYTHING, RestoreOptions
+from megatron.training.run_folder import RunPaths
+from megatron.training.state_records import (
+    make_moments,
+    optimizer_records,
+    restore_rng,
+    router_records,
+    set_optimizer_steps,
+    weight_records,
+)
+from megatron.training.timeouts import LOADING
+from megatron.training.train_progress import TrainProgress
 from megatron.training.trainer import Trainer
-
-# Starting from the weights in a Hugging Face folder, in any layout.
-
-
-def is_pretrained(source: Path) -> bool:
-    """Tell whether ``source`` is a Hugging Face folder rather than one of ours."""
-    return weights.is_folder(source)
+from megatron.training.world import World
 
 
-def start_from(trainer: Trainer, source: Path) -> None:
-    """Fill the model's weights; each rank reads the parts that it holds. Steps and samples count from 0. Collective.
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run has resumed from.
+
+    Args:
+        path: the checkpoint, or a Hugging Face folder.
+        sequence: its number in the order of the folder's checkpoints.
+        is_complete: everything was restored, so a rollback may return to this checkpoint.
+        data: the identity of the training data and the position in it; empty if the position was not restored.
+        export_metadata: entries for an export to Hugging Face, which the checkpoints of this run store as well.
+        lineage: the checkpoints of the folder that belong to this history of the run.
+    """
+
+    path: Path
+    sequence: int = 0
+    is_complete: bool = False
+    data: SavedData = SavedData()
+    export_metadata: dict[str, Any] = field(default_factory=dict)
+    lineage: CheckpointLineage = field(default_factory=CheckpointLineage)
+
+
+def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed | None:
+    """Restore what the flags select from the checkpoint that the run starts from; None without one. Collective.
+
+    A restart by the launcher restores everything, whatever the flags select.
+
+    Args:
+        tokenizer: identity of the run's tokenizer, if known.
 
     Raises:
-        CheckpointError: the folder is of another model, or damaged; or the flags ask for more than weights.
+        CheckpointError: the checkpoint is damaged or does not fit the run; nothing has been changed then.
     """
-    flags = trainer.config.checkpoint
-    with ExitStack() as stack:
+    config, flags, world = trainer.config, trainer.config.checkpoint, trainer.world
+
+    # Checkpoint: chosen by run_folder.choose; from an object store it is downloaded by all ranks together.
+    source = paths.source
+    if paths.remote is not None and paths.downloads is not None:
+        with trainer.phases.over(LOADING), marked(is_of_this_rank=False):
+            source = fetch_newest(paths.remote, paths.downloads, world.grid.host, strict=flags.strict_load)
+    if source is None:
+        return None
+    with trainer.phases.over(LOADING):
+        if is_pretrained(source):
+            load_pretrained(trainer, source)
+            export_metadata = {STATE: origin_in(source).state()} if world.rank == 0 else {}
+            return Resumed(source, export_metadata=export_metadata)
+        checkpoint = open_source(source, world, strict=flags.strict_load)
+        metadata = checkpoint.metadata
+        options = EVERYTHING if paths.is_restart else RestoreOptions.of(flags)
+
+        # Compatibility: tokenizer, data, model, optimizer.
+        order = None
         with marked(is_of_this_rank=False):
-            if not (flags.finetune or flags.eval_only):
-                raise CheckpointError(
-                    f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
+            check_tokenizer(metadata, tokenizer, allow_change=flags.allow_vocab_change, config=config)
+            if options.data:
+                order = resume_order(
+                    trainer.data,
+                    metadata,
+                    config.tokens_per_sample,
+                    allow_change=flags.allow_data_change,
+                    config=config,
                 )
-            folder = weights.open_pretrained(source, stack)
-            folder.check_fits(trainer.config)
-        folder.load(weight_records(trainer.engine.module, trainer.engine.optimizer))
-    trainer.engine.optimizer.copy_masters_to_parameters()
-    if trainer.world.rank == 0:
-        advice = f". The folder's own: {folder.flags}"
-        warn_of_weights(folder.config.to_dict(), trainer.config, source, advice)
-        _compare_tokenizers(trainer.config, source)
-    log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")
+            fingerprint = trainer.data.fingerprint if trainer.data.order is None else None
+            check_fits(checkpoint, config, fingerprint, options)
+
+        # Weights, optimizer, loss scale, random states, counters.
+        if deepspeed_folders.is_of_this_format(checkpoint):
+            trainer.engine.use_deepspeed()
+            trainer.progress = deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, config, world, options)
+        else:
+            trainer.progress = restore_run(trainer, checkpoint, options)
+
+        # Position in the data, states of the callbacks.
+        if order is not None:
+            trainer.data.use_order(order)
+        if options.optimizer:
+            trainer.load_state_dict(callback_states_in(metadata))
+        _report(trainer, checkpoint, options)
+    return Resumed(
+        checkpoint.path,
+        checkpoint.sequence,
+        is_complete=options == EVERYTHING,
+        data=SavedData.of(metadata) if options.data else SavedData(),
+        export_metadata={name: metadata[name] for name in CARRIED if name in metadata},
+        lineage=CheckpointLineage.of(metadata),
+    )
 
 
-def _compare_tokenizers(config: Config, source: Path) -> None:
-    """Say whether the run's tokenizer gives the ids that the weights of ``source`` were trained on, as far as seen."""
-    try:
-        found = tokenizer_difference(source, config)
-    except (ConfigError, DataError) as error:
-        log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
-        return
-    if found:
-        log.warning(f"the tokenizer is not that of {source}: {found}. Token ids have another meaning")
-    else:
-        log.info(f"the tokenizer has the ids of that in {source}")
+def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Restore everything but the position in the data from an earlier checkpoint of this run. Collective."""
+    with marked(is_of_this_rank=False):
+        check_fits(checkpoint, trainer.config, None, EVERYTHING)
+    trainer.progress = restore_run(trainer, checkpoint, EVERYTHING)
+    trainer.load_state_dict(callback_states_in(checkpoint.metadata))
 
 
-# The parts of going on from a checkpoint, which the checkpointer does at the start of a run.
+def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
+    """Open and verify the newest checkpoint of ``source``, in either format. Collective.
 
+    Args:
+        source: a run folder, its folder of checkpoints, or one checkpoint.
+        strict: raise if the newest one is damaged, instead of trying older ones.
 
-def open_source(trainer: Trainer, source: Path) -> Checkpoint:
-    """Return the checkpoint that ``source`` means, in whichever format. Collective."""
-    strict = trainer.config.checkpoint.strict_load
+    Raises:
+        CheckpointError: there is none, or none that verifies.
+    """
     if is_deepspeed_folder(source):
-        return deepspeed_folders.open_newest(source, trainer.world.grid.host, strict=strict)
-    return open_for(source, trainer.world, strict=strict)
+        return deepspeed_folders.open_newest(source, world.grid.host, strict=strict)
+    return open_latest(checkpoints_in(source), world.grid.host, strict=strict)
 
 
-def restore_from(trainer: Trainer, checkpoint: Checkpoint, taken: RestoreOptions) -> TrainState:
-    """Put the state of ``checkpoint``, in whichever format, into model and optimizer. Collective."""
-    fingerprint = trainer.data.fingerprint if trainer.data.order is None else None
-    if deepspeed_folders.is_of_this_format(checkpoint):
-        with marked(is_of_this_rank=False):
-            check_fits(checkpoint, trainer.config, fingerprint, taken)
-        trainer.engine.use_deepspeed()
-        return deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, trainer.config, trainer.world, taken)
+def restore_run(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> TrainProgress:
+    """Restore the trainer's model and optimizer; see ``restore``. Collective."""
+    engine = trainer.engine
     return restore(
         checkpoint,
         config=trainer.config,
-        module=trainer.engine.module,
-        optimizer=trainer.engine.optimizer,
+        module=engine.module,
+        optimizer=engine.optimizer,
         world=trainer.world,
-        fingerprint=fingerprint,
-        taken=taken,
+        options=options,
     )
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    options: RestoreOptions,
+) -> TrainProgress:
+    """Load a checkpoint into model, optimizer and random generators; return the counters to continue with. Collective.
+
+    ``check_fits`` has accepted the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape; on all ranks, before anything is copied.
+    """
+    metadata = checkpoint.metadata
+
+    # Weights (main params) and moments, in one pass over the files.
+    records = list(weight_records(module, optimizer))
+    if options.optimizer:
+        if metadata["optimizer_steps"] or has_moments(checkpoint):
+            make_moments(optimizer)
+            records += optimizer_records(module, optimizer)
+        else:
+            optimizer.inner.state.clear()  # fp16 had skipped every step, or SGD without momentum: there are no moments
+        records += router_records(module, world)
+    _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
+    optimizer.copy_main_params_to_parameters()
+
+    # Loss scale, and the steps of Adam's bias correction.
+    if options.optimizer:
+        restore_scaler(optimizer.scaler, metadata, config)
+        set_optimizer_steps(optimizer, metadata["optimizer_steps"])
+
+    # Random states belong to ranks, so they are restored in the same layout only.
+    if options.generators and layout_text(metadata["layout"], world.grid.topology) is None:
+        restore_rng(checkpoint, world)
+
+    # Counters, which the learning rate, the batch size and the length of the run follow.
+    return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
+
+
+def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
+    """Fill the records; tables of a vocabulary that has been resized follow ``resized_vocab.fill``. Collective."""
+    saved_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
+    resized = [
+        record
+        for record in records
+        if record.name in saved_shapes and is_resized(saved_shapes[record.name], record.shard.global_shape)
+    ]
+    resized_names = {record.name for record in resized}
+    checkpoint.load([record for record in records if record.name not in resized_names])
+    for record in resized:
+        read = functools.partial(checkpoint.read, record.name)
+        fill(record.shard.unpadded(record.tensor), record.shard, saved_shapes[record.name], read)
+
+
+def _report(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> None:
+    """Log what was loaded, and how this run differs from the one that saved it."""
+    config, world, metadata = trainer.config, trainer.world, checkpoint.metadata
+    log.info(f"loaded {checkpoint.path}: going on after step {trainer.progress.step}")
+    if moved := layout_text(metadata["layout"], world.grid.topology):
+        anew = "; torch's generators start from --seed" if options.generators else ""
+        log.info(f"{moved}: each rank reads the slices that it needs{anew}")
+    if world.rank == 0:
+        if options.data:
+            warn_of_changes(metadata, config, world.kind)
+        else:
+            warn_of_weights(metadata.get("config", {}), config, checkpoint.path)
+    if not trainer.steps_left and not config.checkpoint.eval_only:
+        log.info(finished_text(trainer))

@@ -85,7 +85,7 @@ def build_engine(
             gas=batch.gas,
             num_replicas=replicas.size,
         )
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     routers = None
     if config.model.num_experts:
         routers = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)

@@ -37,7 +37,6 @@ from tds.bubble_timer import BubbleTimer
 from tds.clocks import clock_for
 from tds.device import random_numbers_kept
 from tds.engine.micro_batches import read_ahead
-from tds.gradients import is_reduced_apart, reduce_gradients
 from tds.loss import LossMeter
 from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 
@@ -94,13 +93,12 @@ class SingleStageEngine:
             step: index of the step, from 0.
             share: this replica's micro-batches; None uses ``self.share``.
         """
-        first, num_micro_batches, mean_micro_batches = share or self.share
-        tokens_per_step = self.micro_batch_tokens * mean_micro_batches
-        optimizer, replicas = self.optimizer, self.grid.data_context
-        works_in_backward = optimizer.sums_gradients or optimizer.gathers_weights
+        first, num_micro_batches, mean_num_micro_batches = share or self.share
+        tokens_per_step = self.micro_batch_tokens * mean_num_micro_batches
+        optimizer = self.optimizer
         reported: dict[str, torch.Tensor] = {}
         meter = LossMeter(
-            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_micro_batches
+            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_num_micro_batches
         )
         set_micro_batches(self.engine, num_micro_batches)
         self.engine.train()
@@ -124,11 +122,10 @@ class SingleStageEngine:
                 weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
                 self.routers.set_scale(optimizer.loss_scale / weight)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
-            if works_in_backward and micro_batch == num_micro_batches - 1:
+            if micro_batch == num_micro_batches - 1:
                 optimizer.begin_last_backward()
             self.engine.backward(trained * optimizer.loss_scale, scale_wrt_gas=False)
-            if works_in_backward:
-                optimizer.end_micro_batch()
+            optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
 
         # 2. All-reduce of the losses over the replicas.
@@ -136,11 +133,7 @@ class SingleStageEngine:
         reduction = self._reduce_losses(meter)
 
         # 3. All-reduce of the gradients; the optimizer applies the remaining factor.
-        if optimizer.sums_gradients:
-            optimizer.scale_gradients(1.0)
-        elif replicas.size > 1:
-            gradients = [gradient for p, gradient in optimizer.gradients() if not is_reduced_apart(p)]
-            reduce_gradients(gradients, replicas.handle)
+        optimizer.finish_gradient_sums()
         read_ahead(data)
         read_with_norm(optimizer, reduction)
 
@@ -157,10 +150,12 @@ class SingleStageEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
         self.engine.eval()
-        nominal = nominal_weight(self.micro_batch_tokens * self.share.mean)
-        meter = LossMeter(self.share.number, nominal, self.device, mean_micro_batches=self.share.mean)
+        nominal = nominal_weight(self.micro_batch_tokens * self.share.mean_num_micro_batches)
+        meter = LossMeter(
+            self.share.num_micro_batches, nominal, self.device, mean_num_micro_batches=self.share.mean_num_micro_batches
+        )
         with random_numbers_kept(self.device):  # layers and samples of the user may draw random numbers
-            for micro_batch in range(self.share.number):
+            for micro_batch in range(self.share.num_micro_batches):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
         self.engine.train()

@@ -12,7 +12,6 @@ from megatron.checkpoint import (
     TensorRecord,
     named_parameters,
 )
-from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.models.common.parameters import named_modules
 from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of
@@ -21,10 +20,10 @@ from megatron.training.world import World
 
 
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO a part of each weight."""
+    """Yield the main params that this rank holds; with ZeRO a shard of each."""
     for name, parameter in named_parameters(module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
-        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
+        main_param = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
+        yield TensorRecord(f"weights/{name}", main_param.detach(), shard_of(main_param), optimizer.owns(parameter))
 
 
 def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
@@ -32,11 +31,11 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
-        master = optimizer.master_of(parameter)
-        state = optimizer.inner.state.get(master, {})
+        main_param = optimizer.main_param_of(parameter)
+        state = optimizer.inner.state.get(main_param, {})
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and key != "step":
-                shard = _shard_of_state(key, value, master)
+                shard = _shard_of_state(key, value, main_param)
                 yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
 
 
@@ -86,21 +85,21 @@ def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
     kept = [(group["lr"], group["weight_decay"]) for group in groups]
     for group in groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
-        for master in group["params"]:
-            master.grad = torch.zeros_like(master)
-    optimizer.update_masters()
+        for main_param in group["params"]:
+            main_param.grad = torch.zeros_like(main_param)
+    optimizer.update_main_params()
     optimizer.zero_grad()
     for group, (lr, weight_decay) in zip(groups, kept, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _shard_of_state(key: str, value: torch.Tensor, master: torch.Tensor) -> Shard:
+def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> Shard:
     """Return where ``value`` lies in its global tensor.
 
-    It has the master's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
+    It has the main param's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
     mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
     """
-    shard, local = shard_of(master), tuple(master.shape)
+    shard, local = shard_of(main_param), tuple(main_param.shape)
     if len(value.shape) != len(local) or any(
         own not in (1, size) for own, size in zip(value.shape, local, strict=True)
     ):

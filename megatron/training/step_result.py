@@ -14,8 +14,9 @@ from megatron.optim import MixedPrecisionOptimizer
 class StepResult:
     """What one optimizer step gave, the same on every rank.
 
-    ``is_skipped``: the weights are as before. ``is_refused``: because whoever judges steps said so, not for an overflow
-    of fp16. ``problem``: what the guard found wrong with the step, in words. ``expert_load``: of a model with experts.
+    ``is_skipped``: the weights are as before. ``is_refused``: because the stability guard rejected the step, and not
+    because fp16 gradients overflowed. ``problem``: what the guard found wrong with the step, in words. ``expert_load``:
+    of a model with experts.
     """
 
     loss: float
@@ -54,16 +55,16 @@ class ModuleError(NumericsError):
 
 
 class FiniteLossCheck:
-    """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
+    """Raises an error if the loss or the gradient norm of a step is not finite; the default ``policy.accepts_step``.
 
-    It does so in the update, behind all that ranks do together in a step: one that left earlier would leave the others
+    It raises in the update, after the collectives of the step: a rank that raised earlier would leave the other ranks
     waiting.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
         self._optimizer = optimizer
         self._loss = 0.0
-        optimizer.judge = self._allows
+        optimizer.policy.accepts_step = self._allows
 
     def take_loss(self, loss: float) -> None:
         """Note the mean loss of the step, ahead of its update."""
@@ -73,7 +74,7 @@ class FiniteLossCheck:
         if not math.isfinite(self._loss):
             raise LossError(self._not_finite_text())
         if not math.isfinite(norm):
-            raise NumericsError(self._optimizer.not_finite_text(norm))
+            raise NumericsError(self._optimizer.policy.not_finite_text(norm))
         return True
 
     def _not_finite_text(self) -> str:
@@ -82,7 +83,7 @@ class FiniteLossCheck:
         return (
             f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
             "the samples, or leave such steps out with --stability-guard skip."
-            + (gathers if self._optimizer.gathers_weights else "")
+            + (gathers if self._optimizer.store.gathers_weights else "")
         )
 
 

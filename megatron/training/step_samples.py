@@ -26,7 +26,7 @@ class StepSamples:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches on a replica, the most of all."""
-        return self.share(0).number
+        return self.share(0).num_micro_batches
 
     def share(self, replica: int) -> Share:
         """Return the micro-batches of a replica."""

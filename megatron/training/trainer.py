@@ -1,4 +1,4 @@
-"""Trainer: the loop over steps. Callback: what is done around a step (megatron/training/callbacks)."""
+"""Trainer: the loop over steps. Callback: hooks called around each step (megatron/training/callbacks)."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from megatron.runtime.exit_signals import REGROUP, StopRequests
 from megatron.runtime.launcher_files import asked_through_launcher
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
-from megatron.training.data_resume import epochs_values, tokens_values
+from megatron.training.data_progress import epochs_values, tokens_values
 from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
 from megatron.training.timeouts import OPENING_DATA, STEP, Sections
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
 ANOTHER = "another rank was asked to stop"
 
 
 class Callback:
-    """Something that is done around the steps of a run. A subclass overrides the hooks that it needs.
+    """Hooks called around the training steps of a run. Subclasses override the ones they need.
 
     | hook | is called |
     |---|---|
-    | ``on_train_start()`` | once, ahead of the first step; a checkpoint has been loaded |
-    | ``on_load_end(step)`` | when the run has gone back to the checkpoint of ``step`` |
-    | ``on_step_start()`` | ahead of the forward of a step |
-    | ``on_before_update(loss)`` | with the gradients of all micro-batches summed, ahead of the optimizer |
-    | ``on_after_update(result)`` | behind the update, or behind what was skipped of it; the step is counted |
-    | ``on_log(metrics)`` | in steps that are logged; adds numbers to ``metrics``, or writes them |
-    | ``on_step_end(result)`` | at the end of a step, ahead of what all ranks agree on |
-    | ``on_save()`` | when any rank has asked for a checkpoint by ``request_save`` |
-    | ``on_evaluate_end(split, values)`` | when the loss of a split is known; of --eval-tasks, ``split`` is "tasks" |
-    | ``on_save_end(step, path, values)`` | when a checkpoint was written (``path``), staged or not written |
-    | ``on_export_end(step, path)`` | on rank 0, when a Hugging Face folder was written (``path``) |
-    | ``on_train_end()`` | behind the last step, or behind the one after which the run was asked to stop |
+    | ``on_train_start()`` | once, before the first step; a checkpoint has been loaded |
+    | ``on_load_end(step)`` | after a rollback to the checkpoint of ``step`` |
+    | ``on_step_start()`` | before the forward pass of a step |
+    | ``on_before_update(loss)`` | before the optimizer, with the gradients of all micro-batches reduced |
+    | ``on_after_update(result)`` | after the update, or after it was skipped; the step has been counted |
+    | ``on_log(metrics)`` | in steps that are logged; adds values to ``metrics``, or writes them |
+    | ``on_step_end(result)`` | at the end of a step, before all ranks agree on stopping and saving |
+    | ``on_save()`` | when any rank has called ``request_save`` |
+    | ``on_evaluate_end(split, values)`` | when the loss of a split is known; for --eval-tasks, ``split`` is "tasks" |
+    | ``on_save_staged(step, values)`` | with --async-save, when the tensors have been copied and training continues |
+    | ``on_save_end(step, path, values)`` | once per save: when it is committed (``path``), or has failed (None) |
+    | ``on_export_end(step, path)`` | on rank 0, when a Hugging Face folder has been written (``path``) |
+    | ``on_train_end()`` | after the last step, or after the step at which the run was asked to stop |
     | ``on_exception(error)`` | when an error ends the run on this rank |
-    | ``find_nonfinite(error)`` | when a number that is not finite ends a step: says where it is, "" for elsewhere |
+    | ``find_nonfinite(error)`` | when a non-finite value ends a step: describes its location; "" if it is elsewhere |
 
-    Hooks are called in the order of the list of callbacks, on all ranks the same, so a hook may hold collectives. Four
-    may not, for ranks come to them by themselves: ``on_save_end``, ``on_export_end``, ``on_exception`` and
-    ``find_nonfinite``.
+    Hooks are called in the order of the list of callbacks, which is the same on all ranks, so they may call
+    collectives. Exceptions are ``on_save_end``, ``on_export_end``, ``on_exception`` and ``find_nonfinite``, which ranks
+    call at different times.
 
     Attributes:
-        every: the hooks of a step (``on_step_start`` to ``on_step_end``, not ``on_log``) are called in each so many-th;
-            0: in none.
-        on_all_ranks: False: it is there on rank 0 alone, and calls no collective.
-        trainer: whose steps these are; known from ``on_train_start`` on.
+        every: call the hooks of a step (``on_step_start`` to ``on_step_end``, not ``on_log``) every N steps; 0: never.
+        on_all_ranks: False: the callback exists on rank 0 only, and calls no collectives.
+        trainer: the trainer that calls the hooks; set from ``on_train_start`` on.
     """
 
     every = 1
@@ -68,7 +68,7 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """What its state is called in checkpoints."""
+        """Name of the callback's state in checkpoints."""
         return type(self).__name__
 
     def on_train_start(self) -> None: ...
@@ -89,6 +89,8 @@ class Callback:
 
     def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None: ...
 
+    def on_save_staged(self, step: int, values: dict[str, Any]) -> None: ...
+
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None: ...
 
     def on_export_end(self, step: int, path: Path) -> None: ...
@@ -101,11 +103,11 @@ class Callback:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it: plain data, the same on every rank that has it."""
+        """Return the callback's checkpoint state: values that JSON can hold, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. Not called where the checkpoint has none: it begins anew then."""
+        """Restore ``state``. Not called if the checkpoint has no state of this callback."""
 
 
 STEP_HOOKS = ("on_step_start", "on_before_update", "on_after_update", "on_step_end")
@@ -147,7 +149,7 @@ class Trainer:
         self.lr_scheduler = make_learning_rate(config)
         self.length = config.run_length(world.grid.data.size)
         self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
-        self.progress = TrainState()
+        self.progress = TrainProgress()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
         self.seq_length = self.lengths.full

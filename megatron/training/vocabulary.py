@@ -9,12 +9,17 @@ from megatron import log
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import has_part, load
+from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import build
 from megatron.training.end_of_document import choose_eod
 
 
-def with_tokenizer(config: Config) -> tuple[Any, Config]:
-    """Return the tokenizer, where one is named, and the configuration with its vocabulary."""
+def with_tokenizer(config: Config, world: Group = SINGLE) -> tuple[Any, Config]:
+    """Return the tokenizer, where one is named, and the configuration with its vocabulary. Collective.
+
+    Args:
+        world: all ranks of the run.
+    """
     files, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
     if not (files.tokenizer_path or files.vocab_file or is_null):
         return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
@@ -25,7 +30,7 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
         tokenizer_path=files.tokenizer_path,
         vocab_size=config.model.vocab_size,
     )
-    choose_eod(tokenizer, config)
+    choose_eod(tokenizer, config, world)
     config = replace(config, data=replace(config.data, eod_token=tokenizer.eod_name))
     if is_null:  # behind whose ids a family may put others
         config = replace(config, model=replace(config.model, vocab_size=None))

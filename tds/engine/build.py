@@ -37,8 +37,8 @@ def make_reducer(
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
     numbers = bucket_numbers(device, grid.data_parallel_size, settings.reduce_bucket_size)
     order = ChunkOrder(every, chunks, tied, numbers=numbers)
-    follow = getattr(gradients, "follow", None)  # a source of a program's own may lack it
-    scatter = None if follow is None or settings.sums_dtype is not None else follow(order)
+    use_buckets = getattr(gradients, "use_buckets", None)  # a program's own source may lack it
+    scatter = None if use_buckets is None or settings.sums_dtype is not None else use_buckets(order)
     return GradientReducer(
         order,
         gradients.of,

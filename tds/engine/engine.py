@@ -43,7 +43,7 @@ class ScheduleEngine:
 
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
-        mean_micro_batches
+        mean_num_micro_batches
                           micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
                           many as on this replica
         on_micro_batch    called with the micro-batch's index before each forward in training
@@ -98,7 +98,7 @@ class ScheduleEngine:
         self._source_class = BothEndsSource if has_both_ends else BatchSource
         self.micro_batches = micro_batches
         self.nominal_weight = 1.0
-        self.mean_micro_batches: float | None = None
+        self.mean_num_micro_batches: float | None = None
         self.agrees_on_data = True
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
@@ -380,7 +380,7 @@ class ScheduleEngine:
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
         more = self.module.get_additional_losses
-        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_micro_batches)
+        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_num_micro_batches)
 
     def _reads_data(self) -> bool:
         return self.is_first_stage() or self.is_last_stage()

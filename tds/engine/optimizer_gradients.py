@@ -28,7 +28,7 @@ class OptimizerGradients:
     def clips_itself(self) -> bool:
         return bool(getattr(self.optimizer, "clips_gradients", False))
 
-    def follow(self, order: BucketSchedule) -> None:
+    def use_buckets(self, order: BucketSchedule) -> None:
         """Return None: gradients stay where the optimizer has them."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -410,3 +410,34 @@ def test_no_torch_and_yaml_only_where_one_is_given(tmp_path):
     for name, loaded in (("a.yaml", True), ("a.toml", False)):
         check = f"{code} assert ('yaml' in sys.modules) is {loaded} and 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", check, str(tmp_path / name)], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "no_weight_tying", "group_query_attention", "no_position_embedding"])
+def test_a_switch_of_another_trainer_that_is_false_sets_nothing(tmp_path: Path, name: str) -> None:
+    assert read(tmp_path, f"{name}: false\n").model == read(tmp_path, "seed: 1\n").model
+    assert read(tmp_path, f"{name}: true\n").model != read(tmp_path, "seed: 1\n").model
+
+
+@pytest.mark.parametrize(
+    ("switch", "own", "value"),
+    [
+        ("group_query_attention: true", "num_query_groups: 2", 2),
+        ("no_position_embedding: true", "use_rotary_position_embeddings: true", "rope"),
+        ("no_position_embedding: true", "position_embedding_type: rope", "rope"),
+    ],
+)
+def test_a_fields_own_key_decides_before_and_after_a_switch_that_yields(
+    tmp_path: Path, switch: str, own: str, value: object
+) -> None:
+    for text in (f"{switch}\n{own}\n", f"{own}\n{switch}\n"):
+        model = read(tmp_path, text).model
+        assert value in (model.num_query_groups, model.position_embedding_type)
+
+
+def test_two_keys_that_set_a_field_must_agree(tmp_path: Path) -> None:
+    assert read(tmp_path, "activation: gated-silu\nswiglu: true\n").model.activation == "gated-silu"
+    message = error_of(tmp_path, "activation: relu\nswiglu: true\n")
+    assert message == (
+        "run.yaml:2: swiglu must agree with run.yaml:1: activation, got activation gated-silu and relu. Leave one of "
+        "them out"
+    )

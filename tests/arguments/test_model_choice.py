@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.arguments import parse
-from megatron.arguments.flag_values import VARIABLE
+from megatron.arguments.help import help_text
 from megatron.arguments.other_programs import GPT
-from megatron.arguments.parser import help_text
+from megatron.arguments.script_defaults import VARIABLE
 from megatron.config import Config
 from megatron.config.decoder import ARCHITECTURE
 from megatron.config.model import ModelConfig

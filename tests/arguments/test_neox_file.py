@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse
+from megatron.arguments.flag_values import scan
 from megatron.arguments.other_programs import GPT
 from megatron.config import Config
 from megatron.errors import ConfigError
@@ -56,11 +57,18 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("gpt_j_residual: true", "neox.yml:1: --gpt-j-residual is not supported"),
-        ("init_method: small_init", "neox.yml:1: --init-method small_init is not supported"),
+        (
+            "init_method: small_init",
+            "neox.yml:1: --init-method small_init is not supported: use normal; for",
+        ),
+        ("output_layer_init_method: wang_init", "use scaled_normal, whose standard deviation is --init-method-std / "),
         ("pos_emb: sinusoidal", "--pos-emb must be one of rotary, learned, alibi, none, got 'sinusoidal'"),
         ("attention_config: [[[local], 2]]", "--attention-config must be global or flash, got local"),
         ("intermediate_size: 64", "use --ff-hidden-size"),
-        ("use_bias_in_mlp: false", "neox.yml:1: unknown key use_bias_in_mlp"),
+        ("use_bias_in_mlp: false", "must be equal, got true and false (a missing one is true)"),
+        ("use_bias_in_mlp: 3", "neox.yml:1: --use-bias-in-mlp must be true or false, got '3'"),
+        ("train_data_paths: [a, b]", "use --train-data-path, which takes pairs of a weight and a path"),
+        ("moe_num_experts: 8", "--moe-num-experts 8 is not supported: use --num-experts"),
         ("zero_optimization: {stage: 9}", "zero_optimization.stage in the JSON"),
         ("fp16: {loss_scal: 1}", "neox.yml:1:1: unknown key loss_scal; did you mean loss_scale"),
     ],
@@ -81,3 +89,33 @@ def test_a_second_json_is_an_error(tmp_path: Path) -> None:
 
 def test_a_section_of_ours_is_read_as_before(tmp_path: Path) -> None:
     assert read("optimizer:\n  lr: 0.5\n", tmp_path).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_switches_for_biases_are_read_whether_true_or_false(has_bias: bool, tmp_path: Path) -> None:
+    switches = "".join(f"use_bias_in_{part}: {has_bias}\n" for part in ("norms", "attn_linear", "mlp"))
+    model = read(switches, tmp_path).model
+    assert (model.norm_bias, model.hidden_bias) == (has_bias, has_bias)
+    rms = read(f"norm: rmsnorm\n{switches}", tmp_path)
+    assert rms.ignored["--use-bias-in-norms"] == "RMSNorm has no bias" and rms.model.hidden_bias == has_bias
+
+
+def test_a_flag_of_the_command_line_replaces_a_switch_of_the_file(tmp_path: Path) -> None:
+    switches = "use_bias_in_norms: true\nuse_bias_in_attn_linear: true\nuse_bias_in_mlp: true\n"
+    model = read(switches, tmp_path, "--no-norm-bias --disable-bias-linear").model
+    assert (model.norm_bias, model.hidden_bias) == (False, False)
+    with pytest.raises(ConfigError, match="--use-bias-in-norms true must agree with .*norm_bias False"):
+        read(switches + "norm_bias: false\n", tmp_path)
+
+
+def test_published_names_start(tmp_path: Path) -> None:
+    text = (
+        "precision: bfloat16\nsliding_window_width: 8\n"
+        "init_method: normal\noutput_layer_init_method: scaled_normal\nextra_save_iters: [1, 2]\n"
+        "te_columnparallel: false\npipe_partition_method: type:transformer|mlp\ntrain_impl: normal\n"
+    )
+    config = read(text, tmp_path)
+    assert (config.precision.dtype, config.model.window_size) == ("bf16", 8)
+    team = scan(["--wandb-team", "t", "--wandb-run-name", "r"]).values
+    assert team == {"wandb_entity": "t", "wandb_exp_name": "r"}
+    assert {"--extra-save-iters", "--pipe-partition-method", "--train-impl normal"} <= set(config.ignored)

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.arguments.parser import OneLineParser, RaisingParser
+from megatron.arguments.argparse_parsers import OneLineParser, RaisingParser
 
 
 def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

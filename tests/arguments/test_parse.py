@@ -12,7 +12,7 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.arguments.flag_values import all_options, rejected_flags, scan, unknown
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
 from megatron.config.data import DataConfig
@@ -20,6 +20,7 @@ from megatron.config.parallel import TRACE_IN_RUN
 from megatron.data.split import split_documents
 from megatron.errors import ConfigError, DataError, exit_code
 from megatron.models.registry import FAMILIES
+from tests.helpers.rows import check_rows
 
 OF_OTHERS = """
 --kd --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
@@ -152,13 +153,16 @@ def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
     assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help-all lists all flags"
 
 
-@pytest.mark.parametrize("flag", [*(f"{flag[:-1]}{flag[-2]}" for flag in rejected_flags("gpt2")), "--learning-rate"])
-def test_only_what_is_accepted_is_suggested(flag: str):
+def test_only_what_is_accepted_is_suggested() -> None:
     """--learning-rate was taken for --actor-learning-rate, which is not supported."""
-    (problem,) = scan([flag]).problems
-    suggested = problem.partition("did you mean ")[2].rstrip("?")
-    assert "unknown flag" not in problem or suggested not in rejected_flags("gpt2")
-    assert flag != "--learning-rate" or suggested == "--lr"
+
+    def check(flag: str) -> None:
+        (problem,) = scan([flag]).problems
+        suggested = problem.partition("did you mean ")[2].rstrip("?")
+        assert "unknown flag" not in problem or suggested not in rejected_flags("gpt2")
+        assert flag != "--learning-rate" or suggested == "--lr"
+
+    check_rows([*(f"{flag[:-1]}{flag[-2]}" for flag in rejected_flags("gpt2")), "--learning-rate"], check)
 
 
 def test_a_global_batch_that_changes_the_recipes_sizes_is_said():
@@ -293,6 +297,12 @@ def test_all_problems_are_told_at_once_and_numbered():
     assert message.startswith("9 problems in the configuration:\n  1. ")
     for part in ("--hiden-size", "--lr", "--batch-size", "--mask-prob", "'stray'", "world_size=4", "4 and 3"):
         assert part in message
+
+
+def test_fewer_hidden_units_than_heads_are_an_error():
+    assert error_of("--hidden-size 2").startswith(
+        "--hidden-size must be a multiple of --num-attention-heads, got 2 and 4"
+    )
 
 
 @pytest.mark.parametrize("line", ["--num-layers 0", "--num-layers 1", "--batch-size 1 --gas 1 --seq-length 1"])

@@ -66,6 +66,7 @@ def test_contenders_of_a_tokenizer_must_write_the_same_tokens(tmp_path: Path, mo
         data.measure_preprocessing(tmp_path, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_smoke_run_measures_both_parts_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = data.main(f"--smoke --tokenizers bpe --ranks 1 --json {tmp_path}/out.json".split())
     written = json.loads((tmp_path / "out.json").read_text())

@@ -58,6 +58,7 @@ def test_the_best_chunks_are_the_fastest_by_simulation() -> None:
         assert steps[best_chunks(case, layers_s, 2, schedule)] == min(steps.values())
 
 
+@pytest.mark.slow
 def test_every_schedule_runs_and_torch_runs_at_the_cuts_of_our_1f1b() -> None:
     contenders = line_up(CASE, LAYERS_S)
     cuts = {kind: {each.cut for each in contenders if each.name.startswith(kind)} for kind in ("torch", "ours 1f1b")}
@@ -81,6 +82,7 @@ def test_every_contender_trains_the_same_model(tmp_path: Path) -> None:
     assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 1
 
 
+@pytest.mark.slow
 def test_two_contenders_from_options_to_files(tmp_path: Path) -> None:
     result = run(tmp_path, "--micro-batches", "4", "--only", "side", "ours zb-h1")
     rows = result["cases"]["m=4"]["rows"]

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from benchmarks import same_program, same_program_turns
 from benchmarks import same_program_compare as compare
-from benchmarks.same_program import BAD_INPUTS, LAYOUTS, PROGRAMS, Checkout, Job
+from benchmarks.same_program import BAD_INPUTS, LAYOUTS, Checkout, Job
+from benchmarks.scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = {step: (7.0 - step / 8, 1.5) for step in range(1, 7)}
@@ -270,7 +271,7 @@ def test_a_program_that_ends_otherwise_than_it_must_is_named(tmp_path: Path) -> 
 
 
 def test_the_cases_are_of_all_families_and_as_many_as_promised() -> None:
-    assert len(LAYOUTS) == 20 and {family for family, _, _ in LAYOUTS} == set(PROGRAMS)
+    assert len(LAYOUTS) == 20 and {family for family, _, _ in LAYOUTS} == set(SCRIPTS)
     assert len(BAD_INPUTS) == 10 and all((ROOT / program).exists() for program, _ in BAD_INPUTS)
     assert {"bash run_gpt2.sh", "tools/plan.py", "tools/generate.py"} < set(same_program.programs_of(ROOT))
     assert len(same_program.fixtures(ROOT)) >= 4

@@ -17,7 +17,11 @@ SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 1024 --seq-length 512 "
     "--max-position-embeddings 512 --batch-size 1 --gas 1 --attention-dropout 0 --hidden-dropout 0 --data-path none"
 )
-FOUND = predictions(device("h100-80g"), devices=(8, 64, 1024), flags=f"{SMALL} --bf16")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Prediction]:
+    return predictions(device("h100-80g"), devices=(8, 64, 1024), flags=f"{SMALL} --bf16")
 
 
 def prediction(**others: object) -> Prediction:
@@ -27,17 +31,17 @@ def prediction(**others: object) -> Prediction:
     return Prediction(**given)  # type: ignore[arg-type]
 
 
-def test_every_layout_has_its_devices_and_both_series_their_micro_batches() -> None:
-    assert {one.devices for one in FOUND} == {8, 64, 1024} and {one.stages for one in FOUND} == {1, 2, 4, 8}
-    for one in FOUND:
+def test_every_layout_has_its_devices_and_both_series_their_micro_batches(found: list[Prediction]) -> None:
+    assert {one.devices for one in found} == {8, 64, 1024} and {one.stages for one in found} == {1, 2, 4, 8}
+    for one in found:
         samples = one.micro_batches * one.replicas
         assert samples == scaling.STRONG_SAMPLES if one.series == "strong" else one.micro_batches == 64
-    assert len({(one.series, one.devices, one.stages) for one in FOUND}) == len(FOUND)
+    assert len({(one.series, one.devices, one.stages) for one in found}) == len(found)
 
 
-def test_without_messages_the_simulated_bubble_is_the_closed_form() -> None:
+def test_without_messages_the_simulated_bubble_is_the_closed_form(found: list[Prediction]) -> None:
     """Of 1f1b with the pieces' own costs; the mean piece over the step is what computes."""
-    for one in FOUND:
+    for one in found:
         if one.stages == 1:
             assert one.seconds["bubble"] == pytest.approx(0.0, abs=1e-12) and one.seconds["messages"] == 0.0
         assert one.closed_s == pytest.approx(one.step_s, rel=0.05)
@@ -47,35 +51,35 @@ def test_without_messages_the_simulated_bubble_is_the_closed_form() -> None:
     assert scaling._simulated(pieces, "zb-h1", 12, 0.0) < step_s < scaling._simulated(pieces, "1f1b", 12, 0.5)
 
 
-def test_slow_links_add_messages_and_leave_the_bubble() -> None:
+def test_slow_links_add_messages_and_leave_the_bubble(found: list[Prediction]) -> None:
     link = Link.of(bandwidth=1e9, latency_s=1e-3)
     slow = predictions(replace(device("h100-80g"), intra=link, inter=link), devices=(64,), flags=f"{SMALL} --bf16")
-    fast = [one for one in FOUND if one.devices == 64]
+    fast = [one for one in found if one.devices == 64]
     for one, other in zip(slow, fast, strict=True):
         assert one.seconds["bubble"] == pytest.approx(other.seconds["bubble"])
         assert one.stages == 1 or one.seconds["messages"] > 5 * other.seconds["messages"] > 0
 
 
-def test_the_terms_make_up_the_step_and_shares_their_parts() -> None:
-    for one in FOUND:
+def test_the_terms_make_up_the_step_and_shares_their_parts(found: list[Prediction]) -> None:
+    for one in found:
         assert min(one.seconds.values()) >= -1e-9 and set(one.seconds) == set(TERMS)
         assert sum(one.share(term) for term in TERMS) == pytest.approx(1.0)
     assert prediction().step_s == 6.0 and prediction().tokens_per_s == 10.0 and prediction().devices == 8
 
 
-def test_strong_scaling_loses_to_the_bubble_and_weak_scaling_does_not() -> None:
+def test_strong_scaling_loses_to_the_bubble_and_weak_scaling_does_not(found: list[Prediction]) -> None:
     shares = {
-        series: [one.share("bubble") for one in FOUND if one.series == series and one.stages == 4]
+        series: [one.share("bubble") for one in found if one.series == series and one.stages == 4]
         for series in ("strong", "weak")
     }
     assert shares["strong"] == sorted(shares["strong"]) and shares["strong"][-1] > 3 * shares["strong"][0]
     assert max(shares["weak"]) - min(shares["weak"]) < 0.02
 
 
-def test_tensor_ranks_add_their_sums_and_take_their_devices() -> None:
+def test_tensor_ranks_add_their_sums_and_take_their_devices(found: list[Prediction]) -> None:
     some = predictions(device("h100-80g"), tensor=2, devices=(8,), flags=f"{SMALL} --bf16")
     assert {one.devices for one in some} == {8} and {one.stages for one in some} == {1, 2, 4}
-    assert all(one.seconds["tensor"] > 0 for one in some) and not any(one.seconds["tensor"] for one in FOUND)
+    assert all(one.seconds["tensor"] > 0 for one in some) and not any(one.seconds["tensor"] for one in found)
 
 
 def test_the_fastest_that_fits_stands_for_a_number_of_devices() -> None:

@@ -61,6 +61,7 @@ def test_a_start_up_to_the_first_step_is_measured(tmp_path: Path) -> None:
     assert wall > 0 and cpu > 0.5
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_or_never_steps_is_told() -> None:
     for code in ("raise SystemExit(3)", "print('no step')"):
         with pytest.raises(RuntimeError, match="must end well"):

@@ -38,6 +38,7 @@ def check(sizes: Sizes, names: list[str]) -> None:
         assert found[name] == pytest.approx(expected, abs=2e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
     check(sizes, [name for name in step_time.NAMES[sizes.family] if not name.endswith("-compiled")])

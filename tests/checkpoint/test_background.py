@@ -109,10 +109,12 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
 
     saver._staging.copy = copy_alone
     with FailAt(0, is_released.wait):
-        assert saver.save(tmp_path, CapturedState(10, records_for(0, 1, 10), {})).waited_s < 1
+        saver.save(tmp_path, CapturedState(10, records_for(0, 1, 10), {}))
+        assert not is_released.is_set()
         timer = threading.Timer(0.05, is_released.set)
         timer.start()
-        assert saver.save(tmp_path, CapturedState(20, records_for(0, 1, 20), {})).waited_s > 0
+        saver.save(tmp_path, CapturedState(20, records_for(0, 1, 20), {}))
+        assert is_released.is_set(), "the second save waits for the first"
         timer.join()
     assert is_writing == [False, False]
     assert saver.poll().step == 10

@@ -46,7 +46,7 @@ def _kill_at_each(tmp_path, config, size, function, culprit):
         found = open_latest(root, SINGLE)
         assert_holds(found, seed=found.step)
         is_new = culprit == 0 and k > done.index("rename")
-        assert found.step == found.state["seed"] == (20 if is_new else 10)
+        assert found.step == found.metadata["seed"] == (20 if is_new else 10)
         roots.append(root)
     return done, roots
 
@@ -72,7 +72,7 @@ def _save_behind_and_die(rank, root, size, culprit, k):
     return operations.names
 
 
-@pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("size", "culprit"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_of_a_save_in_the_background_leaves_the_old_or_the_new(
     tmp_path, size, culprit, monkeypatch, pytestconfig
 ):

@@ -83,7 +83,7 @@ def test_no_folder_an_empty_one_a_file_or_only_broken_ones_end_the_job_with_code
     for path, message in [
         (tmp_path / "typo", "typo is not there"),
         (empty, f"no checkpoint found in {empty}"),
-        (other, "global_step20 is in DeepSpeed's format, which training alone reads"),
+        (other, "global_step20 was written by DeepSpeed: tools/import_checkpoint.py takes its weights"),
         (two, "is a file"),
     ]:
         with pytest.raises(CheckpointError, match=message) as caught:

@@ -16,7 +16,7 @@ FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000020"
 
 def test_a_checkpoint_of_format_1_loads():
     found = open_checkpoint(FORMAT_1, SINGLE)
-    assert (found.step, found.state) == (20, {"step": 20, "seed": 20})
+    assert (found.step, found.metadata) == (20, {"step": 20, "seed": 20})
     expected = whole_tensors(20)
     assert sorted(found.names()) == sorted(expected)
     for name, whole in expected.items():  # another processor may draw the last bit otherwise; the checksum has fitted
@@ -26,7 +26,7 @@ def test_a_checkpoint_of_format_1_loads():
 def _save_what_it_holds(rank, root):
     found = open_checkpoint(FORMAT_1, SINGLE)
     records = [replace(record, tensor=found.read(record.name, record.shard)) for record in records_for(rank, 2, 20)]
-    save(root, 20, records, found.state, world_of(rank, 2))
+    save(root, 20, records, found.metadata, world_of(rank, 2))
 
 
 def test_the_same_tensors_are_the_same_bytes_today(tmp_path):

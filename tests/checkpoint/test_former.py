@@ -14,7 +14,7 @@ from megatron.checkpoint.huggingface.config import saved_config
 from megatron.config.decoder import IDENTITY
 from megatron.errors import CheckpointError
 from megatron.training.compatibility import settings_changed
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 29}
 OLD: dict[str, dict[str, Any]] = {
@@ -73,11 +73,13 @@ def test_a_position_in_samples_is_one_in_tokens_of_the_saved_lengths(family: str
     old = {"step": 3, "updates": 2, "samples_consumed": 24}
     state: dict[str, Any] = {"config": settings, "progress": old}
     assert former.progress(state) == {**old, "tokens_consumed": 24 * length, "samples_skipped": 8}
-    assert TrainState.resumed(state, length) == TrainState(**old, samples_skipped=8)
-    assert TrainState.resumed(state, 2 * length) == TrainState(3, 2, 12, 4)
-    assert TrainState.resumed(state, 5 * length) == TrainState(3, 2, 5, 2), "the first that begins at or after"
+    assert TrainProgress.from_metadata(state, length) == TrainProgress(**old, samples_skipped=8)
+    assert TrainProgress.from_metadata(state, 2 * length) == TrainProgress(3, 2, 12, 4)
+    assert TrainProgress.from_metadata(state, 5 * length) == TrainProgress(3, 2, 5, 2), (
+        "the first that begins at or after"
+    )
     assert former.progress({"progress": old}) == {**old, "samples_skipped": 8}
-    assert TrainState.resumed({"progress": old}, length) == TrainState(**old, samples_skipped=8)
+    assert TrainProgress.from_metadata({"progress": old}, length) == TrainProgress(**old, samples_skipped=8)
     now = {"config": settings, "progress": {**old, "tokens_consumed": 7, "samples_skipped": 3}}
     assert former.progress(now) == now["progress"], "what a checkpoint of today says counts"
 

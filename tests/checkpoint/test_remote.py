@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_was_uploaded_is_downloaded_to_the_byte(tmp_path: Path, store: MemoryFileSystem) -> None:
     first, second = saved(tmp_path, 20, 10)  # the second was saved last
     assert upload(tmp_path, first, second) == []
-    assert [(one.name, one.step, one.state["step"]) for one in remote.find(TARGET)] == [
+    assert [(one.name, one.step, one.metadata["step"]) for one in remote.find(TARGET)] == [
         ("step-00000010", 10, 10), ("step-00000020", 20, 20),
     ]  # fmt: skip
     root = tmp_path / "new" / CHECKPOINTS

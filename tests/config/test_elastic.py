@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.arguments.elastic_fit import fit_to_ranks
 from megatron.config import elastic, parse
 from megatron.config.elastic import Span
 from megatron.errors import ConfigError
-from megatron.training.entrypoint import refit
 
 ENOUGH = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -15,7 +15,7 @@ ENOUGH = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 def fitted(flags: str, span: Span, num_ranks: int) -> tuple[int, int, int]:
     """Return (replicas, micro-batches of each, ranks with work), having compared the samples of a step."""
     whole = parse([*ENOUGH.split(), *flags.split()], world_size=span.most)
-    config, used = refit(whole, span, num_ranks)
+    config, used = fit_to_ranks(whole, span, num_ranks)
     count = config.parallel.data_parallel_size(used)
     before, now = whole.batch.sizes(whole.parallel.data_parallel_size(span.most)), config.batch.sizes(count)
     assert now == before, "a step takes the same samples"
@@ -50,7 +50,7 @@ def test_fewer_ranks_take_the_same_samples_by_the_rule(flags, span, num_ranks, w
 
 def test_ranks_without_work_are_told_of() -> None:
     whole = parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2", "--zero-stage", "2"], world_size=4)
-    config, _ = refit(whole, Span(1, 4), 3)
+    config, _ = fit_to_ranks(whole, Span(1, 4), 3)
     assert config.notes[-1] == (
         "elastic: 3 of 4 ranks: 2 of 4 replicas, each with 4 micro-batches of 2 a step, 16 samples as with all; "
         "1 rank stands by"
@@ -58,7 +58,7 @@ def test_ranks_without_work_are_told_of() -> None:
 
 
 def test_unequal_replicas_are_told_of_and_take_the_whole_step() -> None:
-    config, _ = refit(parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2"], world_size=4), Span(1, 4), 3)
+    config, _ = fit_to_ranks(parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2"], world_size=4), Span(1, 4), 3)
     assert config.notes[-1].endswith(
         "3 of 4 replicas, each with 2 or 3 micro-batches of 2 a step, 16 samples as with all"
     )
@@ -68,7 +68,7 @@ def test_unequal_replicas_are_told_of_and_take_the_whole_step() -> None:
 def test_fewest_ranks_that_hold_no_replica_are_refused_at_the_first_start() -> None:
     config = parse([*ENOUGH.split(), "--model-parallel-size", "2", "--pipe-parallel-size", "2"], world_size=8)
     with pytest.raises(ConfigError, match="must hold one replica, got MIN of --nnodes MIN:MAX for 3 of 8 ranks"):
-        refit(config, Span(3, 8), 8)
+        fit_to_ranks(config, Span(3, 8), 8)
 
 
 def test_most_ranks_that_are_no_whole_replicas_are_refused() -> None:
@@ -80,7 +80,7 @@ def test_a_layout_that_no_number_of_replicas_fits_says_why() -> None:
     flags = "--batch-size 1 --gas 3 --num-experts 4 --expert-model-parallel-size 4"
     config = parse([*ENOUGH.split(), *flags.split()], world_size=4)
     with pytest.raises(ConfigError, match="with 3 of 4 ranks: .*expert-model-parallel-size"):
-        refit(config, Span(3, 4), 3)
+        fit_to_ranks(config, Span(3, 4), 3)
 
 
 @pytest.mark.parametrize(("text", "span"), [("2:8", Span(2, 8)), ("", None), ("2", None), ("a:b", None)])

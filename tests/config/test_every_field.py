@@ -40,6 +40,7 @@ from examples.mpt import pretrain_mpt
 from megatron import data, device, mpu, tokenizer
 from megatron.arguments.deepspeed_json import engine_dict
 from megatron.arguments.flag_values import all_options, all_sections, takes
+from megatron.checkpoint.retention import retention_of
 from megatron.config import Config, parse
 from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
@@ -67,7 +68,7 @@ from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
 from megatron.training.mock_data import random_data
-from megatron.training.train_state import RestoreOptions, retention_of
+from megatron.training.restore_options import RestoreOptions
 from megatron.training.world import World
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.helpers.harness import run_ranks
@@ -157,10 +158,10 @@ READ_IN = {
     "phase_timeout_minutes": "training/timeouts.py:phase_timeout_s",
     "on_save_error": "training/callbacks/checkpointer.py",
     "strict_load": "training/resume.py",
-    "allow_data_change": "training/callbacks/checkpointer.py",
-    "allow_vocab_change": "training/callbacks/checkpointer.py",
-    "resize_vocab": "training/train_state.py",
-    "no_save_optim": "training/train_state.py",
+    "allow_data_change": "training/resume.py",
+    "allow_vocab_change": "training/resume.py",
+    "resize_vocab": "training/resume.py",
+    "no_save_optim": "training/capture.py",
     "export_hf_interval": "training/run_callbacks.py",
     "save_remote": "training/run_callbacks.py",
     "drift_interval": "training/run_callbacks.py",
@@ -181,14 +182,14 @@ READ_IN = {
     "wandb_save_dir": "training/callbacks/wandb.py",
     "wandb_entity": "training/callbacks/wandb.py",
     "deterministic": "training/determinism.py",
-    "exit_interval": "training/train.py",
-    "exit_duration_in_mins": "training/train.py",
-    "kill_switch_path": "training/train.py",
+    "exit_interval": "training/startup.py",
+    "exit_duration_in_mins": "training/startup.py",
+    "kill_switch_path": "training/startup.py",
     "strict_flags": "arguments/parser.py",
     "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",
     "verbose_deepspeed": "training/deepspeed_engine.py",
-    "dry_run": "training/entrypoint.py",
+    "dry_run": "training/startup.py",
     "check_paths": "training/dry_run.py",
     "progress": "training/run_callbacks.py",
     "local_rank": "training/initialize.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.arguments import config_from_values
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES

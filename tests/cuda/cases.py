@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from megatron.models.registry import FAMILIES
 from megatron.mpu.topology import Topology
@@ -58,19 +59,19 @@ def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
-def of_no_family(row: Row) -> set[tuple[int, str, int, str]]:
-    """Return the pairs of ``pairs_of`` but for those with the family."""
-    return {pair for pair in pairs_of(row) if pair[0] > 0}
+def values_of(row: Row) -> set[tuple[int, str]]:
+    """Return the values of a row, each with its axis."""
+    return set(enumerate(row))
 
 
-def few(rows: list[Row], pairs: Callable[[Row], set[tuple[int, str, int, str]]]) -> list[Row]:
-    """Return few of ``rows`` that have every pair that some row has, always the same ones."""
-    missing = {pair for row in rows for pair in pairs(row)}
+def few(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[Row]:
+    """Return few of ``rows`` that together have every item of all rows, always the same ones."""
+    missing = {item for row in rows for item in items(row)}
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        best = max(rows, key=lambda row: len(items(row) & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= items(best)
     return chosen
 
 
@@ -82,8 +83,8 @@ def all_pairs() -> list[Row]:
 
 @functools.cache
 def short_run() -> list[Row]:
-    """Return those of ``all_pairs`` that have every pair of two axes but the family's; each family comes up."""
-    return few(all_pairs(), of_no_family)
+    """Return few of ``all_pairs`` that have every value of every axis."""
+    return few(all_pairs(), values_of)
 
 
 def case_of(row: Row, number: int) -> Case:

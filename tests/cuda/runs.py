@@ -28,7 +28,7 @@ from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES, has_part, load
 from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
-from megatron.training import global_vars, initialize, setup, train_state
+from megatron.training import capture, global_vars, initialize, setup, train_progress
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from tests.cuda.device import Device, Seen
@@ -216,9 +216,9 @@ class Run:
         self.phase("evaluation")
         engine.evaluate_batch(found.batches("valid", config, here))
         self.phase("save")
-        progress = train_state.TrainState(2, 2, 0)
+        progress = train_progress.TrainProgress(2, 2, 0)
         parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
-        self._save(train_state.capture(progress, fingerprint=None, **parts).records)
+        self._save(capture.capture(progress, fingerprint=None, **parts).records)
 
     def _save(self, records: list[Any]) -> None:
         """Copy as for ``--async-save``, and look at the copies; then write as a save that is waited for."""

@@ -59,9 +59,12 @@ STREAMS = {
     "stages": ("gpt2", "--bf16 --pipe-parallel-size 2 --num-layers 2", 2, (0, 1)),
 }
 """What copies, sums and comes beside the computation: family, flags, ranks, those that run."""
+QUICK = ("weights a layer ahead", "sums beside the backward", "stages")
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STREAMS]
+)
 def test_what_runs_beside_the_computation_is_waited_for(worker: Worker, name: str) -> None:
     family, extra, size, ranks = STREAMS[name]
     case = Case(family, flags(family, extra), size, ranks)

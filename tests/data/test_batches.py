@@ -95,7 +95,7 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
         ]
         iterators = [replica.micro_batches() for replica in replicas]
         for step in range(first, 7):
-            number = replicas[0].share_at(consumed[step]).number
+            number = replicas[0].share_at(consumed[step]).num_micro_batches
             assert number == len(wanted[step]) // (b * d)
             assert [i for it in iterators for _ in range(number) for i in next(it).indices] == wanted[step]
 

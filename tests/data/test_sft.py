@@ -64,6 +64,10 @@ def test_both_forms_of_a_line_are_one() -> None:
         ('{"messages": [{"role": "assistant"}]}', "message 1 must be .*content.*got"),
         ('{"messages": [{"role": "assistant", "content": 3}]}', "message 1 must be"),
         ('{"messages": ["a"]}', 'message 1 must be .* got "a"'),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+            r'message 1: "content" must be a text, got a list of parts, \[{"type": "text", "text": "a"}\]. Join',
+        ),
         ('{"conversations": [{"from": "function_call", "value": "a"}]}', "from.*human or user or gpt"),
         ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', r"must not contain U\+D83D"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "[{\\"\\\\udc00\\": 1}]"}', r"U\+DC00"),

@@ -63,6 +63,7 @@ def assert_agree(first: Path, second: Path, rtol: float | None = None) -> None:
     assert not any(each.copies for each in found.differences)
 
 
+@pytest.mark.slow  # dumps beside the steps change no bit: tests/training/test_side_effects.py
 def test_a_dump_changes_no_bit_and_holds_each_tensor_of_a_recomputed_split_backward_once(
     one: Path, tmp_path: Path
 ) -> None:
@@ -103,11 +104,13 @@ def test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named(
     assert "tensor 2, pipe 1, data 1" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
         pretrain_llama,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (pretrain_mpt, pretrain_bert)),
+        pretrain_mpt,
+        pretrain_bert,
     ],
     ids=lambda script: script.__name__,
 )
@@ -126,6 +129,7 @@ def test_other_families_agree_in_slices_and_stages(tmp_path: Path, script: Modul
         assert {one.key.index for one, _ in pairs if one.key.name == "layers.1.mlp.up"} == {0, 1}
 
 
+@pytest.mark.slow
 def test_parts_of_the_sequence_are_told_and_agree_with_one_process(one: Path, tmp_path: Path) -> None:
     """Rows add up as columns do, so that the sketches of parts see what those of the whole see."""
     dumps.run(tmp_path / "parts", (2, 1, 1), gas=4, extra="--fp64 --sequence-parallel")

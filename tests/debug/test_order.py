@@ -133,6 +133,7 @@ def test_a_rank_makes_the_folder_that_its_host_has_not(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "dump" / "rank-00003.jsonl").read_bytes() == b""
 
 
+@pytest.mark.slow
 def test_the_verdict_comes_ahead_of_the_picture_and_stands_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

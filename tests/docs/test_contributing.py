@@ -56,6 +56,17 @@ def test_paths_in_the_call_diagrams_are_there() -> None:
     assert [path for path in paths if not ((ROOT / "megatron" / path).is_file() or (ROOT / path).is_file())] == []
 
 
+def test_functions_in_the_call_diagrams_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    diagrams = text[text.index("## Who calls whom") : text.index("## Where something new goes")]
+    named = re.findall(r"^ *([\w/]+\.py): (?:(\w+)\.)?(\w+)", "".join(diagrams.split("```")[1::2]), flags=re.M)
+    assert len(named) > 50
+    for path, of_class, name in named:
+        source = next(file for file in (ROOT / "megatron" / path, ROOT / path) if file.is_file()).read_text("utf-8")
+        assert re.search(rf"^ *(def|class) {name}\b", source, flags=re.M), f"{path} has no {name}"
+        assert not of_class or re.search(rf"^class {of_class}\b", source, flags=re.M), f"{path} has no {of_class}"
+
+
 def test_the_hooks_of_a_commit_are_checks_of_run_tests() -> None:
     settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
     hooks = [hook for repo in settings["repos"] for hook in repo["hooks"]]

@@ -25,6 +25,7 @@ from megatron.evaluation.options import parse_args as parse_evaluate
 from megatron.generate.options import parse_args as parse_generate
 from megatron.launch.options import parse as parse_launch
 from megatron.models.registry import FAMILIES
+from tests.helpers.rows import check_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -105,10 +106,7 @@ what tools/convert_hf.py reads ahead of its parser."""
 OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-every_current_page = pytest.mark.parametrize(
-    "page", [page for page in PAGES if page != LEDGER], ids=lambda page: str(page.relative_to(ROOT))
-)
+CURRENT_PAGES = [page for page in PAGES if page != LEDGER]
 
 
 def prose(page: Path) -> str:
@@ -138,26 +136,32 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@every_page
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if target.startswith(("http:", "https:", "mailto:")):
-            continue
-        name, _, anchor = target.partition("#")
-        aim = (page.parent / name).resolve() if name else page
-        assert aim.exists(), f"{target} is not there"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", aim.read_text(encoding="utf-8"), flags=re.M)
-            assert anchor in map(slug, headings), f"{target}: no such heading"
+def test_links_lead_somewhere() -> None:
+    def check(page: Path) -> None:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if target.startswith(("http:", "https:", "mailto:")):
+                continue
+            name, _, anchor = target.partition("#")
+            aim = (page.parent / name).resolve() if name else page
+            assert aim.exists(), f"{target} is not there"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", aim.read_text(encoding="utf-8"), flags=re.M)
+                assert anchor in map(slug, headings), f"{target}: no such heading"
+
+    check_rows(PAGES, check)
 
 
-@every_current_page
-def test_paths_in_backticks_exist(page: Path) -> None:
-    for word in re.findall(r"`([^`\s]+)`", prose(page)):
-        is_path = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)*/?", word) and re.search(r"(/|\.(py|sh|md|toml|json|cff))$", word)
-        if not is_path or word in MADE_FILES or word.startswith(MADE):
-            continue
-        assert (ROOT / word).exists() or (page.parent / word).exists(), f"`{word}` is not there"
+def test_paths_in_backticks_exist() -> None:
+    def check(page: Path) -> None:
+        for word in re.findall(r"`([^`\s]+)`", prose(page)):
+            is_path = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)*/?", word) and re.search(
+                r"(/|\.(py|sh|md|toml|json|cff))$", word
+            )
+            if not is_path or word in MADE_FILES or word.startswith(MADE):
+                continue
+            assert (ROOT / word).exists() or (page.parent / word).exists(), f"`{word}` is not there"
+
+    check_rows(CURRENT_PAGES, check)
 
 
 def settable_flags() -> set[str]:
@@ -179,19 +183,19 @@ def tool_flags() -> set[str]:
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
 
 
-@every_current_page
-def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
-    known = settable_flags() | tool_flags() | OF_OTHERS
-    if page.name in (
-        "data.md",
-        "migration.md",
-        "checkpoints.md",
-        "moe.md",
-        "tuning.md",
-    ):  # of other code bases: tests/docs/test_migration.py looks at each
-        known |= set(foreign_flags())
-    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known
-    assert not unknown
+OF_OTHER_CODE_BASES = {"data.md", "migration.md", "checkpoints.md", "moe.md", "tuning.md"}
+"""Pages that name flags of other trainers; tests/docs/test_migration.py checks each of these flags."""
+
+
+def test_flags_are_in_the_table_of_flags_or_a_tools_own() -> None:
+    ours = settable_flags() | tool_flags() | OF_OTHERS
+
+    def check(page: Path) -> None:
+        known = ours | set(foreign_flags()) if page.name in OF_OTHER_CODE_BASES else ours
+        unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known
+        assert not unknown
+
+    check_rows(CURRENT_PAGES, check)
 
 
 def without_the_launchers(flags: list[str]) -> list[str]:
@@ -252,21 +256,26 @@ def check_command(words: list[str]) -> None:
             parse([*said, "--dry-run"], world_size=4, family=family, accepts_model="gpt2" in script)
 
 
-@every_page
-def test_commands_are_taken_by_their_programs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_taken_by_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # a command may want it, and it need not be here
-    for words in commands(page):
-        try:
-            check_command(list(words))
-        except (SystemExit, ValueError) as error:
-            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+    def check(page: Path) -> None:
+        for words in commands(page):
+            try:
+                check_command(list(words))
+            except (SystemExit, ValueError) as error:
+                raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+    check_rows(PAGES, check)
 
 
-@every_page
-def test_python_blocks_are_python(page: Path) -> None:
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
-        ast.parse(block)
+def test_python_blocks_are_python() -> None:
+    def check(page: Path) -> None:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+            ast.parse(block)
+
+    check_rows(PAGES, check)
 
 
 @pytest.mark.parametrize("english, chinese", PAIRS)
@@ -298,10 +307,13 @@ def test_both_languages_have_the_same_generated_tables(name: str, idx: int, colu
     assert chinese == english
 
 
-@every_page
-def test_a_blank_line_keeps_a_table_and_what_follows_apart(page: Path) -> None:
+def test_a_blank_line_keeps_a_table_and_what_follows_apart() -> None:
     """Without it the line becomes a row."""
-    assert re.findall(r"^\|.*\|\n(?=[^|\n]).*", prose(page), flags=re.M) == []
+
+    def check(page: Path) -> None:
+        assert re.findall(r"^\|.*\|\n(?=[^|\n]).*", prose(page), flags=re.M) == []
+
+    check_rows(PAGES, check)
 
 
 @pytest.mark.parametrize("page", ["docs/running.md", "docs/zh/running.md"])

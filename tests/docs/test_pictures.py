@@ -20,6 +20,7 @@ def test_pictures_that_pages_show_are_there_and_those_of_the_tool_are_shown() ->
     assert all((ROOT / "docs" / "pictures" / f"{name}.png").is_file() for name in shown)
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["docs.py", "--out", str(tmp_path / "new"), "--only", "grid", "layer", "zero"])
     assert docs.main() == 0

@@ -25,7 +25,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=pytest.mark.slow if name == "best layouts" else ()) for n, name in enumerate(NAMES)],
+    ids=NAMES,
+)
 def test_the_page_has_what_the_planner_prints(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     words, output = EXAMPLES[number]
     assert said(words, capsys).strip() == output.strip()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import CheckpointConfig, Config
 from megatron.training.compatibility import MAY, MUST, RULES, WARNED, Rule
+from megatron.training.restore_options import RestoreOptions
 from megatron.training.run_folder import _chosen
-from megatron.training.train_state import CHECKPOINTS, RestoreOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = ROOT / "docs" / "checkpoints.md"

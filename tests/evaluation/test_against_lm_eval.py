@@ -155,7 +155,7 @@ def ours(run: Path, max_tokens: int = 200, *, is_chat: bool = False, **more: Any
     from megatron.evaluation.lm import DecoderLM
 
     checkpoint = open_folder(run)
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     vocabulary = vocabulary_of(config, None)
     assert vocabulary is not None
     part = load(checkpoint, config, dtype=torch.float64)

@@ -57,14 +57,14 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def part_of(run: Path, tensor: Group = SINGLE, pipe: Group = SINGLE) -> ModelStage:
     checkpoint = open_folder(run)
-    return load(checkpoint, saved_config(checkpoint.state), tensor=tensor, pipe=pipe, dtype=torch.float64)
+    return load(checkpoint, saved_config(checkpoint.metadata), tensor=tensor, pipe=pipe, dtype=torch.float64)
 
 
 @functools.cache
 def by_hand(run: Path) -> list[Score]:
     """Return the scores of ``ROWS``: the model of a training run, one token more of one row at a time."""
     checkpoint = open_folder(run)
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     model: Any = registry.build_model(config, ParallelContext()).double().eval()
     checkpoint.load([TensorRecord(WEIGHTS + name, own, shard_of(own)) for name, own in named_parameters(model)])
     scores = []
@@ -135,7 +135,7 @@ def test_every_layout_has_the_scores_of_one_process(family: str, layout: tuple[i
 def of_cut_sequences(rank: int, run: Path) -> list[Score]:
     group = build_grid(Topology(pipe=1, data=1, tensor=2), rank).tensor
     checkpoint = open_folder(run)
-    sizes = _sizes(saved_config(checkpoint.state))
+    sizes = _sizes(saved_config(checkpoint.metadata))
     place = ParallelContext(group, sequence_parallel=True)
     part = build(sizes, place, SINGLE, dtype=torch.float64, device=torch.device("cpu"))
     parameters = named_parameters(part.module)

@@ -22,7 +22,7 @@ PLUGIN = ROOT / "examples" / "accelerator_sim"
 def main() -> None:
     import megatron_accelerator_sim  # noqa: F401 - the one line that registers it
 
-    import megatron.training.train  # noqa: F401 - imported once for all ranks
+    import megatron.training.setup  # noqa: F401 - imported once for all ranks
     from megatron.models.common import norms
     from megatron.mpu import embedding_lookup
     from tools import check_accelerator

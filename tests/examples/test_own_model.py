@@ -68,7 +68,7 @@ def serial() -> Trace:
 @pytest.mark.parametrize(
     "num_ranks, layout",
     [
-        (4, "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4"),
+        pytest.param(4, "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4", marks=pytest.mark.slow),
         (2, "--pipe-parallel-size 2 --gas 4 --pipeline-chunks 2"),
         *(
             pytest.param(2, f"{each} --gas 4", marks=pytest.mark.slow)

@@ -39,7 +39,7 @@ def logits_of(part: Any) -> torch.Tensor | None:
 def of_stage(rank: int, run: Path) -> torch.Tensor | None:
     checkpoint = open_folder(run)
     pipe = build_grid(Topology.of_world(2, tensor=1, pipe=2), rank).pipe
-    return logits_of(load(checkpoint, saved_config(checkpoint.state), pipe=pipe, dtype=torch.float64))
+    return logits_of(load(checkpoint, saved_config(checkpoint.metadata), pipe=pipe, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "llama"])
@@ -57,7 +57,7 @@ def test_a_stage_of_a_checkpoint_computes_what_the_whole_model_does(family: str,
 def test_the_decoder_starts_from_its_start_token(tmp_path: Path) -> None:
     save_model(tmp_path, "t5")
     checkpoint = open_folder(tmp_path)
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     vocabulary = vocabulary_of(config, None)
     assert vocabulary is not None and vocabulary.t5 is not None
     part, tokens = load(checkpoint, config), replace(vocabulary.t5, start_id=7)

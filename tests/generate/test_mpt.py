@@ -47,7 +47,7 @@ def test_a_pass_makes_its_bias_once_for_all_layers() -> None:
 def said(rank: int, run: Path, tensor: int, pipe: int) -> list[list[int]]:
     """Return what this rank of a layout says."""
     checkpoint = open_folder(run)
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     grid = build_grid(Topology.of_world(tensor * pipe, tensor=tensor, pipe=pipe), rank)
     part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=torch.float64)
     return generate_gpt2(part, PROMPTS, max_new_tokens=NEW)

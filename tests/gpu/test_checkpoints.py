@@ -57,7 +57,7 @@ def test_saved_on_the_device_and_loaded_on_the_cpu_and_back_to_the_bit(
     on_cpu = made(CPU, dtype)
     make_moments(on_cpu[1])
     open_latest(tmp_path / "device", SINGLE).load(records_of(on_cpu))
-    on_cpu[1].copy_masters_to_parameters()
+    on_cpu[1].copy_main_params_to_parameters()
     wanted = values_of(trained)
     assert wanted.keys() == values_of(on_cpu).keys() and any("exp_avg_sq" in name for name in wanted)
     assert all(torch.equal(value, wanted[name]) for name, value in values_of(on_cpu).items())
@@ -66,7 +66,7 @@ def test_saved_on_the_device_and_loaded_on_the_cpu_and_back_to_the_bit(
     back = made(place, dtype)
     make_moments(back[1])
     open_latest(tmp_path / "cpu", SINGLE).load(records_of(back))
-    back[1].copy_masters_to_parameters()
+    back[1].copy_main_params_to_parameters()
     assert all(torch.equal(value, wanted[name]) for name, value in values_of(back).items())
     for parameter, other in zip(back[0].parameters(), trained[0].parameters(), strict=True):
         assert parameter.device.type == place.type and torch.equal(parameter, other)

@@ -45,7 +45,7 @@ def stepped(place: torch.device, steps: int = 4, **settings: Any) -> tuple[Mixed
 
 
 def masters(optimizer: MixedPrecisionOptimizer, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return [optimizer.master_of(parameter).detach() for parameter in parameters]
+    return [optimizer.main_param_of(parameter).detach() for parameter in parameters]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=name_of)

@@ -98,7 +98,7 @@ class Against:
         optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=dtype, tensor=group)
         loss = our_loss(model, 0)
         loss.backward()
-        optimizer.sum_partial_gradients()
+        optimizer.reducer.sum_over_groups()
         gradients = gradients_of(model)
         if kind == TRAINED:
             optimizer.zero_grad()

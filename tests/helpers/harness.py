@@ -82,12 +82,15 @@ AHEAD = {
         "tds.module_inject.auto_ep_comm",
     ),
     "torch": ("torch.profiler._cupti_monitor",),
-    "megatron.training.train": (
+    "megatron.training.startup": (
+        *(f"megatron.training.{name}" for name in (
+            "setup", "initialize", "auto_placement", "run_callbacks", "run_lock", "start_table", "vocabulary",
+        )),
         "megatron.data.gpt_dataset", "megatron.costs.cost", "megatron.models.common.decoder",
         "megatron.costs.decoder_cost", "megatron.models.common.pipeline", "megatron.models.t5.pipeline",
         *(f"megatron.training.callbacks.{name}" for name in (
-            "console", "run_description", "stability_guard", "replica_check", "precision_speed", "straggler",
-            "heartbeat",
+            "checkpointer", "console", "run_description", "stability_guard", "replica_check", "precision_speed",
+            "straggler", "heartbeat",
         )),
     ),
 }  # fmt: skip

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tds.schedule import Action, Order, schedule_named
 
-QUICK = settings(max_examples=12, deadline=None)
+QUICK = settings(max_examples=6, deadline=None)
 FEW = settings(max_examples=6, deadline=None)
 """Of what takes a second where it is largest."""
-SMALL = settings(max_examples=60, deadline=None)
+SMALL = settings(max_examples=25, deadline=None)
 STAGES = st.integers(1, 64)
 MICRO_BATCHES = st.integers(1, 256)
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")

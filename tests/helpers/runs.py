@@ -19,9 +19,8 @@ from megatron.runtime.exit_signals import StopRequests
 from megatron.tokenizer import build
 from megatron.training import Callback, initialize
 from megatron.training.callbacks import metrics_writer, speed_monitor
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain, run
 from megatron.training.step_result import StepResult
-from megatron.training.train import run
 from megatron.training.trainer import Trainer
 from tests.helpers.harness import fork_ranks
 

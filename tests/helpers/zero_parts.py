@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.groups import SINGLE, Grid
 from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
-from tds import reduce_gradients
 
 H, WORDS = 16, 20
 
@@ -67,7 +66,7 @@ def make(grid: Grid, stage: int, *, recomputes: bool = False, **settings: Any) -
     module = Model(recomputes)
     common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
     optimizer = build_optimizer(module.parameters(), zero_stage=stage, data=grid.data, **common)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return module, optimizer
 
 
@@ -92,18 +91,14 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
         (loss * optimizer.loss_scale).backward()
         optimizer.end_micro_batch()
         losses.append(loss.item())
-    factor = 1 / 17
-    if optimizer.sums_gradients:
-        optimizer.scale_gradients(factor)
-    else:
-        reduce_gradients([g for _, g in optimizer.gradients()], grid.data.handle, factor)
+    optimizer.finish_gradient_sums(1 / 17)
     optimizer.step()
     return sum(losses)
 
 
 def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
     """Return a copy of each weight as the model computes with it. Collective."""
-    units = optimizer._units
+    units = optimizer.store.units
     for unit in units.units if units is not None else ():
         unit.gather()
     found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -118,5 +113,5 @@ def alone() -> tuple[Model, MixedPrecisionOptimizer]:
     optimizer = build_optimizer(
         module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=OffloadConfig(parameters=True)
     )
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return module, optimizer

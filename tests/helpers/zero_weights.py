@@ -76,8 +76,8 @@ def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, s
             gradient = on_this_rank(value * optimizer.loss_scale, shard, local).to(parameter.dtype)
             (parameter * gradient).sum().backward()
         optimizer.end_micro_batch()
-    if optimizer.sums_gradients:
-        optimizer.scale_gradients(1 / grid.data.size)  # of equal numbers: exact for 2 and 4 replicas
+    if optimizer.reducer.reduces_in_backward:
+        optimizer.finish_gradient_sums(1 / grid.data.size)  # of equal numbers: exact for 2 and 4 replicas
     optimizer.step()
 
 

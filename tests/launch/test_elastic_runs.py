@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.launch import machine
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.elastic_jobs import Nodes
 from tests.helpers.launch_jobs import Job
 from tests.helpers.runs import ROOT, flags, write_corpus
@@ -31,7 +31,7 @@ SAVES_WHEN_LET = """\
 import os, time
 import pretrain_gpt2 as script
 from megatron.checkpoint import folders
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain
 
 place, commit = os.environ.get("HOLD_SAVES_IN"), folders.commit_checkpoint
 

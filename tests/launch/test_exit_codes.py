@@ -115,6 +115,7 @@ def test_forked_ranks_form_a_process_group_over_the_launchers_store(tmp_path):
     assert [(tmp_path / f"reduce.py.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]
 
 
+@pytest.mark.slow
 def test_a_forked_rank_collects_no_garbage_among_what_the_launcher_imported(tmp_path):
     """In a Python of its own: what the test run forks has it frozen anyway."""
     script = tmp_path / "frozen.py"

@@ -71,7 +71,7 @@ import pretrain_gpt2 as script
 from pathlib import Path
 from megatron.runtime import exit_guard
 from megatron.training import loss_forms, single_stage_engine
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain
 from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 

@@ -22,7 +22,7 @@ DYING = """\
 import os, signal, sys
 import pretrain_gpt2 as script
 from megatron.runtime import rank_status
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain
 
 note = rank_status.heartbeat_note
 

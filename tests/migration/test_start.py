@@ -22,6 +22,7 @@ from megatron.arguments.parser import parse
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.dry_run import dry_run
+from tests.helpers.rows import check_rows
 from tests.migration.test_files import JSON, LAYOUT, SCRIPTS
 
 OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -163,24 +164,26 @@ def test_a_script_starts_with_megatrons_own_numbers(
     assert not [note for note in config.notes if "unknown" in note]
 
 
-@pytest.mark.parametrize("name", JSON)
-def test_a_json_file_starts_with_its_batch_sizes(name: str, files: dict[str, str]) -> None:
-    recorded = JSON[name]
-    refused, expected = recorded["refused"], recorded["expected"]
+def test_a_json_file_starts_with_its_batch_sizes(files: dict[str, str]) -> None:
+    def check(name: str) -> None:
+        recorded = JSON[name]
+        refused, expected = recorded["refused"], recorded["expected"]
 
-    def start(content: dict[str, Any]) -> Config:
-        Path(files["json"]).write_text(json.dumps(content))
-        words = ["--deepspeed_config", files["json"], "--vocab-size", "100", "--dry-run"]
-        return parse(words, world_size=recorded["world_size"], env={})
+        def start(content: dict[str, Any]) -> Config:
+            Path(files["json"]).write_text(json.dumps(content))
+            words = ["--deepspeed_config", files["json"], "--vocab-size", "100", "--dry-run"]
+            return parse(words, world_size=recorded["world_size"], env={})
 
-    problems = problems_of(lambda: start(recorded["config"]))
-    found = [set(named_in(problem, refused)) for problem in problems]
-    assert all(found), f"refused beside what is listed: {problems}"
-    assert set().union(*found) == set(refused)
-    batch = start(without(recorded["config"], refused)).batch
-    sizes = {
-        "global_batch_size": batch.global_batch_size(recorded["world_size"]),
-        "micro_batch_size": batch.batch_size,
-        "num_micro_batches": batch.gas,
-    }
-    assert {name: sizes[name] for name in expected} == expected
+        problems = problems_of(lambda: start(recorded["config"]))
+        found = [set(named_in(problem, refused)) for problem in problems]
+        assert all(found), f"refused beside what is listed: {problems}"
+        assert set().union(*found) == set(refused)
+        batch = start(without(recorded["config"], refused)).batch
+        sizes = {
+            "global_batch_size": batch.global_batch_size(recorded["world_size"]),
+            "micro_batch_size": batch.batch_size,
+            "num_micro_batches": batch.gas,
+        }
+        assert {name: sizes[name] for name in expected} == expected
+
+    check_rows(JSON, check)

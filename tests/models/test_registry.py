@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.arguments import config_from_values, parse
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt2
 from megatron import models, mpu
 from megatron.arguments import config_from_values, parse
-from megatron.arguments.parser import help_text
+from megatron.arguments.help import help_text
 from megatron.checkpoint.huggingface.convert import export, import_folder, save_first
 from megatron.checkpoint.huggingface.folder import read_json, read_tensors
 from megatron.checkpoint.one_process import open_folder, read_weights

@@ -213,7 +213,7 @@ def manifest_is_deleted_last(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_state:restore_scaler",
+    "megatron.training.loss_scale_resume:restore_scaler",
     f"{LOSS_SCALE}::test_a_resumed_dynamic_scale_follows_the_present_flags[--min-scale 4096-expected0]",
 )
 def loss_scale_is_not_restored(original: Any) -> Any:
@@ -233,7 +233,7 @@ def decoder_tokens_of_earlier_t5_checkpoints_are_not_counted(original: Any) -> A
 
 
 @mutant(
-    "megatron.training.train_state:TrainState.resumed",
+    "megatron.training.train_progress:TrainProgress.from_metadata",
     "tests/training/test_sample_lengths.py::test_the_position_survives_a_checkpoint_and_another_length_of_samples",
 )
 def resumed_position_repeats_the_last_sample(original: Any) -> Any:

@@ -46,7 +46,7 @@ SPANS = "tests/models/t5/test_corruption.py::test_inputs_and_targets_give_back_t
 BERT_SAMPLES = "tests/models/bert/test_bert_samples.py"
 HUGGING_FACE_BERT = (
     "tests/models/bert/test_against_huggingface.py"
-    "::test_the_same_weights_give_the_same_logits_loss_and_gradients[1-fp64 both gelu sdpa]"
+    "::test_the_same_weights_give_the_same_logits_loss_and_gradients[2-fp64 both gelu sdpa]"
 )
 GPT2_WEIGHTS = (
     "tests/models/gpt2/test_huggingface.py"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.groups import SINGLE
 from megatron.torch_compat import newton_schulz
+from tds.gradients import is_reduced_apart
 from tests.mutants.mutant import mutant
 
 MIXED = "tests/optim/test_mixed_precision.py"
@@ -42,6 +42,7 @@ OVERLAPPED = "tests/optim/test_overlapped_gradients.py"
 OVERLAPPED_BITS = f"{OVERLAPPED}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
+PARITY_ZERO_2_3 = "tests/parity/test_zero_parts.py"
 ZERO_3 = f"{ZERO_2_3}::test_micro_batches_add_up_to_rounding"
 TWO_REDUCTIONS = f"{ZERO_2_3}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce"
 ZERO_3_READS = f"{ZERO_2_3}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
@@ -63,27 +64,27 @@ MEANS = f"{LOSS_AVERAGE}::test_only_the_loss_to_train_on_becomes_a_mean"
 # Main params and their gradients.
 
 
-@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+@mutant("megatron.optim.gradients.local:LocalGradReducer._accumulate", TINY_GRADIENTS)
 def sixteen_bit_gradients_accumulate_in_16_bits(original: Any) -> Any:
     def add(self: Any, parameter: Any) -> None:
         original(self, parameter)
-        total = self._sums[parameter]
+        total = self._fp32_grads[parameter]
         total.copy_(total.to(parameter.dtype))
 
     return add
 
 
-@mutant("megatron.optim.main_params:MainGradients._add_to_sum", TINY_GRADIENTS)
+@mutant("megatron.optim.gradients.local:LocalGradReducer._accumulate", TINY_GRADIENTS)
 def a_16_bit_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add(self: Any, parameter: Any) -> None:
-        self._sums.pop(parameter, None)
+        self._fp32_grads.pop(parameter, None)
         original(self, parameter)
 
     return add
 
 
 @mutant(
-    "megatron.optim.main_params:MainParams.register",
+    "megatron.optim.param_store:ParamStore.register",
     f"{MIXED}::test_masters_keep_the_bits_of_the_weights_before_rounding",
 )
 def main_params_start_from_rounded_weights(original: Any) -> Any:
@@ -95,43 +96,22 @@ def main_params_start_from_rounded_weights(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.optimizer:MixedPrecisionOptimizer._send_weights",
+    "megatron.optim.param_store:ParamStore.copy_to_parameters",
     f"{MIXED}::test_many_tiny_updates_move_a_bf16_weight",
 )
 def updated_main_params_are_not_copied_to_the_weights(original: Any) -> Any:
-    return lambda self: None
+    return lambda self, *, deferred=False: None
 
 
-@mutant("megatron.optim.main_params:MainGradients.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
+@mutant("megatron.optim.gradients.local:LocalGradReducer.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
 def gradients_are_kept_after_the_step(original: Any) -> Any:
     return lambda self: None
-
-
-@mutant(
-    "megatron.optim.main_params:MainGradients.add_product",
-    "tests/tds/test_fused_linear.py::test_gradients_are_those_of_autograd[False]",
-)
-def a_fused_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
-    def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
-        parameter.grad = None
-        self._sums.pop(parameter, None)
-        original(self, parameter, rows, inputs)
-
-    return add_product
 
 
 # Norm, clipping, loss scale and skipped steps.
 
 
-@mutant(
-    "megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums",
-    f"{MIXED}::test_the_loss_scale_leaves_no_trace[1024.0]",
-)
-def norm_includes_the_loss_scale(original: Any) -> Any:
-    return lambda self: original(self) * self.loss_scale
-
-
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._hand_to_masters", OVERFLOW)
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._set_grads", OVERFLOW)
 def update_includes_the_loss_scale(original: Any) -> Any:
     return lambda self, factor: original(self, factor * self.loss_scale)
 
@@ -146,13 +126,13 @@ def small_gradients_are_scaled_up_to_the_clipping_norm(original: Any) -> Any:
     return lambda norm, clip_grad: clip_grad / (norm + 1.0e-6)
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums", TWO_STAGES)
+@mutant("megatron.optim.gradients.reducer:GradReducer.norm", TWO_STAGES)
 def norm_is_that_of_one_stage(original: Any) -> Any:
-    def norm_of_sums(self: Any) -> Any:
+    def norm(self: Any) -> Any:
         self.model_group = self.tensor_group
         return original(self)
 
-    return norm_of_sums
+    return norm
 
 
 @mutant("tds.grad_norm:is_counted_in_norm", TWO_STAGES)
@@ -172,7 +152,7 @@ def norm_counts_tied_weights_on_each_stage(original: Any) -> Any:
 def overflow_of_another_rank_is_ignored(original: Any) -> Any:
     def norm_of_sums(self: Any) -> Any:
         norm = original(self)
-        is_finite = all(gradient.isfinite().all() for _, gradient in self.gradients())
+        is_finite = all(self.reducer.grad(p).isfinite().all() for p in self.store.main_params)
         return torch.ones_like(norm) if is_finite and not norm.isfinite() else norm
 
     return norm_of_sums
@@ -188,35 +168,35 @@ def gradient_factor_is_ignored(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.grad_scaler:GradScaler._follow",
+    "megatron.optim.grad_scaler:GradScaler._adapt",
     f"{SCALER}::test_it_halves_at_an_overflow_and_the_window_starts_anew",
 )
 def overflow_does_not_restart_the_loss_scale_window(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         before = self.good_steps
         original(self, has_overflow)
         self.good_steps = before if has_overflow else self.good_steps
 
-    return follow
+    return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
 def halving_the_loss_scale_restores_the_hysteresis(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         before = self.scale
         original(self, has_overflow)
         self.overflows_left = self.hysteresis if self.scale < before else self.overflows_left
 
-    return follow
+    return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._follow", f"{SCALER}::test_it_does_not_fall_below_the_floor")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_it_does_not_fall_below_the_floor")
 def loss_scale_falls_below_its_minimum(original: Any) -> Any:
-    def follow(self: Any, has_overflow: bool) -> None:
+    def adapt(self: Any, has_overflow: bool) -> None:
         self.floor = 0.0
         original(self, has_overflow)
 
-    return follow
+    return adapt
 
 
 @mutant("megatron.optim.grad_scaler:GradScaler.load", RESUMED_SCALER)
@@ -227,32 +207,27 @@ def good_steps_of_the_loss_scale_are_not_resumed(original: Any) -> Any:
 # State of the inner optimizer.
 
 
-@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+@mutant("megatron.optim.state:load_state", SGD_RESUMED)
 def momentum_is_not_loaded(original: Any) -> Any:
-    def take_state(optimizer: Any, state: Any) -> None:
+    def load_state(optimizer: Any, state: Any) -> None:
         original(optimizer, state)
         optimizer.inner.state.clear()
 
-    return take_state
+    return load_state
 
 
-@mutant("megatron.optim.optimizer:take_state", SGD_RESUMED)
+@mutant("megatron.optim.state:load_state", SGD_RESUMED)
 def main_params_are_not_loaded(original: Any) -> Any:
-    def take_state(optimizer: Any, state: Any) -> None:
-        masters = [master.detach().clone() for group in optimizer.param_groups for master in group["params"]]
-        original(optimizer, {**state, "masters": masters})
+    def load_state(optimizer: Any, state: Any) -> None:
+        main_params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+        original(optimizer, {**state, "masters": main_params})
 
-    return take_state
-
-
-@mutant("megatron.optim.optimizer:_beside", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
-def bf16_moments_are_loaded_in_the_dtype_of_the_main_params(original: Any) -> Any:
-    return lambda master, dtype, value: original(master, master.dtype if dtype else None, value)
+    return load_state
 
 
-@mutant("megatron.optim.adam:_update", f"{ADAM}::test_with_wide_states_it_is_torchs_adamw")
-def adam_moments_are_not_bias_corrected(original: Any) -> Any:
-    return lambda w, g, mean, square, number, group: original(w, g, mean, square, 10**9, group)
+@mutant("megatron.optim.state:_copied", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
+def bf16_moments_are_loaded_in_fp32(original: Any) -> Any:
+    return lambda value, device, dtype: original(value, device, torch.float32 if dtype else None)
 
 
 @mutant("megatron.optim.adam:_update", BF16_STATES)
@@ -339,18 +314,6 @@ def decay_does_not_include_the_warmup(original: Any) -> Any:
     return after
 
 
-@mutant("megatron.optim.lr_scheduler:_DECAYS", f"{LAST_UPDATE}[cosine]")
-def cosine_stops_half_way(original: Any) -> Any:
-    return {**original, "cosine": lambda rate, u: original["cosine"](rate, u / 2)}
-
-
-@mutant(
-    "megatron.optim.lr_scheduler:LRScheduler.wsd_share", f"{SCHEDULES}::test_wsd_decays_as_megatrons_styles_say[linear]"
-)
-def wsd_length_is_a_share_of_all_updates(original: Any) -> Any:
-    return property(lambda self: self.wsd_length / self.decay_updates if self.wsd_length else self.wsd_decay_fraction)
-
-
 @mutant(
     "megatron.training.optimizer_setup:make_learning_rate",
     f"{SCHEDULES}::test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates[]",
@@ -374,22 +337,6 @@ def each_rank_orthogonalizes_its_own_shard(original: Any) -> Any:
     return orthogonalised
 
 
-@mutant(
-    "megatron.optim.muon:MuonArgs.scale", f"{MUON}::test_an_update_is_scaled_by_the_formula_of_its_mode[1.0-original]"
-)
-def muon_scale_takes_columns_for_rows(original: Any) -> Any:
-    return lambda self, rows, columns: original(self, columns, rows)
-
-
-@mutant("megatron.optim.muon:Muon._momentum", TORCHS_MUON)
-def muon_leaves_out_nesterovs_momentum(original: Any) -> Any:
-    def momentum(self: Any, master: Any) -> Any:
-        update = original(self, master)
-        return self.state[master]["momentum_buffer"].to(update.dtype)
-
-    return momentum
-
-
 @mutant("megatron.optim.muon:MuonArgs.matrices", TORCHS_MUON)
 def query_key_and_value_are_orthogonalized_as_one_matrix(original: Any) -> Any:
     return lambda self, packed: original(replace(self, split_qkv=False), packed)
@@ -408,27 +355,18 @@ def muon_does_not_decay_matrices(original: Any) -> Any:
 # The gradient buffer: accumulation and reduce-scatter in buckets.
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
-def gradient_shard_starts_one_element_late(original: Any) -> Any:
-    def main_grad(self: Any, parameter: Any) -> Any:
-        part = original(self, parameter)
-        return part if self._cuts[parameter] is None else part.roll(-1)
-
-    return main_grad
-
-
-@mutant("megatron.optim.grad_buffer:_BucketMemory.main_grad", BUFFER_PARTS)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.main_grad", BUFFER_PARTS)
 def gradient_shard_is_that_of_the_previous_replica(original: Any) -> Any:
     def main_grad(self: Any, parameter: Any) -> Any:
-        part, first = original(self, parameter), self._first[parameter]
-        if self._cuts[parameter] is None:
+        part, first = original(self, parameter), self._offsets[parameter]
+        if self._partitions[parameter] is None:
             return part
         return self.slots[self._rank - 1, first : first + part.numel()].view(part.shape)
 
     return main_grad
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.add", BUFFER_PARTS)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.add", BUFFER_PARTS)
 def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add(self: Any, parameter: Any, gradient: Any) -> None:
         self._filled.discard(parameter)
@@ -438,7 +376,8 @@ def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> 
 
 
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory.add_product", f"{BUFFER}::test_a_product_adds_what_its_gradient_would"
+    "megatron.optim.gradients.buffer:_BucketMemory.add_product",
+    f"{BUFFER}::test_a_product_adds_what_its_gradient_would",
 )
 def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
@@ -449,7 +388,7 @@ def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> A
 
 
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory._fill",
+    "megatron.optim.gradients.buffer:_BucketMemory._fill",
     f"{BUFFER}::test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero",
 )
 def missing_gradients_are_not_zeroed(original: Any) -> Any:
@@ -464,25 +403,20 @@ def missing_gradients_are_not_zeroed(original: Any) -> Any:
     return fill
 
 
-@mutant("megatron.optim.grad_buffer:_BucketMemory.start", SCATTERED)
+@mutant("megatron.optim.gradients.buffer:_BucketMemory.start", SCATTERED)
 def unsharded_gradients_of_a_bucket_are_not_reduced(original: Any) -> Any:
     def start(self: Any, group: Any) -> Any:
-        rest, self._rest = self._rest, 0
+        numel, self._unsharded_numel = self._unsharded_numel, 0
         try:
             return original(self, group)
         finally:
-            self._rest = rest
+            self._unsharded_numel = numel
 
     return start
 
 
-@mutant("megatron.optim.main_params:BufferedGradients.is_counted_in_norm", SCATTERED)
-def norm_counts_unsharded_gradients_on_each_replica(original: Any) -> Any:
-    return lambda self, parameter: True
-
-
 @mutant(
-    "megatron.optim.grad_buffer:_BucketMemory._refuse_if_summed",
+    "megatron.optim.gradients.buffer:_BucketMemory._raise_if_summed",
     f"{BUFFER}::test_a_gradient_that_comes_behind_its_reduce_scatter_is_refused",
 )
 def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
@@ -492,18 +426,13 @@ def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
 # Reduction during the last backward.
 
 
-@mutant("megatron.optim.main_params:OverlappedMainGradients.begin_last_backward", OVERLAPPED_BITS)
+@mutant("megatron.optim.gradients.overlapped:OverlappedGradReducer.begin_last_backward", OVERLAPPED_BITS)
 def overlapped_gradients_are_not_reduced(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("megatron.optim.main_params:OverlappedMainGradients.finish", OVERLAPPED_BITS)
-def overlapped_sums_are_not_scaled(original: Any) -> Any:
-    return lambda self, factor: original(self, 1.0)
-
-
 @mutant(
-    "megatron.optim.main_params:OverlappedMainGradients.end_micro_batch",
+    "megatron.optim.gradients.overlapped:OverlappedGradReducer.end_micro_batch",
     f"{OVERLAPPED}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once",
 )
 def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) -> Any:
@@ -515,7 +444,7 @@ def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) ->
 
 
 @mutant(
-    "megatron.optim.main_params:OverlappedMainGradients.clear",
+    "megatron.optim.gradients.overlapped:OverlappedGradReducer.clear",
     f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
 )
 def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
@@ -528,14 +457,6 @@ def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
 @mutant("megatron.optim.zero.partition:VECTOR", f"{CUTS}::test_fused_adamw_gives_parts_the_bits_of_the_whole")
 def shards_start_within_a_vector(original: Any) -> Any:
     return 1
-
-
-@mutant(
-    "megatron.optim.zero.partition:_even_bounds",
-    f"{CUTS}::test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly",
-)
-def remainder_of_an_uneven_split_has_no_owner(original: Any) -> Any:
-    return lambda number, parts: [number // parts * part for part in range(parts + 1)]
 
 
 @mutant(
@@ -569,26 +490,26 @@ def gathered_shards_are_those_of_the_next_replica(original: Any) -> Any:
     return lambda self, whole, slots: original(self, whole, slots.roll(-1, 0))
 
 
-@mutant("megatron.optim.zero.partition:Gather.start", GATHERS)
+@mutant("megatron.optim.zero.gather:Gather.start", GATHERS)
 def replicas_gather_the_weights_of_before_the_update(original: Any) -> Any:
     def start(cls: Any, bucket: Any, group: Any, note: Any = ()) -> Any:
-        old = [replace(p, master=p.cut.part(p.parameter, group.rank).clone()) for p in bucket]
+        old = [replace(w, shard=w.partition.slice(w.parameter, group.rank).clone()) for w in bucket]
         gather = original(cls, old, group, note)
         return replace(gather, bucket=bucket)
 
     return start
 
 
-@mutant("megatron.optim.main_params:MainParams.contiguous", MUON_LAYOUT)
+@mutant("megatron.optim.param_store:ParamStore.contiguous_main_params", MUON_LAYOUT)
 def updates_of_column_shards_are_lost(original: Any) -> Any:
     @contextmanager
     def contiguous(self: Any) -> Any:
-        views = [(master, master.data) for master in self.of.values() if not master.is_contiguous()]
-        for master, view in views:
-            master.data = view.contiguous()
+        views = [(param, param.data) for param in self.main_params.values() if not param.is_contiguous()]
+        for param, view in views:
+            param.data = view.contiguous()
         yield
-        for master, view in views:
-            master.data = view
+        for param, view in views:
+            param.data = view
 
     return contiguous
 
@@ -598,7 +519,7 @@ def updates_of_column_shards_are_lost(original: Any) -> Any:
     "tests/optim/zero/test_zero.py::test_replicas_own_their_parts_and_the_first_what_is_not_cut",
 )
 def only_the_first_replica_saves_its_shards(original: Any) -> Any:
-    return lambda self, parameter: original(self, parameter) and self._masters.group_of(parameter).rank == 0
+    return lambda self, parameter: original(self, parameter) and self.store.group_of(parameter).rank == 0
 
 
 @mutant("megatron.optim.zero.param_gather:ParamGather.wait", GATHERS)
@@ -606,55 +527,50 @@ def layers_do_not_wait_for_their_weights(original: Any) -> Any:
     return lambda self, weights=None: original(self) if weights is None else None
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.finish_gathers", READERS)
+@mutant("megatron.optim.param_store:ParamStore.finish_gathers", READERS)
 def weights_are_read_before_they_are_gathered(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("megatron.optim.zero.stage2:_in_slots", TWO_REDUCTIONS)
+@mutant("megatron.optim.gradients.reduction:_in_slots", TWO_REDUCTIONS)
 def reduce_scatter_sends_the_shards_in_reverse_order(original: Any) -> Any:
-    return lambda shares, replicas: original(shares, replicas).flip(0)
+    return lambda grads, num_replicas: original(grads, num_replicas).flip(0)
 
 
-@mutant("megatron.optim.zero.stage2:_in_one_run", TWO_REDUCTIONS)
+@mutant("megatron.optim.gradients.reduction:_flattened", TWO_REDUCTIONS)
 def sharded_gradients_are_reduced_in_bf16(original: Any) -> Any:
-    def in_one_run(shares: Any) -> Any:
-        flat = original(shares)
+    def flattened(grads: Any) -> Any:
+        flat = original(grads)
         return flat.bfloat16().to(flat.dtype)
 
-    return in_one_run
+    return flattened
 
 
-@mutant("megatron.optim.zero.stage2:PartitionedGradients._wait", ZERO_3)
+@mutant("megatron.optim.gradients.reduce_scatter:ReduceScatterGradReducer._wait", ZERO_3)
 def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def wait(self: Any) -> None:
-        for run in self._pending._runs if self._pending else ():
-            for share in run.shares:
-                self._parts.pop(share.parameter, None)
+        for message in self._pending._messages if self._pending else ():
+            for grad in message.grads:
+                self._shards.pop(grad.parameter, None)
         original(self)
 
     return wait
 
 
-@mutant("megatron.optim.zero.stage2:PartitionedGradients.is_counted_in_norm", ZERO_3)
+@mutant("megatron.optim.gradients.reducer:GradReducer._is_counted", ZERO_3)
 def norm_counts_unsharded_gradients_once_per_replica(original: Any) -> Any:
     return lambda self, parameter: True
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.gradient_holders", ZERO_3)
-def norm_of_sharded_gradients_is_not_reduced(original: Any) -> Any:
-    return property(lambda self: SINGLE)
-
-
-@mutant("megatron.optim.main_params:MainParams.to_parameters", ZERO_3_READS)
+@mutant("megatron.optim.param_store:ParamStore.copy_to_parameters", ZERO_3_READS)
 def weight_shards_are_not_updated(original: Any) -> Any:
-    def to_parameters(self: Any, later: Any = None) -> None:
-        before = {parameter: home.clone() for parameter, home in self.homes.items()}
-        original(self, later)
-        for parameter, home in self.homes.items():
-            home.copy_(before[parameter])
+    def copy_to_parameters(self: Any, *, deferred: bool = False) -> None:
+        before = {parameter: shard.clone() for parameter, shard in self.weight_shards.items()}
+        original(self, deferred=deferred)
+        for parameter, shard in self.weight_shards.items():
+            shard.copy_(before[parameter])
 
-    return to_parameters
+    return copy_to_parameters
 
 
 @mutant("megatron.optim.zero.stage3:ParamUnits.free", ZERO_3_READS)
@@ -671,31 +587,31 @@ def prefetched_weights_survive_the_update(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.zero.partition:OffloadConfig.copy",
-    "tests/optim/test_muon_layouts.py::test_where_masters_lie_changes_no_number[--offload-optimizer]",
+    "megatron.optim.offload:OffloadConfig.copy",
+    f"{PARITY_ZERO_2_3}::test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",
 )
 def offloaded_main_params_are_rounded(original: Any) -> Any:
     return lambda self, tensor: original(self, tensor.bfloat16().to(tensor.dtype))
 
 
 @mutant(
-    "megatron.optim.zero.partition:OffloadConfig.copies",
+    "megatron.optim.offload:OffloadConfig.copies",
     "tests/optim/zero/test_host.py::test_copies_are_waited_for_once_behind_the_last",
 )
 def offloaded_gradients_are_read_before_they_are_copied(original: Any) -> Any:
-    return lambda self, tensors: [self._room(each).copy_(each, non_blocking=True) for each in tensors]
+    return lambda self, tensors: [self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
 
 
 # Losses and the training step.
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.scale_gradients", TWO_REPLICAS)
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.finish_gradient_sums", TWO_REPLICAS)
 def gradients_are_divided_by_the_number_of_replicas(original: Any) -> Any:
-    return lambda self, factor: original(self, factor / self._masters.data_group.size)
+    return lambda self, factor=1.0: original(self, factor / self.store.data_group.size)
 
 
 @mutant(
-    "megatron.training.single_stage_engine:reduce_gradients",
+    "megatron.optim.gradients.all_reduce:reduce_gradients",
     "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits",
 )
 def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
@@ -735,34 +651,25 @@ def loss_is_that_of_one_replica(original: Any) -> Any:
     return lambda meter, device, **groups: original(meter, device, **groups | {"data_size": 1})
 
 
-@mutant(
-    "megatron.optim.optimizer:MixedPrecisionOptimizer.counted_gradients",
-    f"{LOSS_AVERAGE}::test_layouts_with_the_same_micro_batches_are_equal"
-    "[1-1-2-2---fp64 --eod-mask-loss --loss-average micro-batch---zero-stage 1]",
-)
-def norm_of_full_gradients_counts_the_local_shard_only(original: Any) -> Any:
-    return lambda self: [(p, self._masters.part(p, gradient)) for p, gradient in original(self)]
-
-
 @mutant("megatron.training.step_engine:set_micro_batches", RAMP)
 def a_growing_batch_keeps_its_number_of_micro_batches(original: Any) -> Any:
     return lambda engine, number: None
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._is_refused", f"{REFUSED}[fp32]")
+@mutant("megatron.optim.step_policy:StepPolicy.rejects", f"{REFUSED}[fp32]")
 def a_refused_step_is_taken(original: Any) -> Any:
     return lambda self, norm: original(self, norm) and False
 
 
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer._is_refused", f"{REFUSED}[fp16]")
+@mutant("megatron.optim.step_policy:StepPolicy.rejects", f"{REFUSED}[fp16]")
 def a_refused_step_counts_towards_the_loss_scale_window(original: Any) -> Any:
-    def is_refused(self: Any, norm: float) -> bool:
-        found: bool = original(self, norm)
-        if found:
+    def rejects(self: Any, norm: float) -> bool:
+        is_rejected: bool = original(self, norm)
+        if is_rejected:
             self.scaler.update(has_overflow=False)
-        return found
+        return is_rejected
 
-    return is_refused
+    return rejects
 
 
 @mutant(
@@ -776,29 +683,22 @@ def overflowed_steps_count_as_taken(original: Any) -> Any:
 # Gradients of sequence-parallel weights and of experts.
 
 
-@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
+@mutant("megatron.optim.gradients.sum_group:SumGroup.sum", SEQUENCE_PARALLEL)
 def sequence_parallel_gradients_are_not_summed(original: Any) -> Any:
-    return lambda self, gradient_of: None
+    return lambda self, grad_of: None
 
 
-@mutant("megatron.optim.main_params:SequenceParallelGradients.sum", SEQUENCE_PARALLEL)
-def sequence_parallel_gradients_are_summed_twice(original: Any) -> Any:
-    def sum_twice(self: Any, gradient_of: Any) -> None:
-        original(self, gradient_of)
-        original(self, gradient_of)
-
-    return sum_twice
-
-
-@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.gradient_holders", EXPERTS)
+@mutant("megatron.optim.gradients.reducer:GradReducer.norm_group", EXPERTS)
 def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
-    return property(lambda self: self._gradients.holders)
+    return property(lambda self: self.shard_group)
 
 
-@mutant("megatron.optim.main_params:ExpertGradients.sum", EXPERTS)
+@mutant("megatron.optim.gradients.reducer:GradReducer.sum_over_groups", EXPERTS)
 def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
-    def sum_over_all(self: Any, gradient_of: Any) -> None:
-        for parameter in self._parameters:
-            dist.all_reduce(gradient_of(parameter))
+    def sum_over_groups(self: Any) -> None:
+        if not self._are_groups_summed:
+            for parameter in filter(is_reduced_apart, self._store.main_params):
+                dist.all_reduce(self.grad(parameter))
+        original(self)
 
-    return sum_over_all
+    return sum_over_groups

@@ -479,7 +479,7 @@ def losses_of_different_names_are_averaged(original: Any) -> Any:
     "test_plain_means_of_micro_batches_weigh_the_same_on_unequal_replicas[--pipe-parallel-size 2]",
 )
 def replicas_with_more_micro_batches_weigh_each_of_them_less(original: Any) -> Any:
-    def init(self: Any, *args: Any, mean_micro_batches: float | None = None, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, mean_num_micro_batches: float | None = None, **kwargs: Any) -> None:
         original(self, *args[:4], **kwargs)
 
     return init

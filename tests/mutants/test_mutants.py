@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.mutants.mutant import Mutant, find_target, load_mutants
+from tests.helpers.harness import run_ranks
+from tests.mpu import test_layers
+from tests.mutants.mutant import Mutant, apply, find_target, load_mutants
 from tests.mutants.runner import ROOT, Runner, why_it_survives
 
 MUTANTS = load_mutants()
@@ -40,10 +42,26 @@ def test_every_target_and_every_test_of_a_mutant_exists() -> None:
             assert not function or f"def {function.partition('[')[0].rpartition('::')[2]}(" in text, test
 
 
-def test_one_mutant_is_killed_and_its_tests_pass_without_it(runner: Runner) -> None:
-    """The small sibling of the slow test."""
+def fail_with(rank: int, mutant: str | None) -> str:
+    """Apply the mutant in this process, run the test that detects it, and return its error."""
+    if mutant is not None:
+        apply(MUTANTS[mutant])
+    try:
+        test_layers.test_column_then_row_equals_two_linears(2)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_one_mutant_is_killed_and_its_test_passes_without_it() -> None:
+    """The small sibling of the slow tests, without pytest and the process that forks it."""
+    assert run_ranks(1, fail_with, None, init=False) == [""]
+    assert run_ranks(1, fail_with, QUICK, init=False) != [""]
+
+
+@pytest.mark.slow
+def test_a_mutant_leaves_nothing_in_the_runner(runner: Runner) -> None:
     mutant = MUTANTS[QUICK]
-    assert runner.run(mutant.tests).code == 0
     assert_killed(mutant, runner)
     assert runner.run(mutant.tests).code == 0
 

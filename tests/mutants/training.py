@@ -67,7 +67,7 @@ def learning_rate_is_one_step_late(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_state:TrainState.samples_updated",
+    "megatron.training.train_progress:TrainProgress.samples_updated",
     f"{LENGTHS}::test_skipped_steps_count_their_samples_and_hold_the_rate",
 )
 def learning_rate_by_samples_counts_skipped_samples(original: Any) -> Any:
@@ -187,7 +187,7 @@ def cursors_ignore_a_changed_sequence_length(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.train_state:RestoreOptions.of",
+    "megatron.training.restore_options:RestoreOptions.of",
     "tests/training/test_resume_rules.py::test_what_each_flag_takes_up",
 )
 def weights_only_restores_the_optimizer(original: Any) -> Any:
@@ -209,7 +209,7 @@ def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
     return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
 
 
-@mutant("megatron.training.train_state:capture", f"{RESUME}[1-1-1]")
+@mutant("megatron.training.capture:capture", f"{RESUME}[1-1-1]")
 def weights_are_rounded_when_saved(original: Any) -> Any:
     def capture(*args: Any, **parts: Any) -> Any:
         captured = original(*args, **parts)
@@ -221,10 +221,10 @@ def weights_are_rounded_when_saved(original: Any) -> Any:
     return capture
 
 
-@mutant("megatron.training.train_state:restore", OTHER_LAYOUTS)
+@mutant("megatron.training.resume:restore", OTHER_LAYOUTS)
 def model_continues_with_its_initial_weights(original: Any) -> Any:
     def restore(checkpoint: Any, *, optimizer: Any, **options: Any) -> Any:
-        with mock.patch.object(optimizer, "copy_masters_to_parameters", lambda: None):
+        with mock.patch.object(optimizer, "copy_main_params_to_parameters", lambda: None):
             return original(checkpoint, optimizer=optimizer, **options)
 
     return restore
@@ -259,7 +259,7 @@ def nonfinite_losses_enter_the_statistics(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.stability_guard:StabilityGuard._go_back",
-    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[async]",
+    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[pipe]",
 )
 def rollback_repeats_the_anomalous_samples(original: Any) -> Any:
     def go_back(self: Any, reason: str) -> None:

@@ -265,7 +265,9 @@ def layer_bytes(length: int, lengths: list[int], **changes: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_query_groups": 1, "position_embedding_type": "alibi"}], ids=["kernel", "tiles"]
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"num_query_groups": 1, "position_embedding_type": "alibi"}],
+    ids=["kernel", "tiles"],
 )
 def test_bytes_grow_with_the_length_and_not_with_its_square(changes: dict[str, Any]) -> None:
     short, long = (layer_bytes(length, [700, 3, 1200], **changes) for length in (2048, 8192))

@@ -107,9 +107,7 @@ def test_both_directions_within_documents_equal_a_mask(lengths: list[list[int]])
 
 
 @TORCHS
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=() if f in ("plain", "all") else pytest.mark.slow) for f in FORMS]
-)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=() if f == "all" else pytest.mark.slow) for f in FORMS])
 @torch.no_grad()
 def test_torchs_own_makes_the_same_values(form: str) -> None:
     ids, (query, key, value, _) = ids_of(LONG), inputs_of(len(LONG), LENGTH)
@@ -180,6 +178,7 @@ def test_layers_share_the_plan_of_a_micro_batch_which_is_gone_with_it() -> None:
     assert len(plans._plans) == known
 
 
+@pytest.mark.slow  # the graph itself is compared below, a compiled layer in test_document_attention.py
 @torch.no_grad()
 def test_a_compiled_layer_is_one_graph_with_torchs_operator() -> None:
     sizes = {**small_layer(LENGTH), "position_embedding_type": "alibi", "attn_logit_softcapping": 2.0}

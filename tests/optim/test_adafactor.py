@@ -101,7 +101,7 @@ def test_a_bf16_weight_has_a_master_and_means_in_fp32():
     optimizer = run_ours(small, 1, dtype=torch.bfloat16)
     run_ours(exact, 1)
     for parameter, other in zip(small, exact, strict=True):
-        master = optimizer.master_of(parameter)
+        master = optimizer.main_param_of(parameter)
         assert parameter.dtype == torch.bfloat16 and master.dtype == torch.float32
         assert all(value.dtype == torch.float32 for value in optimizer.inner.state[master].values())
         assert torch.equal(parameter, master.bfloat16())

@@ -11,6 +11,7 @@ import torch
 import pretrain_gpt2
 import pretrain_t5
 from megatron.checkpoint import named_parameters, open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import parse
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.random import DropoutStreams
@@ -21,10 +22,10 @@ from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
 from megatron.training.state_records import make_moments
-from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
-from tests.helpers.saved_states import save_state
+from tests.helpers.saved_states import load_state, save_state
 
 ADAFACTOR = "--optimizer adafactor --weight-decay 0.01"
 FP64, FP32 = f"--fp64 {ADAFACTOR}", f"--fp32 {ADAFACTOR} --hidden-dropout 0.1"
@@ -67,14 +68,14 @@ def trained(engine: Any, config: Any, here: Any, data: Any, first: int, last: in
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     optimizer: MixedPrecisionOptimizer = engine.optimizer
-    return {name: optimizer.master_of(p).detach().clone() for name, p in named_parameters(engine.module)}
+    return {name: optimizer.main_param_of(p).detach().clone() for name, p in named_parameters(engine.module)}
 
 
 def save_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
     """Train three steps, save, train two more."""
     config, here, engine, source = started(rank, family, pipe, data, extra)
     trained(engine, config, here, source, 0, 3)
-    progress = TrainState(3, 3, 3 * GLOBAL_BATCH)
+    progress = TrainProgress(3, 3, 3 * GLOBAL_BATCH)
     kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
     save_state(folder, progress, config=config, **kept)
     return trained(engine, config, here, source, 3, 5), weights_of(engine)
@@ -84,7 +85,7 @@ def load_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, fol
     """Load, and train the last two steps."""
     config, here, engine, source = started(rank, family, pipe, data, extra)
     kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
-    progress = restore(open_for(folder, here), config=config, **kept)
+    progress = load_state(folder, config=config, **kept)
     return trained(engine, config, here, source, progress.step, 5), weights_of(engine)
 
 

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.optim import adam, build_optimizer
-from megatron.optim.optimizer import state_of, take_state
+from megatron.optim.state import load_state, state_of
 from megatron.planner.layout import layout_of
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import stage_memory
@@ -69,7 +69,7 @@ def test_steps_are_the_formula_to_the_bit(kept: tuple[str, ...], at_once: int, m
         weight.grad = gradient.clone()
         optimizer.step()
     w, m, v = formula(start.numpy(), [each.numpy() for each in gradients], kept)
-    state = optimizer.inner.state[optimizer.master_of(weight)]
+    state = optimizer.inner.state[optimizer.main_param_of(weight)]
     assert torch.equal(weight, torch.from_numpy(w))
     for name, wanted in zip(BOTH, (m, v), strict=True):
         assert state[name].dtype == (torch.bfloat16 if name in kept else torch.float32)
@@ -159,8 +159,8 @@ def test_a_state_of_torchs_form_goes_into_either_format() -> None:
         made.append((weight, optimizer))
     (narrow, low), (wide, high) = made
     saved = [{**state_of(each), "state": {0: dict(each.inner.state[p])}} for p, each in made]
-    take_state(low, saved[1])
-    take_state(high, saved[0])
+    load_state(low, saved[1])
+    load_state(high, saved[0])
     for name in BOTH:
         assert low.inner.state[narrow][name].dtype == torch.bfloat16
         assert torch.equal(low.inner.state[narrow][name], saved[1]["state"][0][name].bfloat16())

@@ -15,8 +15,11 @@ from torch import nn
 from megatron.mpu.groups import Group, build_grid
 from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
-from megatron.optim import GradScaler, build_optimizer, grad_buffer, main_params
-from megatron.optim.grad_buffer import GradBuffer
+from megatron.optim import GradScaler, build_optimizer
+from megatron.optim.gradients import buffer as grad_buffer
+from megatron.optim.gradients.buffer import GradBuffer
+from megatron.optim.gradients.overlapped import OverlappedGradReducer
+from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.partition import partition_of
 from megatron.torch_compat import name_of
 from tds import gradients
@@ -172,12 +175,12 @@ def both_ways(rank: int, size: int, gas: int) -> dict[str, Any]:
             if how["dtype"] is torch.float16:
                 scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
             grad_buffer.SCATTERS = way
-            sides.append(make(grid, 1, overlaps_sums=True, scaler=scaler, **how))
-        assert [optimizer.cuts_gradients for _, optimizer in sides] == [False, True]
+            sides.append(make(grid, 1, overlap_grad_reduce=True, scaler=scaler, **how))
+        assert [optimizer.reducer.shard_group.size > 1 for _, optimizer in sides] == [False, True]
         worst, norms, alike, skipped = 0.0, 0.0, True, 0
         for step in range(STEPS):
             for module, optimizer in sides:
-                optimizer.judge = (lambda norm: False) if step == 2 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 2 else None
                 take_step(module, optimizer, grid, step, gas)
             (plain, a), (module, b) = sides
             alike = alike and (a.overflow, a.was_refused, a.loss_scale) == (b.overflow, b.was_refused, b.loss_scale)
@@ -207,7 +210,7 @@ def after_the_sum(rank: int) -> None:
     """Add to a gradient whose reduce-scatter has started."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     grad_buffer.SCATTERS = True
-    module, optimizer = make(grid, 1, overlaps_sums=True)
+    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
     optimizer.begin_last_backward()
     loss_of(module, tokens_of(rank, 0, 0)).backward()
     optimizer.end_micro_batch()
@@ -233,16 +236,16 @@ def held_in_a_step(rank: int, scatters: bool) -> tuple[int, int]:
     grad_buffer.SCATTERS = scatters
     gradients.BUCKET_BYTES = 2**14
     weights = [nn.Parameter(torch.zeros(32, 32)) for _ in range(32)]
-    masters = main_params.MainParams(grid.data, zero_stage=1)
-    held = main_params.OverlappedMainGradients(masters)
+    store = ParamStore(grid.data, zero_stage=1)
+    reducer = OverlappedGradReducer(store)
     for weight in weights:
-        masters.register(weight, torch.float32)
-        held.register(weight)
+        store.register(weight, torch.float32)
+        reducer.register(weight)
     with Alive("cpu") as alive:
-        held.begin_last_backward()
+        reducer.begin_last_backward()
         sum(weight.square().sum() for weight in weights).backward()
-        held.end_micro_batch()
-        held.finish(1.0)
+        reducer.end_micro_batch()
+        reducer.finish(1.0)
     whole = sum(weight.nbytes for weight in weights)
     return alive.peak - whole, whole  # the weights are seen, too, when autograd is asked whether it comes to them
 
@@ -290,14 +293,14 @@ def step_bytes(replicas: int, dtype: torch.dtype, *, scatters: bool, monkeypatch
             optimizer.begin_last_backward()
             module(torch.randn(2, 128, dtype=dtype)).float().square().sum().backward()
             optimizer.end_micro_batch()
-            optimizer.scale_gradients(1.0)
+            optimizer.finish_gradient_sums()
             optimizer.step()
     assert grid.data.size == 1
     return sent
 
 
 def main_params_optimizer(module: nn.Module, data: Group, dtype: torch.dtype) -> Any:
-    optimizer = build_optimizer(module.parameters(), dtype=dtype, data=data, zero_stage=1, overlaps_sums=True)
+    optimizer = build_optimizer(module.parameters(), dtype=dtype, data=data, zero_stage=1, overlap_grad_reduce=True)
     optimizer.norm_of_sums = lambda: torch.tensor(1.0, dtype=torch.float64)  # type: ignore[method-assign]
     return optimizer
 

@@ -52,7 +52,7 @@ def test_the_scale_follows_its_rule_and_a_skipped_step_changes_nothing(row):
             optimizer.step()
             assert optimizer.overflow == (step == "x")
         updates += step == "."
-        assert torch.equal(optimizer.master_of(weight), torch.full((3,), -updates * 2.0**-20))
+        assert torch.equal(optimizer.main_param_of(weight), torch.full((3,), -updates * 2.0**-20))
     assert seen == [2.0**log for log in wanted]
 
 

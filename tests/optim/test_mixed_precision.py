@@ -109,7 +109,7 @@ def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itsel
     """
     parameter, optimizer = one_weight(dtype, scaler=GradScaler(4.0))
     source, found = gradients_of(optimizer, 0), Gradients(optimizer)
-    assert type(source).__module__ == "megatron.optim.main_params"
+    assert type(source).__module__ == "megatron.optim.gradients.engine_source"
     for name in (*get_type_hints(GradientSource), "clips_itself"):
         assert getattr(source, name) == getattr(found, name), name
     assert source.loss_scale() == found.loss_scale() == 4.0
@@ -128,16 +128,16 @@ def test_many_tiny_updates_move_a_bf16_weight():
     for _ in range(1024):
         parameter.float().sum().backward()
         optimizer.step()
-    assert optimizer.master_of(parameter).dtype == torch.float32
+    assert optimizer.main_param_of(parameter).dtype == torch.float32
     assert torch.equal(parameter, torch.full((4,), 0.75, dtype=torch.bfloat16))
-    assert torch.equal(optimizer.master_of(parameter), torch.full((4,), 0.75))
+    assert torch.equal(optimizer.main_param_of(parameter), torch.full((4,), 0.75))
 
 
 def test_masters_keep_the_bits_of_the_weights_before_rounding():
     value = 1.0 + 2.0**-20
     parameter, optimizer = one_weight(torch.bfloat16, value)
     assert parameter.dtype == torch.bfloat16
-    assert torch.equal(optimizer.master_of(parameter), torch.full((4,), value))
+    assert torch.equal(optimizer.main_param_of(parameter), torch.full((4,), value))
 
 
 def dynamic(**changes):
@@ -158,7 +158,7 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale():
     optimizer.step()
     assert optimizer.overflow and optimizer.loss_scale == 2.0**15
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float16))
-    assert torch.equal(optimizer.master_of(parameter), torch.ones(4))
+    assert torch.equal(optimizer.main_param_of(parameter), torch.ones(4))
     assert not optimizer.inner.state, "a skipped step leaves no moments"
     backward(parameter, optimizer, 0.5)
     optimizer.step()

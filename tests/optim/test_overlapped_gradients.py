@@ -35,7 +35,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
         scaler = None
         if settings.get("dtype") is torch.float16:
             scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
-        made.append(make(grid, stage, overlaps_sums=overlaps, scaler=scaler, **settings))
+        made.append(make(grid, stage, overlap_grad_reduce=overlaps, scaler=scaler, **settings))
     return made
 
 
@@ -46,11 +46,11 @@ def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
     found = {}
     for kind in kinds:
         (plain, after), (module, within) = pair(grid, **KINDS[kind])
-        assert within.sums_gradients and not after.sums_gradients
+        assert within.reducer.reduces_in_backward and not after.reducer.reduces_in_backward
         different: set[Any] = set()
         for step in range(STEPS):
             for each, optimizer in ((plain, after), (module, within)):
-                optimizer.judge = (lambda norm: False) if step == 2 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 2 else None
                 take_step(each, optimizer, grid, step, KINDS[kind]["gas"])
             norms = [(repr(optimizer.grad_norm), optimizer.overflow) for optimizer in (after, within)]
             if norms[0] != norms[1]:
@@ -96,7 +96,7 @@ def record(rank: int, gas: int) -> list[list[str]]:
     """Return the events of each backward of two steps."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     gradients.BUCKET_BYTES = BYTES
-    module, optimizer = make(grid, 0, overlaps_sums=True)
+    module, optimizer = make(grid, 0, overlap_grad_reduce=True)
     recorder = Recorder(module)
     found = []
     for step in range(2):
@@ -108,7 +108,7 @@ def record(rank: int, gas: int) -> list[list[str]]:
             recorder.events.append("over")
             optimizer.end_micro_batch()
             found.append(recorder.events)
-        optimizer.scale_gradients(0.5)
+        optimizer.finish_gradient_sums(0.5)
         optimizer.step()
     return found
 
@@ -136,7 +136,7 @@ def at_the_end(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the sums of a weight that only an early micro-batch reaches, one that none does, and a tied one."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     module = Model()
-    optimizer = build_optimizer(module.parameters(), data=grid.data, overlaps_sums=True, dtype=torch.bfloat16)
+    optimizer = build_optimizer(module.parameters(), data=grid.data, overlap_grad_reduce=True, dtype=torch.bfloat16)
     own = {name: torch.zeros(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     for micro_batch in range(2):
         if micro_batch:
@@ -150,7 +150,7 @@ def at_the_end(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             own[name] += 0 if gradient is None else gradient.float()
         loss.backward()
         optimizer.end_micro_batch()
-    optimizer.scale_gradients(1.0)
+    optimizer.finish_gradient_sums()
     named = dict(module.named_parameters())
     return {name: (own[name], optimizer.gradient_of(named[name]).clone()) for name in own}
 
@@ -173,10 +173,10 @@ def broken_off(rank: int) -> bool:
     handle = module.words.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(module, tokens_of(rank, 0, 0)).backward()
-    assert within._gradients._reducer._started
+    assert within.reducer._reducer._started
     handle.remove()
     within.zero_grad()
-    assert not within._gradients._reducer._started
+    assert not within.reducer._reducer._started
     for each, optimizer in zip((plain, module), optimizers, strict=True):
         take_step(each, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
@@ -190,7 +190,7 @@ def twice(rank: int) -> None:
     """Leave the gradient of a weight twice in the last backward, its sum between the two."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     module = nn.Linear(H, H, bias=False)
-    optimizer = build_optimizer(module.parameters(), data=grid.data, overlaps_sums=True)
+    optimizer = build_optimizer(module.parameters(), data=grid.data, overlap_grad_reduce=True)
     for is_last in (False, True):
         x = torch.ones(2, H, requires_grad=True)
         if is_last:

@@ -164,7 +164,8 @@ def moved(rank: int, data: int, folder: Path) -> list[Any]:
     return [whole, again, other]
 
 
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
 def test_a_resumed_run_is_bit_for_bit_the_same_and_other_rates_hold_from_the_next_step_on(
     data: int, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron.arguments import parse
 from megatron.errors import CheckpointError
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.training import train_state
+from megatron.training import checkpoint_checks
 
 STEPS = 5
 
@@ -87,9 +87,9 @@ def test_a_checkpoint_without_its_momentum_is_rejected(
         "progress": {"step": 3, "updates": updates, "samples_consumed": 12},
         "config": {"optimizer": {"optimizer": "sgd", "sgd_momentum": momentum}},
     }
-    checkpoint: Any = SimpleNamespace(state=state, names=lambda: names, path="run")
+    checkpoint: Any = SimpleNamespace(metadata=state, names=lambda: names, path="run")
     if is_rejected:
         with pytest.raises(CheckpointError, match="holds no optimizer state"):
-            train_state._check_moments(checkpoint)
+            checkpoint_checks.check_moments(checkpoint)
     else:
-        train_state._check_moments(checkpoint)
+        checkpoint_checks.check_moments(checkpoint)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.helpers.parity_runs import Runs
 from tests.parity.test_layouts import assert_same_gradients
-from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, ZB_V, check_same_bits
+from tests.parity.test_schedules import GRIDS, OTHERS, UNTIED, ZB_V, check_same_bits
 from tests.parity.test_zero import assert_same_bits
 
 __all__ = [
@@ -45,13 +45,8 @@ def test_fp32_is_at_the_floor(runs: Runs, tensor: int, pipe: int, data: int) -> 
     runs.check_floor(tensor, pipe, data)
 
 
-@pytest.mark.parametrize(
-    ("pipe", "schedule"),
-    [
-        pytest.param(pipe, each, marks=() if (pipe, each) == (2, INTERLEAVED) else pytest.mark.slow)
-        for pipe, each in product((2, 4), [*OTHERS, ZB_V])
-    ],
-)
+@pytest.mark.slow  # GPT-2's are in the short run: tests/parity/test_schedules.py
+@pytest.mark.parametrize(("pipe", "schedule"), list(product((2, 4), [*OTHERS, ZB_V])))
 def test_a_pipeline_is_one_process_and_its_schedules_each_other_to_the_bit(
     runs: Runs, pipe: int, schedule: str
 ) -> None:
@@ -68,10 +63,8 @@ def test_every_schedule_trains_the_model_of_one_process(runs: Runs, grid: tuple[
     check_fp64(runs.difference(*grid, f"--fp64 --num-layers 8 {runs.documents}", 3, schedule))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "every"),
-    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1, 2), (1, 2, 1), (2, 2, 1)))],
-)
+@pytest.mark.slow  # one rank of every family is in the short run: tests/models/common/test_recompute.py
+@pytest.mark.parametrize(("tensor", "pipe", "every"), [(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1)])
 def test_recompute_changes_no_bit(runs: Runs, tensor: int, pipe: int, every: int) -> None:
     """Row E08, with the dropout masks drawn again in backward."""
     extra = f"--fp32 {RATES} {runs.documents}"
@@ -82,12 +75,13 @@ def test_recompute_changes_no_bit(runs: Runs, tensor: int, pipe: int, every: int
         assert_same_gradients(one, other)
 
 
+@pytest.mark.slow  # GPT-2's are in the short run: tests/parity/test_dropout.py
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "schedule"),
     [
         (2, 2, 1, "--checkpoint-activations"),
-        *(pytest.param(*grid, "", marks=pytest.mark.slow) for grid in LAYOUTS),
-        pytest.param(1, 2, 1, "--pipeline-schedule zb-h1", marks=pytest.mark.slow),
+        *((*grid, "") for grid in LAYOUTS),
+        (1, 2, 1, "--pipeline-schedule zb-h1"),
     ],
 )
 def test_dropout_is_that_of_one_process(runs: Runs, tensor: int, pipe: int, data: int, schedule: str) -> None:

@@ -48,6 +48,7 @@ def compiled(tensor: int, pipe: int, extra: str, backend: str, cache: Path) -> l
     return [trace for trace, _ in found]
 
 
+@pytest.mark.slow  # tests/training/test_compiled.py is in the short run
 def test_bf16_and_sdpa_run_in_a_pipeline_that_recomputes_from_the_host() -> None:
     micro, gas = batches(1, 4)
     extra = f"--bf16 {RATES}"

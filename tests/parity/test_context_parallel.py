@@ -29,6 +29,7 @@ def test_documents_straddle_ranks_and_replicas_share_states() -> None:
     check_fp64(difference(1, 1, 2, 1, f"--fp64 --clip-grad 0.5 {APART}", "--zero-stage 2", context=2, steps=2))
 
 
+@pytest.mark.slow
 def test_a_pipeline_drops_what_one_process_drops() -> None:
     """Two chunks on each stage, recomputed; masks belong to places in the whole sequence."""
     check_fp64(difference(1, 2, 1, 2, DROPPED, f"{INTERLEAVED} --checkpoint-activations", context=2, steps=2))

@@ -40,10 +40,12 @@ def test_t5_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: int,
     check_fp64(t5_runs.RUNS.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", steps))
 
 
+@pytest.mark.slow
 def test_micro_batches_may_be_cut_otherwise() -> None:
     check_fp64(compare(serial(8, 2, DROPPED, steps=3), [serial(2, 8, DROPPED, steps=3)]))
 
 
+@pytest.mark.slow  # a growing batch without dropout: tests/parity/test_rampup.py
 def test_a_growing_batch_drops_what_one_process_drops() -> None:
     """The micro-batches of a step, which grow, are part of a sample's number on the second replica."""
     check_fp64(difference(1, 1, 2, 4, f"{DROPPED} --rampup-batch-size 8 4 28", steps=5))

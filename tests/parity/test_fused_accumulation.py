@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.optim import grad_buffer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.training.parity import Trace, compare
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import batches, check_fp64, flags, serial, trace_rank, traces

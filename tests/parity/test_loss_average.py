@@ -121,11 +121,11 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "gas", "extra", "more"),
     [
-        (1, 2, 1, 3, CHUNKED, ""),
         (1, 1, 2, 2, MASKED, "--zero-stage 1"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (1, 2, 1, 3, CHUNKED, ""),
                 (2, 1, 1, 3, CHUNKED, "--sequence-parallel"),
                 (2, 2, 1, 3, MASKED, ""),
                 (1, 2, 2, 2, MASKED, "--zero-stage 1"),

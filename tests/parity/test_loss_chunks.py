@@ -19,6 +19,7 @@ def test_a_2_by_2_layout_with_chunks_trains_as_one_process_with_whole_logits() -
     check_fp64(compare(serial(*batches(1, 4)), found))
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_one_process_with_chunks_differ_in_no_bit() -> None:
     """Row E10: fp32, untied, clipping off, evaluated losses too."""
     extra = f"--fp32 {UNTIED} {CHUNKS}"

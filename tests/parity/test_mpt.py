@@ -10,7 +10,7 @@ from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.parity.decoder_tests import *  # noqa: F403 - tests of every decoder
 from tests.parity.mpt_runs import RUNS, VARIANTS
 
-SHORT = [((2, 2, 1), "documents"), ((1, 2, 2), "clipped")]
+SHORT = [((2, 2, 1), "documents")]
 EVERY = [
     pytest.param(*grid, variant, marks=() if (grid, variant) in SHORT else pytest.mark.slow)
     for grid, variant in product(LAYOUTS, VARIANTS)

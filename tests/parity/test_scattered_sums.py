@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.optim import grad_buffer
+from megatron.optim.gradients import buffer as grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training.parity import Trace, compare
 from tds import gradients
@@ -28,9 +28,9 @@ def scattered(rank: int, argv: list[str], size: int) -> Trace:
         start(self, pieces, numbers)
         assert self._due
         for piece in pieces.values():
-            own = piece.cut.part(piece.parameter, self._group.rank).clone()
+            own = piece.partition.slice(piece.parameter, self._group.rank).clone()
             piece.parameter.fill_(float("nan"))
-            piece.cut.part(piece.parameter, self._group.rank).copy_(own)
+            piece.partition.slice(piece.parameter, self._group.rank).copy_(own)
 
     param_gather.ParamGather.start = spoiling  # type: ignore[method-assign]
     gradients.BUCKET_BYTES = 10_000
@@ -49,6 +49,7 @@ def check(tensor: int, pipe: int, data: int, extra: str = "", on_pipe: str = "")
     assert 0 < held < 0.6 * whole, "each replica has its parts of the gradients alone"
 
 
+@pytest.mark.slow  # stages with tied weights, below, are the quick ones
 def test_one_stage_equals_one_process() -> None:
     check(1, 1, 2, "--clip-grad 0.5")
 

@@ -40,10 +40,10 @@ def check_grid(tensor: int, pipe: int, data: int, gas: int, schedule: str, extra
     [
         pytest.param((1, 2, 1), 4, INTERLEAVED, RECOMPUTE, marks=pytest.mark.slow),
         ((2, 2, 1), 1, INTERLEAVED, UNTIED),
-        ((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE),
-        ((1, 4, 1), 2, ZERO_BUBBLE, UNTIED),
+        pytest.param((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE, marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), 2, ZERO_BUBBLE, UNTIED, marks=pytest.mark.slow),
         ((1, 2, 2), 4, SPLIT_CHUNKS, RECOMPUTE),
-        ((1, 2, 2), 4, ZB_V, RECOMPUTE),
+        pytest.param((1, 2, 2), 4, ZB_V, RECOMPUTE, marks=pytest.mark.slow),
         pytest.param((1, 4, 1), 8, ZB_V, "", marks=pytest.mark.slow),
         pytest.param((2, 2, 1), 2, DUAL_PIPE_V, UNTIED, marks=pytest.mark.slow),
     ],

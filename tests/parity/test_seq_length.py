@@ -46,10 +46,12 @@ def test_sequences_that_are_cut_over_ranks_grow_too(comm: str) -> None:
     check_fp64(difference(1, 1, 1, 2, ALL, f"--cp-comm-type {comm}", context=2, **STEPS))
 
 
+@pytest.mark.slow
 def test_micro_batches_may_be_cut_otherwise() -> None:
     check_fp64(compare(serial(8, 2, ALL, **STEPS), [serial(4, 4, ALL, **STEPS)]))
 
 
+@pytest.mark.slow  # a length equals samples of that length, below
 def test_the_length_is_seen_by_the_model() -> None:
     """The first steps are those of short pieces, and other ones than of whole samples."""
     grows, whole = (serial(*batches(1, 2), f"--fp64 {extra}", steps=4) for extra in (GROWS, ""))

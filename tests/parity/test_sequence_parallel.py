@@ -42,6 +42,7 @@ def traced_with_messages(rank: int, argv: list[str], size: int, steps: int) -> t
     return trace_rank(rank, argv, size, steps, 0), sizes
 
 
+@pytest.mark.slow  # Qwen 3 in such a layout: test_modern.py; messages: tests/tds/p2p/test_tensor_group.py
 def test_a_pipeline_with_the_sequence_cut_equals_one_process_and_sends_parts() -> None:
     """Rows E01, E04, E06; the weights' gradients are put off, and inputs of layers wait as parts."""
     extra = "--fp64 --clip-grad 0.5"

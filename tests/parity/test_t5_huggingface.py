@@ -97,6 +97,7 @@ def _joined(found: list[tuple[Shard, torch.Tensor]]) -> torch.Tensor:
     return found[0][1] if dim is None else torch.cat([part for _, part in found], dim)
 
 
+@pytest.mark.slow  # two tensor ranks equal Hugging Face's in tests/models/t5/test_against_huggingface.py
 @pytest.mark.parametrize(("tensor", "pipe"), EVERY)
 def test_the_same_weights_give_the_same_logits_loss_and_gradients(
     tensor: int, pipe: int, pytestconfig: pytest.Config

@@ -49,16 +49,19 @@ def test_more_stages_than_either_side_has_layers() -> None:
         check_fp64(case, ranks)
 
 
-def test_recompute_schedules_and_methods_of_cutting_equal_one_process() -> None:
+def test_recompute_schedules_and_methods_of_cutting_equal_one_process(pytestconfig: pytest.Config) -> None:
     cases = [
-        Case(has_segments=True, recompute_every=2, **SCHEDULES[2]),
         Case(sizes=GATED, recompute_every=1, schedule="zb-h1"),
         Case(sizes=LEARNED, has_segments=True, lengths=(9, 9), chunks=3, schedule="interleaved"),
         Case(has_segments=True, recompute_every=1, schedule="zb-v", chunks=2),
-        Case(bounds="profile"),
         Case(bounds="parameters"),
-        Case(bounds="type:LayerPipe"),
     ]
+    if pytestconfig.getoption("--all"):
+        cases += [
+            Case(has_segments=True, recompute_every=2, **SCHEDULES[2]),
+            Case(bounds="profile"),
+            Case(bounds="type:LayerPipe"),
+        ]
     for case, ranks in run(cases, pipe=2):
         check_fp64(case, ranks)
 
@@ -76,11 +79,12 @@ def test_every_schedule_with_every_switch(tensor: int, pipe: int, data: int) -> 
         check_fp64(case, ranks)
 
 
-def test_untied_pipeline_is_bitwise_the_same_in_fp32_but_for_shared_tables() -> None:
+def test_untied_pipeline_is_bitwise_the_same_in_fp32_but_for_shared_tables(pytestconfig: pytest.Config) -> None:
     """Rows E03 and E04, with the cut in the encoder, at the seam, and in the decoder, and all schedules (E10)."""
-    cases = [replace(BITS, bounds=bounds) for bounds in ((0, 2, 11), (0, 5, 11), (0, 8, 11))]
+    is_whole = pytestconfig.getoption("--all")
+    cases = [replace(BITS, bounds=bounds) for bounds in ((0, 2, 11), (0, 5, 11), (0, 8, 11))[0 if is_whole else 1 :]]
     cases += [replace(BITS, has_segments=True, recompute_every=1)]
-    cases += [replace(BITS, **schedule) for schedule in SCHEDULES]
+    cases += [replace(BITS, **schedule) for schedule in (SCHEDULES if is_whole else SCHEDULES[::3])]
     for case, ranks in run(cases, pipe=2):
         found = difference(case, ranks)
         assert max(found.pop(name) for name in TIED) <= 3e-7
@@ -91,8 +95,8 @@ def test_untied_pipeline_is_bitwise_the_same_in_fp32_but_for_shared_tables() -> 
 def test_dropout_draws_the_masks_of_one_process_and_again_in_recompute() -> None:
     """Rows E08 and E12."""
     dropped = replace(BITS, dropout=0.1)
-    cases = [dropped, replace(dropped, recompute_every=1), replace(dropped, bounds=(0, 8, 11), recompute_every=2)]
-    cases += [replace(dropped, schedule="zb-h1", recompute_every=1), Case(dropout=0.1, recompute_every=1)]
+    cases = [dropped, replace(dropped, bounds=(0, 8, 11), recompute_every=2)]
+    cases += [replace(dropped, schedule="zb-h1", recompute_every=1)]
     for case, ranks in run(cases, pipe=2):
         found = difference(case, ranks)
         assert max(found.pop(name, 0.0) for name in TIED) <= 3e-7

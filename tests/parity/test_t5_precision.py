@@ -23,6 +23,7 @@ CLOSE = {"t5": (0.15, 0.015), "v1.1": (0.06, 0.08), "ul2": (0.14, 0.012), "learn
 """How far bf16 may be from fp32: gradient, loss; observed 0.075 0.0071, 0.031 0.042, 0.070 0.0057, 0.015 0.0003."""
 
 
+@pytest.mark.slow  # GPT-2 in fp32 is in the short run: tests/parity/test_layouts.py
 @pytest.mark.parametrize(("variant", "tensor", "pipe", "data"), EVERY)
 def test_fp32_is_at_the_floor(variant: str, tensor: int, pipe: int, data: int) -> None:
     """Row E02, whose allowed losses are those of a model that begins at log(vocabulary); v1.1's head begins higher."""
@@ -35,6 +36,7 @@ def test_fp32_is_at_the_floor(variant: str, tensor: int, pipe: int, data: int) -
     assert found.first_norm <= 1e-6
 
 
+@pytest.mark.slow  # GPT-2's replicas are in the short run: tests/parity/test_layouts.py
 def test_two_replicas_are_bitwise_the_sum_in_rank_order() -> None:
     """Row E05: one process that accumulates the two replicas' micro-batches in turn adds in the same order."""
     extra = f"{UNCLIPPED} {VARIANTS['v1.1']}"
@@ -61,6 +63,7 @@ def test_replicas_of_any_layout_are_bitwise_the_sum_in_rank_order(tensor: int, p
         assert trace.losses == pytest.approx(one[0].losses, rel=2.4e-7)
 
 
+@pytest.mark.slow  # GPT-2 in bf16 is in the short run: tests/parity/test_layouts.py
 @pytest.mark.parametrize(("variant", "tensor", "pipe", "data"), EVERY)
 def test_bf16_trains_close_to_fp32_and_equal_in_every_replica(variant: str, tensor: int, pipe: int, data: int) -> None:
     narrow = RUNS.traces(tensor, pipe, data, f"--bf16 {VARIANTS[variant]}", 3)

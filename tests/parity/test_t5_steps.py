@@ -1,4 +1,7 @@
-"""``pretrain_t5.py`` trains for many steps in every layout as in one process: Adam, clipping, spans, evaluation."""
+"""``pretrain_t5.py`` trains for many steps in every layout as in one process: Adam, clipping, spans, evaluation.
+
+The short run compares steps in tests/parity/test_dropout.py, and gradients in tests/parity/test_t5_layouts.py.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.helpers.t5_runs import RUNS, VARIANTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "pipe", "data", "variant", "schedule"),
     [
         (2, 2, 1, "v1.1", "--pipeline-split-rank 1"),
         (1, 2, 2, "ul2", "--pipeline-schedule zb-h1"),
-        pytest.param(1, 4, 1, "t5", "--partition-method uniform", marks=pytest.mark.slow),
+        (1, 4, 1, "t5", "--partition-method uniform"),
         (1, 2, 1, "learned", "--pipeline-chunks 2"),
     ],
 )

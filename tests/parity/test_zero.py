@@ -38,9 +38,10 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow  # tests/optim/zero/test_zero.py compares the stages in the short run
 @pytest.mark.parametrize(
     ("layout", "extra"),
-    [((1, 1, 2), "--fp32 --clip-grad 0.5"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    [((1, 1, 2), "--fp32 --clip-grad 0.5"), *SLOW],
     ids=str,
 )
 def test_losses_norms_and_weights_are_those_of_stage_0(layout: tuple[int, int, int], extra: str, steps: int) -> None:

@@ -67,6 +67,7 @@ def test_offload_of_the_optimizer_changes_no_bit(layout: tuple[int, int, int], e
     check_bits(layout, extra, side)
 
 
+@pytest.mark.slow
 def test_offload_changes_no_bit_in_a_pipeline_in_bf16() -> None:
     check_bits((1, 2, 1), "--bf16", "--offload-optimizer", steps=2)
 

@@ -127,7 +127,7 @@ def selective(
 
 def old(**how: Any) -> Layout:
     """A layout of Megatron's before 2023: 16 bits, all recomputed, sums behind nothing."""
-    return Layout(recompute="full", dtype="fp16", overlaps_sums=False, overlaps_tensor=False, **how)
+    return Layout(recompute="full", dtype="fp16", overlap_grad_reduce=False, overlaps_tensor=False, **how)
 
 
 _MT = (105, 20480, 128, 2048, 50257)

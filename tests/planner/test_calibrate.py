@@ -145,6 +145,7 @@ def test_probes_do_what_they_are_counted_for() -> None:
         turn()
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -116,7 +116,7 @@ def test_a_layout_of_a_configuration_has_what_its_flags_say() -> None:
     assert layout == Layout(
         tensor=2, pipe=2, data=2, chunks=2, schedule="interleaved", micro_batch_size=2, num_micro_batches=4,
         recompute="full", zero_stage=1, sequence_parallel=True, offload_optimizer=True, dtype="fp16",
-        overlaps_sums=False,
+        overlap_grad_reduce=False,
     )  # fmt: skip
     auto = parse(
         [*LINE.split(), *"--pipe-parallel-size 4 --pipeline-schedule auto --gas 8".split()], world_size=4, env={}

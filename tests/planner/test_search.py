@@ -37,7 +37,7 @@ SMALL = config(6, 2048, 16)
 TIGHT = replace(H100, memory_bytes=24 * 10**9)
 
 
-@pytest.mark.parametrize("world", [8, 12])
+@pytest.mark.parametrize("world", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_the_search_finds_what_trying_every_candidate_finds(world: int) -> None:
     wanted = Search(world_size=world, global_batch_size=2 * world, number=3)
     planner = Planner(SMALL, TIGHT)
@@ -105,7 +105,8 @@ def test_heads_of_keys_limit_the_tensor_axis() -> None:
     assert {(one.tensor, one.zero_stage) for one in whole} == {(1, 0)}
 
 
-@pytest.mark.parametrize("world", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1000, 100_000])
 def test_the_search_scales_to_a_hundred_thousand_devices(world: int) -> None:
     planner = Planner(config(96, 16384, 128), H100)
     found = search(planner, Search(world_size=world, global_batch_size=world))

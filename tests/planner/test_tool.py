@@ -44,7 +44,7 @@ CASES = {
     "--moe-aux-loss-coeff 0.01 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4",
     "gpt2, any order": f"--model gpt2 {SIZES} --pipeline-schedule auto",
 }
-
+QUICK = ("gpt2, much to say", "gpt2, split", "t5", "mpt", "bert", "llama, experts", "gpt2, tokens cut")
 
 TINY = "--model gpt2 --num-layers 12"
 TIGHT = "--fits --model gpt2 --num-layers 24 --hidden-size 4096 --gpus 8 --gpu a100-80g"
@@ -95,7 +95,7 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "t5, split" else ()) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout(name: str) -> None:
     family = CASES[name].split()[1]
@@ -127,6 +127,7 @@ def test_what_makes_a_layout_fit_is_taken_by_the_parser(name: str, capsys: pytes
     assert len({json.dumps(way["layout"]) for way in ways}) == len(ways)
 
 
+@pytest.mark.slow
 def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought() -> None:
     def found(words: str) -> list[dict[str, Any]]:
         return [one["layout"] for one in layouts(words)]
@@ -249,10 +250,10 @@ def write_run_file(folder: Path) -> Path:
 
 
 def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (heading,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
+    (heading,) = [line for line in run(CASES["gpt2, split"], capsys)[1].splitlines() if line.startswith("to paste")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
         assert name in heading
-    lines = layouts(CASES["gpt2"])[0]
+    lines = layouts(CASES["gpt2, split"])[0]
     assert not re.search(r"--lr|TRAIN_ITERS|DATA_PATH|TOKENIZER", " ".join(lines["lines"]))
 
 
@@ -261,7 +262,7 @@ def test_the_reader_may_leave_early() -> None:
         "import os, runpy, sys\n"
         "read, write = os.pipe()\n"
         "os.close(read); os.dup2(write, 1)\n"
-        f"sys.argv = ['plan.py', *{CASES['gpt2'].split()!r}]\n"
+        f"sys.argv = ['plan.py', *{CASES['gpt2, split'].split()!r}]\n"
         "runpy.run_path('tools/plan.py', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -399,7 +400,7 @@ def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:
         "slow = ('torch', 'deepspeed', 'numpy', 'yaml', 'rich', 'jinja2', 'tokenizers')\n"
         "print([name for name in slow[: 99 if '--help' in sys.argv else 3] if name in sys.modules])\n"
     )
-    for words in ("'--help'", ", ".join(map(repr, CASES["gpt2"].split()))):
+    for words in ("'--help'", ", ".join(map(repr, CASES["gpt2, much to say"].split()))):
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], cwd=ROOT, capture_output=True, text=True, check=False
         )

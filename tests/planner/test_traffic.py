@@ -113,7 +113,7 @@ def test_a_group_in_a_node_has_its_links_and_one_across_nodes_those_of_the_cards
 
 
 def test_sums_hide_behind_the_last_backward_and_those_of_activations_behind_weights() -> None:
-    shown = estimate(data=8, overlaps_sums=False, num_micro_batches=4)
+    shown = estimate(data=8, overlap_grad_reduce=False, num_micro_batches=4)
     hidden = estimate(data=8, num_micro_batches=4)
     assert shown.traffic[DATA].hidden_s == 0 < hidden.traffic[DATA].hidden_s <= hidden.traffic[DATA].seconds
     assert hidden.step_s == pytest.approx(shown.step_s - hidden.traffic[DATA].hidden_s)

@@ -91,6 +91,7 @@ def _measure(rank: int, units: list[float], folder: str) -> list[float | None]:
     return [*bubbles, engine.bubble()]
 
 
+@pytest.mark.slow
 def test_the_measured_bubble_is_that_of_the_trace_and_of_the_simulation(tmp_path: Path) -> None:
     """A machine with more to do adds idle time, which is measured too: so the trace says what each step must show."""
     units, m = [1.0, 2.0], Toy().micro_batches

@@ -77,8 +77,8 @@ def test_gradients_are_those_of_autograd(recomputes: bool) -> None:
     for (name, wanted), parameter in zip(plain.named_parameters(), net.parameters(), strict=True):
         found = b.gradient_of(parameter)
         torch.testing.assert_close(found, a.gradient_of(wanted), rtol=1e-13, atol=1e-13, msg=name)
-        assert (parameter in b.fused) == (found.dim() == 2), name
-    assert not a.fused
+        assert (parameter in b.reducer.fused_params) == (found.dim() == 2), name
+    assert not a.reducer.fused_params
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -93,7 +93,7 @@ def test_halves_of_a_backward_have_the_same_bits(recomputes: bool) -> None:
     for micro_batch in range(3):
         backward(whole, micro_batch, recomputes=recomputes, number=MANY)
         backward(split, micro_batch, recomputes=recomputes, splitter=splitter, number=MANY)
-    assert a.fused and len(a.fused) == len(b.fused)
+    assert a.reducer.fused_params and len(a.reducer.fused_params) == len(b.reducer.fused_params)
     for (name, one), two in zip(whole.named_parameters(), split.parameters(), strict=True):
         assert torch.equal(a.gradient_of(one), b.gradient_of(two)), name
 
@@ -156,7 +156,9 @@ def test_gate_and_value_are_one_product_of_their_weight() -> None:
         x = torch.linspace(-1, 1, 3 * H, dtype=torch.float64).view(3, H).requires_grad_()
         gate, value = layer(x)
         (gate.sin() * value).sum().backward()
-        assert gate.is_contiguous() and value.is_contiguous() and (layer.weight in optimizer.fused) == fuses
+        assert (
+            gate.is_contiguous() and value.is_contiguous() and (layer.weight in optimizer.reducer.fused_params) == fuses
+        )
         outputs.append((gate, value))
         gradients.append([x.grad, *(optimizer.gradient_of(each) for each in layer.parameters())])
     torch.testing.assert_close(outputs[0], outputs[1])
@@ -186,7 +188,7 @@ def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
     net, optimizer = made(torch.bfloat16, fuses=True)
     assert not hasattr(net.up.weight, "add_product")
     backward(net, 0)
-    assert not optimizer.fused and optimizer.gradient_of(net.up.weight).abs().sum() > 0
+    assert not optimizer.reducer.fused_params and optimizer.gradient_of(net.up.weight).abs().sum() > 0
     assert not can_add_products(torch.empty(2, 2, dtype=torch.bfloat16, device="meta"), torch.float32)
     assert can_add_products(torch.empty(2, 2), torch.float32) and not can_add_products(torch.empty(2), torch.float32)
 

@@ -49,6 +49,7 @@ def later_faults() -> list[tuple[str, int]]:
     return [(line.split()[0], int(line.split()[1])) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
 def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator() -> None:
     (is_kept_then, faults_then), (is_kept, faults) = later_faults()

@@ -24,7 +24,13 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | No
 
 
 @pytest.mark.parametrize(
-    "num_stages", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "num_stages",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
     """Untied, any number of micro-batches, every schedule (row E10)."""
@@ -35,9 +41,8 @@ def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
     _compare(toys, num_stages, num_stages, None)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "chunks"), [*(pytest.param(*few, marks=pytest.mark.slow) for few in ((2, 2), (3, 2))), (2, 3)]
-)
+@pytest.mark.slow  # chunks with replicas, below, are the quick ones
+@pytest.mark.parametrize(("num_stages", "chunks"), [(2, 2), (3, 2), (2, 3)])
 def test_chunks_equal_one_process_to_the_bit(num_stages: int, chunks: int) -> None:
     """Below, at and above whole rounds of micro-batches."""
     toys = [

@@ -84,7 +84,7 @@ def test_a_measured_step_stands_above_its_simulation(figures: list[Figure]) -> N
     assert title in words(figure)
 
 
-@pytest.mark.parametrize(("p", "m"), [(64, 12), (2, 1)])
+@pytest.mark.parametrize(("p", "m"), [pytest.param(64, 12, marks=pytest.mark.slow), (2, 1)])
 def test_pictures_are_of_readable_size(p: int, m: int, tmp_path: Path) -> None:
     out = tmp_path / "schedule.png"
     draw("zb-h1", p, m, 1, out)

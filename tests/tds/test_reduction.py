@@ -238,7 +238,7 @@ def _unfrozen(rank: int, split: int, also_freezes: bool) -> list[dict[str, torch
     return weights
 
 
-@pytest.mark.parametrize("also_freezes", [False, True])
+@pytest.mark.parametrize("also_freezes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_frozen_and_unfrozen_between_steps_stay_equal_on_all_replicas(also_freezes: bool) -> None:
     (alone,) = run_ranks(1, _unfrozen, 1, also_freezes)
     assert not torch.equal(alone[0]["0.inner.weight"], alone[1]["0.inner.weight"])

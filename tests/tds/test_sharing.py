@@ -42,7 +42,7 @@ def test_gradients_and_norm_equal_one_process(num_stages: int) -> None:
     _compare(toys, num_stages, num_stages)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replicas_add_up_what_is_shared_once(num_stages: int) -> None:
     """Within one stage beside the last backward, over stages after the sum of the copies; recompute in both ways."""
     toys = [
@@ -65,6 +65,7 @@ def test_what_one_stage_alone_holds_is_added_up_beside_its_backward() -> None:
     _compare(toys, 4, 2)
 
 
+@pytest.mark.slow
 def test_chunks_equal_one_process() -> None:
     toys = [
         Toy("sharing", micro_batches=m, **{**IN_CHUNKS, "pipeline": {"schedule": name}})
@@ -76,6 +77,7 @@ def test_chunks_equal_one_process() -> None:
     _compare([*toys, Toy("sharing", micro_batches=3, **again)], 4, 2)
 
 
+@pytest.mark.slow
 def test_every_way_to_cut_equals_one_process() -> None:
     toys = [Toy("sharing", layers=6, options={"partition_method": method}) for method in ("parameters", "type:sharer")]
     profile = {"partition_method": "profile", "profile_batch": toys[0].batch(0)}

@@ -50,7 +50,8 @@ def _toy(kind: str, **more: Any) -> Toy:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_stages", "micro_batches"), [(2, 2, 1), pytest.param(3, 3, 7, marks=pytest.mark.slow), (4, 2, 4)]
+    ("ranks", "num_stages", "micro_batches"),
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2, 1), (3, 3, 7))), (4, 2, 4)],
 )
 def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, micro_batches: int) -> None:
     """Row E21: clipping off, untied and tied, one and two replicas."""
@@ -59,7 +60,13 @@ def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, m
 
 @pytest.mark.parametrize(
     ("num_stages", "micro_batches", "method", "bounds"),
-    [(2, 5, "type:Words", [0, 6, 7]), (3, 2, "type:Dense", [0, 3, 5, 7]), (3, 4, "parameters", [0, 2, 5, 7])],
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((2, 5, "type:Words", [0, 6, 7]), (3, 2, "type:Dense", [0, 3, 5, 7]))
+        ),
+        (3, 4, "parameters", [0, 2, 5, 7]),
+    ],
 )
 def test_stages_of_unequal_size_equal_deepspeeds_to_the_bit(
     num_stages: int, micro_batches: int, method: str, bounds: list[int]
@@ -69,7 +76,7 @@ def test_stages_of_unequal_size_equal_deepspeeds_to_the_bit(
     assert _check(num_stages, [toy], num_stages, method) == [bounds]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recompute_equals_deepspeeds_to_the_bit(use_reentrant: bool) -> None:
     """On two unequal stages; with fewer micro-batches than stages, and more.
 
@@ -149,6 +156,7 @@ def _convolutions(rank: int, config: dict[str, Any]) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_convolutions_equal_deepspeeds_to_the_bit_without_clipping_and_not_with_stocks() -> None:
     """The first row of the table "differs from DeepSpeed" in tds/README.md: stock's norm is that of stage 0 alone."""
     for stock, ours in run_ranks(2, _convolutions, {"gradient_clipping": 0.0}):

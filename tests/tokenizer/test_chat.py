@@ -170,7 +170,7 @@ def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, as_f
     template = find_template(build("TokenizersJSON", tokenizer_path=folder))
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert theirs.chat_template == {"default": template.text, **template.named}
-    for more in ({}, {"tools": TOOLS}):
+    for more in ({}, {"tools": TOOLS}, {"tools": []}, {"tools": None}):
         expected = theirs.apply_chat_template(SOME[2], **more)["input_ids"]
         assert template.encode(SOME[2], **more).ids == expected
     with_tools = theirs.apply_chat_template(SOME[2], tools=TOOLS, return_assistant_tokens_mask=True)
@@ -181,6 +181,35 @@ def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, as_f
     assert broken.encode(SOME[2]).ids == template.encode(SOME[2]).ids
     with pytest.raises(DataError, match="got x, tool_use, line 1"):
         broken.encode(SOME[2], tools=TOOLS)
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_a_folder_with_a_template_for_tools_only_is_refused_with_the_names_that_it_has(
+    tmp_path: Path, as_files: bool
+) -> None:
+    """transformers refuses conversations without tools, and renders those with tools."""
+    folder = named_folder(tmp_path / "t", as_files=as_files, default=None)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with pytest.raises(ValueError, match="no default"):
+        theirs.apply_chat_template(SOME[2])
+    tokenizer = build("TokenizersJSON", tokenizer_path=folder)
+    with pytest.raises(DataError, match="the name \"default\" .there are 'rag', 'tool_use'... Name a file with --chat"):
+        find_template(tokenizer)
+    given = find_template(tokenizer, _file(tmp_path, MARKED))
+    assert given.encode(SOME[2], tools=TOOLS).ids == theirs.apply_chat_template(SOME[2], tools=TOOLS)["input_ids"]
+
+
+def test_content_in_parts_is_rendered_as_transformers_renders_it(folder: Path, theirs: Any) -> None:
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    expected = theirs.apply_chat_template(messages, chat_template=parts)["input_ids"]
+    assert chat(folder, parts).prompt_ids(messages) == expected
+    as_text = theirs.apply_chat_template(messages, chat_template=LLAMA3, add_generation_prompt=True)["input_ids"]
+    assert chat(folder, LLAMA3).prompt_ids(messages) == as_text  # the list as Python prints it
+    with pytest.raises(TypeError, match="concatenate"):
+        theirs.apply_chat_template(messages, chat_template=MARKED)
+    with pytest.raises(TemplateError, match="refuses it: .*concatenate"):
+        chat(folder, MARKED).prompt_ids(messages)
 
 
 def test_files_of_templates_come_before_those_of_the_settings(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_the_bound_grows_with_the_text_between_the_least_and_the_most() -> None:
     assert bounds == [100, 400, 1000]
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_words_makes_nearly_as_good_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(log, "info", messages.append)

@@ -32,7 +32,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = open_folder(folder)
     weights = read_weights(first)
     for seed, step in enumerate(STEPS[1:], 1):
-        add_checkpoint(folder, step, {name: moved(name, tensor, seed) for name, tensor in weights.items()}, first.state)
+        add_checkpoint(
+            folder, step, {name: moved(name, tensor, seed) for name, tensor in weights.items()}, first.metadata
+        )
     return folder
 
 
@@ -85,8 +87,8 @@ def test_an_average_is_that_by_hand(
         wanted = sum(share * each[name].double() for share, each in zip(shares, saved, strict=True))
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor.double(), wanted, rtol=6e-8, atol=0)  # half of the last bit of fp32
-    assert (found.path.name, found.state["progress"]["step"]) == ("step-00000012", 12)
-    assert found.state["optimizer"].startswith("none (") and found.state["optimizer_steps"] == 0
+    assert (found.path.name, found.metadata["progress"]["step"]) == ("step-00000012", 12)
+    assert found.metadata["optimizer"].startswith("none (") and found.metadata["optimizer_steps"] == 0
     assert not [name for name in found.names() if not name.startswith("weights/")]
 
 
@@ -151,9 +153,9 @@ def test_other_models_are_refused(
     assert "must be of one model to be averaged:\n  num_layers: saved 4, now 2" in capsys.readouterr().err
     first = open_folder(run)
     lacking = dict(list(read_weights(first).items())[1:])
-    add_checkpoint(tmp_path / "less", 3, lacking, first.state)
+    add_checkpoint(tmp_path / "less", 3, lacking, first.metadata)
     assert called(monkeypatch, run, tmp_path / "less", "--output", tmp_path / "mean") == 3
     assert "must hold the same weights to be averaged, got other ones: weights/" in capsys.readouterr().err
-    add_checkpoint(tmp_path / "words", 3, read_weights(first), {**first.state, "tokenizer": "another"})
+    add_checkpoint(tmp_path / "words", 3, read_weights(first), {**first.metadata, "tokenizer": "another"})
     assert called(monkeypatch, run, tmp_path / "words", "--output", tmp_path / "mean") == 3
     assert "must have one tokenizer" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_the_flags_that_import_prints_build_the_model_of_the_checkpoint(convert:
     words = output.split("pretrain_t5.py ")[1].split()
     assert words[:3] == ["--load", str(tmp_path / "run"), "--finetune"]
     parsed = parse([*words, "--data-path", "x", "--dry-run"], world_size=1, family="t5")
-    state = open_folder(tmp_path / "run").state
+    state = open_folder(tmp_path / "run").metadata
     assert state["model"] == parsed.identity() and parsed.model.layernorm_epsilon == 1e-6
 
 
@@ -127,7 +127,7 @@ def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding
     weights = read_weights(back)
     assert same(weights, {name: values_of(name, tuple(t.shape)) for name, t in weights.items()})
     assert same(weights, read_weights(open_folder(path)))
-    assert back.state["model"] == config.identity()
+    assert back.metadata["model"] == config.identity()
     theirs = json.loads((tmp_path / "theirs/config.json").read_text())
     assert theirs["vocab_size"] == 29 and theirs["dtype"] == "float32"
     assert tensors_in(tmp_path / "theirs")["lm_head.weight" if config.model.untie_embeddings else

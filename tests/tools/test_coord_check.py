@@ -45,6 +45,7 @@ def test_activations_stay_level_over_widths_by_mup_alone(extra: str, heads: int)
     assert ratios(risen, "logits")[-1] > 1.2
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_and_rises_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "coord.svg"
     assert coord_check.main(["--widths", "16", "32", "--steps", "1", "--out", str(out)]) == 0

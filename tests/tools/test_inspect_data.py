@@ -129,6 +129,7 @@ def test_help_of_the_three_tools_loads_no_torch() -> None:
     assert done.returncode == 0 and done.stdout.count("usage:") == 3, done.stderr
 
 
+@pytest.mark.slow
 def test_facts_load_no_torch_and_samples_no_compiler(folder: Path) -> None:
     program = f"""
 import sys

@@ -309,6 +309,7 @@ def test_a_sample_of_files_and_columns_counts_what_they_hold(tmp_path: Path) -> 
     assert not any(isinstance(document.text, BadRecord) for document in drawn)
 
 
+@pytest.mark.slow
 def test_the_big_corpus_has_its_size_and_follows_from_the_seed(tmp_path: Path) -> None:
     outputs = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):

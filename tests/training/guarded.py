@@ -14,9 +14,9 @@ from megatron.config import resolve_dtype
 from megatron.errors import NumericsError, StopRequest
 from megatron.runtime.exit_signals import StopRequests
 from megatron.training import initialize, loss_forms, single_stage_engine, trainer
+from megatron.training.startup import run
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
-from megatron.training.train import run
 from megatron.training.trainer import Trainer
 from tds.loss import Weighted
 from tests.helpers import runs

@@ -27,9 +27,9 @@ from megatron.training.callbacks import checkpointer
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from megatron.training.state_records import make_moments, optimizer_records, set_optimizer_steps, weight_records
-from megatron.training.train_state import TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
-from tests.helpers.saved_states import save_state
+from tests.helpers.saved_states import load_state, save_state
 
 VOCAB = 101  # a prime: padded for every tensor size
 COMMON = (
@@ -43,7 +43,7 @@ SIZES = {
     pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
 }
-PROGRESS = TrainState(step=7, updates=6, samples_consumed=168)
+PROGRESS = TrainProgress(step=7, updates=6, samples_consumed=168)
 
 Parts = dict[str, tuple[Shard, torch.Tensor]]
 """What a rank holds of each tensor, without padding."""
@@ -96,7 +96,7 @@ class Rank:
         streams = make_streams(config, here)
         global_vars.set_current(config, mock_tokenizer(config), streams)
         module, optimizer = build_weights(config, here, streams, script.model_provider)
-        optimizer.cut_weights(module)
+        optimizer.store.shard_weights(module)
         make_moments(optimizer)
         return cls(config, here, module, optimizer)
 
@@ -105,7 +105,7 @@ class Rank:
         for record in records_of(self.module, self.optimizer):
             shard = record.shard
             shard.unpadded(record.tensor).copy_(shard.cut(whole(record.name, shard.global_shape, seed)))
-        self.optimizer.copy_masters_to_parameters()
+        self.optimizer.copy_main_params_to_parameters()
         set_optimizer_steps(self.optimizer, seed)
 
     def save(self, folder: Path) -> None:
@@ -114,15 +114,15 @@ class Rank:
 
     def load(self, folder: Path) -> None:
         """Take up the checkpoint in ``folder`` as a run does. Collective."""
-        progress = restore(open_for(folder, self.here), fingerprint="data", **self._parts())
+        progress = load_state(folder, fingerprint="data", **self._parts())
         assert progress == PROGRESS
 
     def parts(self) -> Parts:
         """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
         held = parts_of(self.module, self.optimizer)
         for name, parameter in named_parameters(self.module):
-            kept = self.optimizer.kept(parameter)
-            shard = shard_of(parameter if kept is parameter else self.optimizer.master_of(parameter))
+            kept = self.optimizer.store.persistent_storage(parameter)
+            shard = shard_of(parameter if kept is parameter else self.optimizer.main_param_of(parameter))
             held[f"model/{name}"] = (shard, shard.unpadded(kept.detach()).clone())
         return held
 

@@ -17,8 +17,10 @@ from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.shard import init_empty_weights, is_uninitialized, materialize
 from megatron.training import global_vars, initialize, zero3_init
 from megatron.training.mock_data import mock_tokenizer
+from megatron.training.restore_options import RestoreOptions
+from megatron.training.resume import open_source, restore
 from megatron.training.setup import build_engine, build_weights, make_streams
-from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.alive import Alive
 from tests.helpers.harness import run_ranks
 from tests.helpers.saved_states import save_state
@@ -54,20 +56,20 @@ def build_and_load(rank: int, folder: str) -> list[dict[str, int]]:
             engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
             counted = {"built": alive.peak, "kept": alive.now()}
         module, optimizer = engine.module, engine.optimizer
-        state = {"config": config, "module": module, "optimizer": optimizer, "world": here, "fingerprint": None}
+        state = {"config": config, "module": module, "optimizer": optimizer, "world": here}
         if not found:
-            save_state(folder, TrainState(), **state)
-        checkpoint = open_for(folder, here)
+            save_state(folder, TrainProgress(), fingerprint=None, **state)
+        checkpoint = open_source(folder, here)
         with Alive("cpu") as alive:
-            restore(checkpoint, **state, taken=RestoreOptions(False, False, False, False))
+            restore(checkpoint, **state, options=RestoreOptions(False, False, False, False))
             counted["loaded"] = alive.peak
         weights = [parameter for _, parameter in named_parameters(module)]
         held = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for p in weights
-            for t in (optimizer.kept(p), optimizer.master_of(p))
+            for t in (optimizer.store.persistent_storage(p), optimizer.main_param_of(p))
         }
-        units = optimizer._units.units if optimizer.gathers_weights else []
+        units = optimizer.store.units.units if optimizer.store.gathers_weights else []
         counted |= {
             "parts": sum(held.values()),
             "whole": 4 * sum(p.numel() for p in weights),
@@ -112,14 +114,14 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
             if not hasattr(parameter, "ds_optim_param"):
                 torch.distributed.broadcast(parameter.data, 0)  # as DeepSpeed does
     assert not any(hasattr(parameter, "ds_optim_param") for parameter in module.parameters())
-    optimizer.cut_weights(module)
-    for unit in optimizer._units.units if optimizer.gathers_weights else ():
+    optimizer.store.shard_weights(module)
+    for unit in optimizer.store.units.units if optimizer.store.gathers_weights else ():
         unit.gather()
     assert module.named.weight is module.again.weight
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [3, 2**20])
+@pytest.mark.parametrize("size", [3, pytest.param(2**20, marks=pytest.mark.slow)])
 def test_every_weight_is_that_of_the_other_stages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero3_init, "CHUNK_BYTES", size)
     plain, cut = (run_ranks(2, own_weights, f"--fp32 --zero-stage {stage}") for stage in (0, 3))

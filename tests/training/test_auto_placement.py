@@ -182,6 +182,7 @@ def test_other_schedules_stay_as_they_are() -> None:
     assert not is_free(config_of("--pipeline-schedule zb-h1"))
 
 
+@pytest.mark.slow  # the choice, above, and the schedules of a V in tests/parity are in the short run
 def test_a_run_begins_with_the_placement_and_trains_as_one_process_does(corpus: Path, tmp_path: Path) -> None:
     found = {}
     for name, words, ranks in (("one", "", 1), ("auto", "--pipe-parallel-size 2 --pipeline-schedule auto", 2)):

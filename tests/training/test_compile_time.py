@@ -54,6 +54,7 @@ def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.Monk
     assert compile_line(compile_metrics([Compiled(), Compiled()])) is None
 
 
+@pytest.mark.slow
 def test_a_run_says_and_writes_down_what_was_compiled(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

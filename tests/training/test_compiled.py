@@ -52,6 +52,7 @@ def test_all_layers_share_the_graphs_of_one_and_no_graph_draws_masks() -> None:
     assert not any("dropout" in code.replace("dropout_p=0.0", "").replace("keyed_dropout", "") for code in seen)
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_a_layer_that_drops_hidden_states_alone_is_one_graph_of_every_step_and_micro_batch() -> None:
     """The second forward is another micro-batch of another step: other masks, and no graph more."""

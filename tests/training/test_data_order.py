@@ -19,8 +19,9 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.data_agreement import RankData, disagreement
-from megatron.training.data_resume import Saved, epochs_text, epochs_values, numbers_text, resumed, start_rows, to_save
-from megatron.training.train_state import TrainState
+from megatron.training.data_progress import epochs_text, epochs_values, numbers_text, start_rows
+from megatron.training.data_resume import SavedData, data_to_save, resume_order
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 from tests.helpers.token_data import write
 
@@ -147,7 +148,7 @@ def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool =
     """Let ``data`` go on where a run on ``before`` was saved."""
     saved = json.loads(json.dumps(before.order.state(consumed)))
     state = {"data_order": saved, "data_fingerprint": "x", "progress": {"samples_consumed": consumed}}
-    data.use_order(resumed(data, state, allow_change=allow_change))
+    data.use_order(resume_order(data, state, allow_change=allow_change))
 
 
 def samples_read(data: RunData, start: int, stop: int) -> list[tuple[int, int]]:
@@ -194,22 +195,22 @@ def test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus(
     first = data_of(config_of(corpora, 1, 4))
     assert first.order.cursors(48) == {"a": 34, "b": 14}
     config = config_of(corpora, 1, 4, extra=f"--seq-length {length}")
-    progress = TrainState(6, 6, 48).saved(SEQ)
+    progress = TrainProgress(6, 6, 48).to_metadata(SEQ)
     assert progress["tokens_consumed"] == 48 * SEQ
     state = {"data_order": first.order.state(48), "data_fingerprint": "x", "progress": progress}
     other = data_of(config, length=length)
     with pytest.raises(CheckpointError, match="--allow-data-change"):
-        resumed(other, state, length, allow_change=False)
-    other.use_order(resumed(other, state, length, allow_change=True))
-    assert TrainState.resumed(state, length) == TrainState(6, 6, position)
+        resume_order(other, state, length, allow_change=False)
+    other.use_order(resume_order(other, state, length, allow_change=True))
+    assert TrainProgress.from_metadata(state, length) == TrainProgress(6, 6, position)
     assert list(other.order.cursors(position).values()) == carried
     read = [other.order.locate(index) for index in range(position, position + 20)]
     for corpus, start in enumerate(carried):
         places = [place for number, place in read if number == corpus]
         assert places == list(range(start, start + len(places)))
     assert f"going on at sample {position}, the first that begins at or after the 384 tokens consumed" in "".join(lines)
-    same = TrainState.resumed(state, SEQ)
-    assert same == TrainState(6, 6, 48), "of the same length it is the same sample"
+    same = TrainProgress.from_metadata(state, SEQ)
+    assert same == TrainProgress(6, 6, 48), "of the same length it is the same sample"
 
 
 def test_another_length_of_one_corpus_goes_on_behind_as_many_tokens(corpora: dict[str, str]) -> None:
@@ -217,22 +218,26 @@ def test_another_length_of_one_corpus_goes_on_behind_as_many_tokens(corpora: dic
         data_of(config_of(corpora, 1, 4, mixed="{a}", extra=f"--seq-length {length}"), length=length)
         for length in (SEQ, 2 * SEQ)
     )
-    state = {"data_order": first.order.state(5), "data_fingerprint": "x", "progress": TrainState(1, 1, 5).saved(SEQ)}
-    order = resumed(other, state, 2 * SEQ, allow_change=True)
+    state = {
+        "data_order": first.order.state(5),
+        "data_fingerprint": "x",
+        "progress": TrainProgress(1, 1, 5).to_metadata(SEQ),
+    }
+    order = resume_order(other, state, 2 * SEQ, allow_change=True)
     assert order is not None and [order.locate(index) for index in (3, 4)] == [(0, 3), (0, 4)]
     saved = json.loads(json.dumps(order.state(3)))
-    again = resumed(other, {**state, "data_order": saved, "progress": TrainState(2, 2, 3).saved(2 * SEQ)}, 2 * SEQ,
-                    allow_change=False)  # fmt: skip
+    progress = TrainProgress(2, 2, 3).to_metadata(2 * SEQ)
+    again = resume_order(other, {**state, "data_order": saved, "progress": progress}, 2 * SEQ, allow_change=False)
     assert again is not None and again.locate(3) == (0, 3)
 
 
 def test_a_checkpoint_that_knows_a_fingerprint_only_goes_on(corpora: dict[str, str]) -> None:
     data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
     state = {"data_fingerprint": data.fingerprint, "progress": {"samples_consumed": 32}}
-    order = resumed(data, state, allow_change=False)
+    order = resume_order(data, state, allow_change=False)
     assert [order.locate(i) for i in (0, 32, 99)] == [(0, 0), (0, 32), (0, 99)]
     with pytest.raises(CheckpointError):
-        resumed(data, state | {"data_fingerprint": "other"}, allow_change=False)
+        resume_order(data, state | {"data_fingerprint": "other"}, allow_change=False)
 
 
 def test_a_checkpoint_that_says_nothing_of_what_it_has_read_is_refused_unless_that_is_allowed(
@@ -241,19 +246,19 @@ def test_a_checkpoint_that_says_nothing_of_what_it_has_read_is_refused_unless_th
     data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
     silent: dict[str, Any] = {"data_fingerprint": None, "progress": {"samples_consumed": 32}}
     with pytest.raises(CheckpointError, match=r"of which data the 32 samples were .*--allow-data-change"):
-        resumed(data, silent, allow_change=False)
-    assert resumed(data, silent, allow_change=True) is data.order
+        resume_order(data, silent, allow_change=False)
+    assert resume_order(data, silent, allow_change=True) is data.order
     fresh = silent | {"progress": {"samples_consumed": 0}}
-    assert resumed(data, fresh, allow_change=False) is data.order
+    assert resume_order(data, fresh, allow_change=False) is data.order
     own: Any = RunData({"train": SimpleNamespace()}, None)
-    assert resumed(own, silent, allow_change=False) is None
+    assert resume_order(own, silent, allow_change=False) is None
 
 
 def test_a_run_without_training_data_hands_on_what_its_checkpoint_says_of_them(corpora: dict[str, str]) -> None:
-    data, loaded = data_of(config_of(corpora, 1, 4)), Saved("print", {"format": 1})
-    assert to_save(RunData({}, None, has_training=False), 16, loaded) == loaded
-    assert to_save(RunData({}, None), 16, loaded) == Saved()
-    assert to_save(data, 16, loaded) == (data.fingerprint, data.order.state(16))
+    data, loaded = data_of(config_of(corpora, 1, 4)), SavedData("print", {"format": 1})
+    assert data_to_save(RunData({}, None, has_training=False), 16, loaded) == loaded
+    assert data_to_save(RunData({}, None), 16, loaded) == SavedData()
+    assert data_to_save(data, 16, loaded) == (data.fingerprint, data.order.state(16))
 
 
 def test_a_line_names_the_furthest_of_many_corpora() -> None:
@@ -318,4 +323,4 @@ def test_data_of_ones_own_need_no_order() -> None:
     assert epochs_text(own, 5) == "" and epochs_values(own, 5) == {}
     assert dict(start_rows(own, 5)) == {"samples": "7 an epoch"}
     assert dict(start_rows(RunData({}, None), 5)) == {}
-    assert resumed(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None
+    assert resume_order(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None

@@ -165,6 +165,7 @@ def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path)
     assert hooks == 0  # behind the dumped step
 
 
+@pytest.mark.slow
 def test_pieces_of_samples_are_dumped_as_samples_in_every_micro_batch_size(tmp_path: Path) -> None:
     """Step 1 has pieces of 2 tokens and step 2 whole samples of 8; 8 of these are a step."""
     for gas in (1, 4):

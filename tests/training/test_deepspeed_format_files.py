@@ -24,7 +24,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training import checkpoint_source, deepspeed_checkpoint
 from megatron.training.deepspeed_folders import open_newest, tags_in
-from megatron.training.train_state import EVERYTHING
+from megatron.training.restore_options import EVERYTHING
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import TOKENIZER
@@ -60,7 +60,7 @@ class Engine:
 
 
 def write(root: Path, step: int, keep: RetentionPolicy = ALL) -> Path:
-    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
+    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, retention=keep)
 
 
 def value_of(path: Path) -> float:
@@ -217,7 +217,7 @@ def test_another_layout_gets_weights_or_an_error_with_both(
     """Row K15 in this format: (pipe, data, tensor)."""
     names = ("pipe", "data", "tensor")
     state = {"layout": dict(zip(names, saved, strict=True)), "config": Config().to_dict()}
-    checkpoint: Any = type("Saved", (), {"state": state, "path": tmp_path})
+    checkpoint: Any = type("Saved", (), {"metadata": state, "path": tmp_path})
     place = Topology(**dict(zip(names, now, strict=True)))
     if message is None:
         deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
@@ -244,7 +244,7 @@ def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
     same = all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
     torch.nn.init.zeros_(module[0].weight)
     with torch.no_grad():
-        optimizer.master_of(module[0].weight).zero_()
+        optimizer.main_param_of(module[0].weight).zero_()
     deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
     again = all(torch.equal(weight, wanted[name]) for name, weight in module.state_dict().items())
     return same, again, client["megatron"]["state"]["progress"], float(optimizer.scaler.scale)
@@ -283,8 +283,8 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
         for optimizer, module in zip((first, second), modules, strict=True):
             _step(optimizer, module)
     for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        assert torch.equal(first.master_of(one), second.master_of(two)) and torch.equal(one, two)
-        assert not torch.equal(one.float(), first.master_of(one)), "masters hold more than the weights"
+        assert torch.equal(first.main_param_of(one), second.main_param_of(two)) and torch.equal(one, two)
+        assert not torch.equal(one.float(), first.main_param_of(one)), "masters hold more than the weights"
     assert second.loss_scale == 32.0
     other = _optimizer(torch.nn.Linear(4, 2))
     for state, message in (({}, "without masters"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
@@ -293,7 +293,7 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
     with torch.no_grad():
         modules[1].weight.fill_(3.0)
     second.refresh_fp32_params()
-    assert second.master_of(modules[1].weight).eq(3.0).all()
+    assert second.main_param_of(modules[1].weight).eq(3.0).all()
 
 
 def test_a_state_of_parts_is_refused() -> None:

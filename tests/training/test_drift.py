@@ -50,7 +50,7 @@ def flip(name: str, ranks: list[int], step: int) -> Any:
 
     def flip_once(rank: int, run: Trainer) -> None:
         if run.progress.step == step and rank in ranks:
-            weight = run.engine.optimizer.kept(dict(named_parameters(run.engine.module))[name])
+            weight = run.engine.optimizer.store.persistent_storage(dict(named_parameters(run.engine.module))[name])
             weight.detach().view(torch.int32).view(-1)[0] ^= 1
 
     return after_update(flip_once)

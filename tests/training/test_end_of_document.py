@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.end_of_document import choose_eod
 from megatron.training.vocabulary import with_tokenizer
+from tests.helpers.checkpoint_samples import world_of
+from tests.helpers.harness import run_ranks
 from tests.helpers.runs import train_ranks
 from tests.helpers.trap import CORPUS, FLAGS, FOLDER, LOSSES, TRAP
 
@@ -57,6 +60,40 @@ def test_documents_that_end_with_another_token_are_an_error_that_names_both(tmp_
     other = copied(tmp_path, eod_id=1)
     with pytest.raises(DataError, match=r"copy end with <eos> \(id 1\), but .* is </s> \(id 291\)"):
         chosen("--data-path", "1", CORPUS, "1", other)
+
+
+def lack_sidecars(rank: int) -> None:
+    """Make every rank but the first fail to read a sidecar, as on a host without the token files."""
+    if rank:
+        dataset_metadata.read = lambda path: dataset_metadata.parse(b"damaged", path)  # type: ignore[assignment]
+
+
+def test_only_the_first_rank_needs_the_sidecars_of_token_files(tmp_path: Path) -> None:
+    """The second tensor rank does not read the data either, as the middle stages of a pipeline."""
+    argv = [*FLAGS, "--tokenizer-path", str(TRAP), "--data-path", str(CORPUS), "--save", str(tmp_path / "run")]
+    more = ["--model-parallel-size", "2", "--exit-interval", "1"]
+    assert train_ranks(2, [*argv, *more], lack_sidecars)[0] == [75, 75]
+
+
+def failure_of(rank: int, prefix: Path) -> str:
+    """Return the error of a rank where only the first one has a damaged sidecar."""
+    try:
+        with_tokenizer(parsed("--data-path", CORPUS if rank else prefix), world_of(rank, 3))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("is_folder", "problem"), [(True, "cannot be read (.*Is a directory"), (False, "cannot be read (Expecting value")]
+)
+def test_a_sidecar_that_cannot_be_read_is_an_error_of_all_ranks(is_folder: bool, problem: str, tmp_path: Path) -> None:
+    prefix = copied(tmp_path)
+    sidecar = tmp_path / "copy.meta.json"
+    sidecar.unlink()
+    sidecar.mkdir() if is_folder else sidecar.write_text("damaged")
+    first, *others = run_ranks(3, failure_of, prefix)
+    assert re.search(problem.replace("(", r"\("), first) and str(sidecar) in first and others == [first, first]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_token_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import pretrain_gpt2
 from megatron.checkpoint import named_parameters, open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import parse
 from megatron.models.common.router import Router
 from megatron.mpu.groups import SINGLE
@@ -20,10 +21,10 @@ from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
-from megatron.training.train_state import CHECKPOINTS, TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, flags
-from tests.helpers.saved_states import save_state
+from tests.helpers.saved_states import load_state, save_state
 
 SIZES = (
     "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid "
@@ -57,7 +58,7 @@ def weights_of(engine: Any) -> dict[str, Any]:
     """Return the masters, and weights that are not trained, with where they lie."""
     optimizer, found = engine.optimizer, {}
     for name, parameter in named_parameters(engine.module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
+        master = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         found[name] = shard_of(master), master.detach().clone()
     return found
 
@@ -70,14 +71,14 @@ def save_and_go_on(rank: int, layout: Layout, extra: str, folder: Path) -> tuple
     """Train three steps, save, train two more."""
     config, here, engine, source = started(layout, extra)
     trained(engine, config, here, source, 0, 3)
-    save_state(folder, TrainState(3, 3, 3 * GLOBAL_BATCH), config=config, **kept(engine, here))
+    save_state(folder, TrainProgress(3, 3, 3 * GLOBAL_BATCH), config=config, **kept(engine, here))
     return trained(engine, config, here, source, 3, 5), weights_of(engine)
 
 
 def load_and_go_on(rank: int, layout: Layout, extra: str, folder: Path) -> tuple[list[Any], Any]:
     """Load, and train the last two steps."""
     config, here, engine, source = started(layout, extra)
-    progress = restore(open_for(folder, here), config=config, **kept(engine, here))
+    progress = load_state(folder, config=config, **kept(engine, here))
     return trained(engine, config, here, source, progress.step, 5), weights_of(engine)
 
 
@@ -146,11 +147,12 @@ def test_a_checkpoint_has_a_tensor_for_each_expert_by_its_number(tmp_path: Path)
 def losses_of(rank: int, layout: Layout, scale: float) -> list[Any]:
     """Train three steps with a fixed loss scale; return the losses of each."""
     config, here, engine, source = started(layout, "--fp64")
-    engine.optimizer.scaler = GradScaler(scale=scale)
+    engine.optimizer.policy.scaler = GradScaler(scale=scale)
     return trained(engine, config, here, source, 0, 3)
 
 
-@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [1, 2])
 def test_a_loss_scale_changes_nothing(pipe: int) -> None:
     """Backward multiplies the losses of routers by it as the other; powers of two leave every bit."""
     wanted, found = (run_ranks(pipe, losses_of, (1, pipe, 1, ""), scale)[0] for scale in (1.0, 1024.0))
@@ -163,7 +165,7 @@ def routers_around_a_skipped_step(rank: int) -> list[dict[str, Any]]:
     given = source.batches("train", config, here, 0)
     states = [router_state(engine.module)]
     for is_accepted in (False, True):
-        engine.optimizer.judge = lambda norm, answer=is_accepted: answer
+        engine.optimizer.policy.accepts_step = lambda norm, answer=is_accepted: answer
         result = engine.train_step(given, 0)
         assert result.is_skipped != is_accepted and result.expert_load.tokens.sum() > 0
         states.append(router_state(engine.module))

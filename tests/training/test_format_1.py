@@ -19,9 +19,9 @@ from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.optimizer_setup import make_learning_rate
 from megatron.training.setup import build_engine, make_streams
-from megatron.training.train_state import TrainState, open_for, restore
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
-from tests.helpers.saved_states import save_state
+from tests.helpers.saved_states import load_state, save_state
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 VOCAB, SEQ, ROWS, STEPS = 101, 16, 8, 3
@@ -40,9 +40,9 @@ def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "",
     global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
     parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
-    progress = TrainState()
+    progress = TrainProgress()
     if source is not None:
-        progress = restore(open_for(source, here), fingerprint=None, **parts)
+        progress = load_state(source, **parts)
     data = RunData({"train": MockTokens(VOCAB, SEQ, seed=progress.step)} if here.reads_data else {}, None)
     batches, losses = data.batches("train", config, here), []
     for step in range(progress.step, progress.step + STEPS):
@@ -50,7 +50,7 @@ def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "",
         losses.append(engine.train_step(batches, step).loss)
     if target is not None:
         done = progress.step + STEPS
-        save_state(target, TrainState(done, done, done * ROWS), fingerprint=None, **parts)
+        save_state(target, TrainProgress(done, done, done * ROWS), fingerprint=None, **parts)
     return losses
 
 

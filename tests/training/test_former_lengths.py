@@ -21,11 +21,12 @@ import pytest
 from megatron.arguments.parser import parse
 from megatron.checkpoint import open_latest
 from megatron.checkpoint.checkpoint_args import bring
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.optimizer_setup import make_learning_rate
-from megatron.training.train_state import CHECKPOINTS, TrainState
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.runs import train_ranks
 
 SAVED = Path(__file__).parent / "former_lengths"
@@ -47,14 +48,14 @@ KEPT = {
 """(step, rate / 1e-3) as 8c23b9e6 continued them, at the fewest, the next and the last step if none is skipped."""
 
 
-def resumed(name: str, extra: str = "") -> tuple[Config, TrainState]:
+def resumed(name: str, extra: str = "") -> tuple[Config, TrainProgress]:
     line = f"{LINE} --batch-size 2 --gas 2 --load {SAVED / name} {FLAGS[name]} {extra}"
     config = parse(line.split(), world_size=1, env={}, checkpoint_args=partial(bring, name="x"))
-    state = open_latest(SAVED / name / CHECKPOINTS, SINGLE).state
-    return config, TrainState.resumed(state, config.tokens_per_sample)
+    state = open_latest(SAVED / name / CHECKPOINTS, SINGLE).metadata
+    return config, TrainProgress.from_metadata(state, config.tokens_per_sample)
 
 
-def rates(config: Config, progress: TrainState, samples: int = 4) -> list[tuple[int, float]]:
+def rates(config: Config, progress: TrainProgress, samples: int = 4) -> list[tuple[int, float]]:
     """Return step and rate of each step that is left."""
     schedule, found = make_learning_rate(config), []
     for number in range(1, config.run_length(1).steps_left(progress.step, progress.samples_consumed) + 1):
@@ -67,7 +68,7 @@ def rates(config: Config, progress: TrainState, samples: int = 4) -> list[tuple[
 @pytest.mark.parametrize("name", ["steps", "tokens"])
 def test_a_resumed_run_keeps_its_truncated_warm_up_and_its_unit(name: str) -> None:
     config, progress = resumed(name)
-    assert progress == TrainState(5, 5, 20)
+    assert progress == TrainProgress(5, 5, 20)
     found = rates(config, progress)
     assert [found[0], found[1], found[-1]] == [(step, pytest.approx(rate, abs=1e-12)) for step, rate in KEPT[name]]
     (note,) = [note for note in config.notes if "that this run keeps" in note]
@@ -78,7 +79,7 @@ def test_a_resumed_run_keeps_its_truncated_warm_up_and_its_unit(name: str) -> No
 def test_a_new_run_has_the_exact_warm_up_and_follows_the_tokens() -> None:
     def new(name: str) -> list[tuple[int, float]]:
         line = f"{LINE} --batch-size 2 --gas 2 --num-layers 1 --hidden-size 8 --num-attention-heads 2 {FLAGS[name]}"
-        return rates(parse(line.split(), world_size=1, env={}), TrainState())
+        return rates(parse(line.split(), world_size=1, env={}), TrainProgress())
 
     assert new("steps")[0] == (1, pytest.approx(1 / 3.6)) and new("steps")[4] == (5, pytest.approx(1 - 1.4 / 8.4))
     end, warmup = 390 / 8, 0.3 * 390 / 8
@@ -88,7 +89,7 @@ def test_a_new_run_has_the_exact_warm_up_and_follows_the_tokens() -> None:
 
 def test_samples_of_skipped_steps_stay_out_of_the_learning_rate() -> None:
     config, progress = resumed("samples")
-    assert progress == TrainState(8, 4, 32, samples_skipped=16)
+    assert progress == TrainProgress(8, 4, 32, samples_skipped=16)
     found = rates(config, progress)
     assert [found[0], found[1]] == [(step, pytest.approx(rate, abs=1e-12)) for step, rate in KEPT["samples"][:2]]
     assert found[-1][0] == 40, "the samples are consumed, whatever was skipped"

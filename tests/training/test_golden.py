@@ -17,7 +17,7 @@ GRID = 4, "--model-parallel-size 2 --pipe-parallel-size 2"
 @pytest.mark.parametrize(
     ("script", "num_ranks", "layout"),
     [
-        (pretrain_gpt2, 1, ""),
+        pytest.param(pretrain_gpt2, 1, "", marks=pytest.mark.slow),
         (pretrain_gpt2, *GRID),
         (pretrain_t5, 1, ""),
         pytest.param(pretrain_t5, *GRID, marks=pytest.mark.slow),

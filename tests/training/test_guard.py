@@ -29,7 +29,7 @@ from megatron.training.callbacks.running_statistics import SMALLEST_SPREAD, Runn
 from megatron.training.callbacks.stability_guard import StabilityGuard
 from megatron.training.callbacks.stability_journal import NAME, EventLog, read_journal
 from megatron.training.step_samples import StepSamples
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
@@ -141,7 +141,7 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
     [
         pytest.param("", 2, math.nan, marks=pytest.mark.slow),
         pytest.param(GRID, 4, 1e3, marks=pytest.mark.slow),
-        ("", 2, 1e3),
+        pytest.param("", 2, 1e3, marks=pytest.mark.slow),
         (GRID, 4, math.nan),
     ],
     ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],
@@ -170,7 +170,7 @@ def test_a_bad_step_is_left_out_on_all_ranks(
 def attach(guard: StabilityGuard, optimizer: Any, grid: Grid) -> None:
     """Let ``guard`` judge the steps of ``optimizer``."""
     world = World("cpu", torch.device("cpu"), grid, 0)
-    engine, progress = SimpleNamespace(optimizer=optimizer), TrainState()
+    engine, progress = SimpleNamespace(optimizer=optimizer), TrainProgress()
     folder = Path(tempfile.mkdtemp())
     made: Any = SimpleNamespace(engine=engine, world=world, progress=progress, folder=folder, find=lambda kind: None)
     guard.trainer = made
@@ -186,7 +186,7 @@ def judge_alone(rank: int) -> list[Any]:
     allowed = []
     for loss, norm in ((1.0, 1.0), (1.0, 1.0 + rank), (9.0 - 8.0 * rank, 1.0), (math.nan if rank else 1.0, 1.0)):
         guard.on_before_update(loss)
-        allowed.append(optimizer.judge(norm))
+        allowed.append(optimizer.policy.accepts_step(norm))
     return [*allowed, len(thrown_away)]
 
 
@@ -233,7 +233,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_p
     ("layout", "ranks"),
     [
         ("--pipe-parallel-size 2", 2),
-        ("--async-save", 1),
+        pytest.param("--async-save", 1, marks=pytest.mark.slow),
         pytest.param(f"--async-save {GRID}", 4, marks=pytest.mark.slow),
         pytest.param(GRID, 4, marks=pytest.mark.slow),
     ],
@@ -270,7 +270,8 @@ def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus
     assert records(cut) == records(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("file", ["rank-00000.safetensors", pytest.param(MANIFEST_NAME, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", MANIFEST_NAME])
 def test_the_way_back_leads_past_a_damaged_newest_checkpoint_twice(file: str, corpus: Path, tmp_path: Path) -> None:
     """Both checkpoints of step 6 are damaged before the run goes back to them: it goes back to step 3 each time.
 

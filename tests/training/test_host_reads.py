@@ -36,7 +36,7 @@ def reads(rank: int, *made: Any) -> dict[str, float]:
     """Return by place how often the host waited in each step of the steady state."""
     engine, batches = engine_of(*made)
     if batches is not None:  # ahead of all steps: what is read of samples is of the host
-        batches = iter([next(batches) for _ in range((WARM + STEPS) * engine.share.number)])
+        batches = iter([next(batches) for _ in range((WARM + STEPS) * engine.share.num_micro_batches)])
     take(engine, batches, range(WARM))
     with counted() as found:
         take(engine, batches, range(WARM, WARM + STEPS))
@@ -50,7 +50,7 @@ def reads(rank: int, *made: Any) -> dict[str, float]:
     [
         (1, "--fp32 --clip-grad 1"),
         (2, "--bf16 --zero-stage 1 --checkpoint-activations --eod-mask-loss --reset-attention-mask"),
-        (2, "--fp32 --zero-stage 2"),
+        pytest.param(2, "--fp32 --zero-stage 2", marks=pytest.mark.slow),
     ],
     ids=["one rank", "two replicas", "cut gradients"],
 )
@@ -59,6 +59,7 @@ def test_one_stage_waits_once_in_a_step(data: int, extra: str) -> None:
         assert found == ONCE
 
 
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches these in the short run
 def test_tensor_ranks_and_t5_wait_once_in_a_step_and_for_shapes() -> None:
     for found in run_ranks(2, reads, "gpt2", 2, 1, 1, "--bf16 --sequence-parallel"):
         assert found == ONCE | SHAPES
@@ -87,7 +88,8 @@ def in_own_process(kind: str, family: str, *lines: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches reads and copies of a device in the short run
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str) -> None:
     """On a device that is not the host: any other copy to it, of a table or a number, would be one that CUDA awaits."""
     fields = {"gpt2": 1, "t5": 4}[family]
@@ -96,14 +98,15 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
     assert found == data | {"to the host in tds/loss_reduction.py": 1}
 
 
+@pytest.mark.slow  # tests/cuda/test_matrix.py watches reads and copies of a device in the short run
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
     found = {**in_own_process("sim", "gpt2", *SEEN["gpt2"])[1]}
-    weights = found.pop("to the host in megatron/optim/zero/partition.py")
+    weights = found.pop("to the host in megatron/optim/offload.py")
     assert weights > 10
     assert found == {
         "to the device in megatron/device.py": 2,
         "to the host in tds/loss_reduction.py": 1,
-        "to the device in megatron/optim/main_params.py": weights,
+        "to the device in megatron/optim/param_store.py": weights,
     }
 
 

@@ -17,7 +17,7 @@ from benchmarks import kill
 from benchmarks.kill import Outcome, broken, losses, newest_step, run_killed, run_whole
 from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Case, Moment, draw_moments, preload, write_corpus
 from megatron import files
-from megatron.training.train_state import CHECKPOINTS
+from megatron.checkpoint.manifest import CHECKPOINTS
 from tests.helpers.runs import train_ranks
 
 
@@ -130,6 +130,7 @@ def test_a_run_goes_on_from_what_is_left_amidst_a_save(operation: str, step: int
     assert {path.name for path in (again / CHECKPOINTS).iterdir()} <= {"latest", "step-00000002", "step-00000003"}
 
 
+@pytest.mark.slow  # benchmarks/kill.py is run before a release
 def test_the_benchmark_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
     few = ["--kills", "1", "--layout", "one", "--steps", "4", "--folder", str(folder)]

@@ -17,16 +17,16 @@ from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.runtime.exit_signals import StopRequests
-from megatron.training import Callback, train
+from megatron.training import Callback, setup
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.console import Console
 from megatron.training.callbacks.evaluator import Evaluator
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.callbacks.stability_guard import StabilityGuard
-from megatron.training.run_folder import Place
+from megatron.training.run_folder import RunPaths
 from megatron.training.step_result import StepResult
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from tests.helpers import runs
@@ -56,7 +56,7 @@ class CountingEngine:
     def train_step(self, data: Any, step: int, share: Share) -> StepResult:
         self.calls.append(f"train {step}")
         self.read.append(data.source)
-        self.micro_batches.append(share.number)
+        self.micro_batches.append(share.num_micro_batches)
         first, second = (group["lr"] for group in self.optimizer.param_groups)
         assert first == second
         self.rates.append(first)
@@ -192,7 +192,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
         engine = CountingEngine(calls, set(skipped))
         screen, records = Screen(config.batch.train_iters, calls), Records()
         evaluator = Validator(config.batch.eval_interval if config.batch.eval_iters else 0)
-        saver, guard = checkpointer.Checkpointer(Place(tmp_path, None)), StabilityGuard(config.stability)
+        saver, guard = checkpointer.Checkpointer(RunPaths(tmp_path, None)), StabilityGuard(config.stability)
         every = [each for each in (saver, guard, evaluator, Speed(), screen, records) if not isinstance(each, without)]
         data: Any = NotingData()
         trainer = Trainer(config, here, engine, data, tmp_path, every, stop=stop)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any
 
 def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
     this = make("--train-iters 6 --lr-decay-iters 4 --warmup 0")
-    this.trainer.progress = TrainState(step=4, updates=2, samples_consumed=24)
+    this.trainer.progress = TrainProgress(step=4, updates=2, samples_consumed=24)
     this.trainer.fit()
     assert this.engine.read == [("train", 24)] * 2
     assert this.engine.rates == pytest.approx([0.025, 0.0])
@@ -231,7 +231,7 @@ def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
         *("train 2", "train 3", "bubble", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4"),
         "line step 4",
     ]
-    assert this.trainer.find(checkpointer.Checkpointer).saved_step == 4
+    assert this.trainer.find(checkpointer.Checkpointer).newest_step == 4
     assert this.engine.read == [("train", 0)] * 4
     assert this.engine.evaluated == [("valid", 0)] * 4, "what is trained on has a stream of its own"
 
@@ -242,7 +242,7 @@ def test_the_first_step_and_the_last_are_told_whatever_the_interval(make: Any) -
     assert [call for call in this.calls if "/7" in call] == [f"line step {step}/7" for step in (1, 3, 6, 7)]
     assert [step for kind, step, _ in this.records.written if kind == "train"] == [1, 3, 6, 7]
     other = make("--train-iters 6 --log-interval 3 --eval-iters 0")
-    other.trainer.progress = TrainState(step=4, updates=4, samples_consumed=24)
+    other.trainer.progress = TrainProgress(step=4, updates=4, samples_consumed=24)
     other.calls.clear()
     other.trainer.fit()
     assert [call for call in other.calls if "/6" in call] == ["line step 6/6"]
@@ -304,7 +304,7 @@ def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make
     assert this.engine.micro_batches == [1, 1, 2, 3, 3, 3]
     assert [values["samples"] for values in this.records.of("train")] == [2, 4, 8, 14, 20, 26]
     resumed = make("--train-iters 6 --rampup-batch-size 2 2 8")
-    resumed.trainer.progress = TrainState(step=2, updates=2, samples_consumed=4)
+    resumed.trainer.progress = TrainProgress(step=2, updates=2, samples_consumed=4)
     resumed.trainer.fit()
     assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.trainer.progress.samples_consumed == 26
 
@@ -362,7 +362,7 @@ def ask(rank: int, asked: list[int], late: list[int]) -> tuple[str, bool]:
     stop = StopRequests()
     if rank in asked:
         stop.signal_name = "SIGTERM"
-    world, progress = World("cpu", CPU, grid, rank), TrainState(step=1)
+    world, progress = World("cpu", CPU, grid, rank), TrainProgress(step=1)
     this: Any = SimpleNamespace(stop=stop, progress=progress, world=world, _save_is_wanted=rank in late)
     return Trainer.agree(this)
 
@@ -376,14 +376,14 @@ def test_all_ranks_stop_together_or_none() -> None:
 
 def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:
     def note_streams(rank: int) -> None:
-        streams_of = train.make_streams
+        streams_of = setup.make_streams
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = streams_of(*args, **kwargs)
             (tmp_path / str(rank)).write_text(f"{made.seed} {made.data_rank} {made.tensor_rank}")
             return made
 
-        train.make_streams = noted  # type: ignore[assignment]
+        setup.make_streams = noted  # type: ignore[assignment]
 
     argv = runs.flags(corpus, tmp_path / "run", "--model-parallel-size 2 --train-iters 1 --eval-iters 0 --seed 9")
     assert runs.train_ranks(4, argv, note_streams)[0] == [0] * 4

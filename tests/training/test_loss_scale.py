@@ -13,6 +13,7 @@ import torch
 from megatron import log
 from megatron.arguments import parse
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import Config
 from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import SINGLE
@@ -20,15 +21,15 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.loss_scale_resume import restore_scaler
 from megatron.training.optimizer_setup import make_scaler
 from megatron.training.step_result import result_of
-from megatron.training.train_state import CHECKPOINTS, restore_scaler
 from tests.helpers import runs, t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import flags, serial, trace_rank
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
-ENDS = [pytest.param(*layout, marks=() if layout in LAYOUTS[::3] else pytest.mark.slow) for layout in LAYOUTS]
+ENDS = [pytest.param(*layout, marks=() if layout == LAYOUTS[-1] else pytest.mark.slow) for layout in LAYOUTS]
 FP16 = "--fp16 --device auto"  # DS_ACCELERATOR makes it the CPU, after the check of flags that refuses fp16 there
 SCALING = f"{FP16} --initial-scale-power 20 --loss-scale-window 3 --hysteresis 2"
 STEPS, FEW = 10, 6  # the scale is halved and grows again within 10; where it does neither, fewer do
@@ -52,7 +53,7 @@ def scaled_rank(
     def watched_step(self: MixedPrecisionOptimizer, closure: None = None) -> None:
         self.raw_norm = None  # of what was there before
         if (rank, len(seen)) == hit:
-            here = self.tensor_group.rank
+            here = self.reducer.tensor_group.rank
             next(g for p, g in self.gradients() if is_counted_in_norm(p, here)).view(-1)[0] = torch.inf
         scale = self.loss_scale
         step(self)
@@ -104,6 +105,7 @@ def scaled_t5(tensor: int, pipe: int) -> list[Any]:
     return run_ranks(size, scaled_rank, argv, size, STEPS, (-1, -1), t5_runs.RUNS.trace_rank)
 
 
+@pytest.mark.slow  # GPT-2 in every layout, above, is the quick one
 def test_t5_skips_the_steps_of_one_process_with_the_same_scales() -> None:
     ((alone, expected),) = scaled_t5(1, 1)
     assert expected[:2] == [(2.0**17, True)] * 2 and sum(skipped for _, skipped in expected) < STEPS / 2, expected
@@ -170,7 +172,7 @@ def test_the_learning_rate_waits_while_steps_are_skipped(whole: Path) -> None:
 def test_loss_scale_and_counters_survive_a_stop(stop: int, whole: Path, corpus: Path, tmp_path: Path) -> None:
     """At 3 and 13 one of the hysteresis is used up; at 8 part of a window of good steps is over."""
     assert train(corpus, tmp_path / "cut", f"--exit-interval {stop}") == [75, 75]
-    scaler = open_latest(tmp_path / "cut" / CHECKPOINTS, SINGLE).state["scaler"]
+    scaler = open_latest(tmp_path / "cut" / CHECKPOINTS, SINGLE).metadata["scaler"]
     assert scaler["good_steps"] % 3 if stop == 8 else scaler["overflows_left"] == 1
     assert train(corpus, tmp_path / "cut", f"--load {tmp_path / 'cut'}") == [0, 0]
     assert recorded(tmp_path / "cut") == recorded(whole)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.mpu.groups import SINGLE
 from megatron.tokenizer import build
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import TOKENIZER, flags, start_script, train_ranks
 
 SHORT = "--train-iters 4 --gas 4 --rampup-batch-size 4 4 8 --eval-interval 4 --eval-iters 1 --split 600,200,200"
@@ -44,7 +44,7 @@ def test_a_run_on_a_mixture_tells_of_each_corpus_and_goes_on_with_other_weights(
     folder = tmp_path / "run"
     first = argv_of((0.75, 0.25), halves, folder, "--num-workers 1 --packing best-fit --exit-interval 3")
     assert train_ranks(1, first)[0] == [75]
-    saved = open_latest(folder / CHECKPOINTS, SINGLE).state
+    saved = open_latest(folder / CHECKPOINTS, SINGLE).metadata
     assert saved["progress"]["samples_consumed"] == 4 + 4 + 8
     assert saved["data_order"]["cursors"] == {"even": 12, "odd": 4}
     log = tmp_path / "log"
@@ -52,7 +52,7 @@ def test_a_run_on_a_mixture_tells_of_each_corpus_and_goes_on_with_other_weights(
     assert start_script(2, again, log) == [0, 0]
     output = log.read_text()
     assert "new weights from sample 16 on: 0.25 even from its sample 12, 0.75 odd from its sample 4" in output
-    state = open_latest(folder / CHECKPOINTS, SINGLE).state
+    state = open_latest(folder / CHECKPOINTS, SINGLE).metadata
     assert state["data_order"]["cursors"] == {"even": 12 + 2, "odd": 4 + 6}
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "train"]
@@ -80,7 +80,7 @@ def test_other_data_end_every_rank_with_3_and_are_taken_where_that_is_allowed(
     assert log.read_text().count("--allow-data-change") == 1, "once, not by each rank"
     assert start_script(1, [*other, "--allow-data-change"], log) == [0]
     assert "data changed: " in log.read_text()
-    assert open_latest(folder / CHECKPOINTS, SINGLE).state["data_order"]["cursors"]["even"] > 2
+    assert open_latest(folder / CHECKPOINTS, SINGLE).metadata["data_order"]["cursors"]["even"] > 2
 
 
 @pytest.mark.slow
@@ -89,5 +89,5 @@ def test_a_run_without_a_step_saves_what_its_checkpoint_says_of_the_data(halves:
     assert start_script(1, argv_of((1, 1), halves, folder, "--exit-interval 2"), log) == [75]
     again = argv_of((1, 1), halves, copy, f"--load {folder} --train-iters 0")
     assert start_script(1, again, log) == [0], log.read_text()
-    was, now = (open_latest(each / CHECKPOINTS, SINGLE).state for each in (folder, copy))
+    was, now = (open_latest(each / CHECKPOINTS, SINGLE).metadata for each in (folder, copy))
     assert was["data_order"] and all(was[key] == now[key] for key in ("data_order", "data_fingerprint", "progress"))

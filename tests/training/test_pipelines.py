@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training.callbacks import pipeline_picture
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.setup import check_chunks
-from megatron.training.train_state import CHECKPOINTS
 from tds import plot
 from tests.helpers.runs import flags, train_ranks
 
@@ -34,6 +34,7 @@ def traced(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # traces, bubbles and pictures: tests/tds
 def test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval(traced: Path) -> None:
     records = [one for one in read_metrics(traced / "run" / "metrics.jsonl") if one["kind"] == "train"]
     assert len(records) == STEPS and all(0 < record["bubble"] < 1 for record in records)

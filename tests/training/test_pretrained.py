@@ -57,7 +57,7 @@ def test_a_hugging_face_folder_starts_the_same_run_in_every_layout(ranks: int, c
     one, other = losses(tmp_path / "1"), losses(tmp_path / str(ranks))
     assert len(one) == 3 and one == pytest.approx(other, rel=1e-5)
     for count in (1, ranks):
-        origin = origin_of(open_folder(tmp_path / str(count)).state)
+        origin = origin_of(open_folder(tmp_path / str(count)).metadata)
         assert origin is not None and origin.files == {folder.CONFIG: (tmp_path / "hf" / folder.CONFIG).read_text()}
     scratch = tmp_path / "scratch"
     assert train_ranks(1, flags(corpus, scratch, FEW))[0] == [0]
@@ -120,7 +120,7 @@ def test_a_folder_of_a_qwen_3_starts_the_same_run_in_the_program_of_either_famil
 REACH = "--rotary-scaling linear --rotary-scaling-factor 4"
 
 
-@pytest.mark.parametrize("source", ["a checkpoint", "a folder"])
+@pytest.mark.parametrize("source", [pytest.param("a checkpoint", marks=pytest.mark.slow), "a folder"])
 def test_a_fresh_start_may_reach_further_than_an_earlier_training(
     source: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

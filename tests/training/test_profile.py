@@ -34,6 +34,7 @@ def steps_in(trace: Path) -> set[str]:
     return {event["name"] for event in events if str(event.get("name", "")).startswith("step ")}
 
 
+@pytest.mark.slow
 def test_a_profile_holds_its_steps_of_every_rank_and_changes_no_bit(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,11 +56,13 @@ def test_tensor_ranks_of_llama_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     check_pairs(pretrain_llama, (SAVED[4],), (LOADED[7],), tmp_path)
 
 
+@pytest.mark.slow
 def test_tensor_ranks_of_bert_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     """Its bias of each word is cut with the vocabulary."""
     check_pairs(pretrain_bert, (SAVED[1],), (LOADED[2],), tmp_path)
 
 
+@pytest.mark.slow  # context ranks load with dropout in test_dropout_resume.py
 def test_context_ranks_load_and_save_what_other_layouts_do(tmp_path: Path) -> None:
     """ZeRO cuts states over them, too."""
     cut = Layout(1, 1, 1, 2, context=2)

@@ -16,11 +16,11 @@ from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import Callback
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import PLANTED, after_update, flags, together, train_ranks
 from tests.training.resharded import keep_parts, kept
 
@@ -74,7 +74,7 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
         whole = Shard(a.shape(name))
         assert a.read(name, whole).equal(b.read(name, whole)), name
     for key in ("progress", "scaler", "optimizer_steps", "data_fingerprint"):
-        assert a.state[key] == b.state[key]
+        assert a.metadata[key] == b.metadata[key]
 
 
 @pytest.mark.parametrize(

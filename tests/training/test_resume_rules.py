@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import parse
 from megatron.arguments.flag_values import all_sections, config_from_values
 from megatron.checkpoint import TensorRecord, save
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import CheckpointConfig, Config, DataConfig, RunConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.registry import FAMILIES
@@ -22,11 +24,13 @@ from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.training import checkpoint_source, compatibility, run_folder
-from megatron.training.compatibility import RULES, check_tokenizer, layout_text, machine, settings_changed
-from megatron.training.run_folder import Place, _chosen
-from megatron.training.train_state import CHECKPOINTS, EVERYTHING, RestoreOptions
+from megatron.training.checkpoint_checks import check_tokenizer
+from megatron.training.compatibility import RULES, layout_text, machine, settings_changed
+from megatron.training.restore_options import EVERYTHING, RestoreOptions
+from megatron.training.run_folder import RunPaths, _chosen
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
+from tests.helpers.rows import check_rows
 
 
 def config(**flags: Any) -> Config:
@@ -39,15 +43,27 @@ def test_every_field_of_the_table_is_there_and_stands_once() -> None:
     assert len(named) == len(set(named)) and set(named) <= real
 
 
-@pytest.mark.parametrize("name", [name for rule in RULES for name in rule.fields])
-def test_each_warned_setting_is_told_with_both_values(name: str) -> None:
+def test_each_warned_setting_is_told_with_both_values() -> None:
     """Row K19."""
-    section, field = name.split(".")
-    now = config_from_values({}, family=section if section in FAMILIES else "gpt2")
-    saved = now.to_dict()
-    assert list(settings_changed(saved, now)) == []
-    saved[section][field] = "another"
-    assert list(settings_changed(saved, now)) == [f"{field}: saved another, now {now.to_dict()[section][field]}"]
+
+    def check(name: str) -> None:
+        section, field = name.split(".")
+        now = config_from_values({}, family=section if section in FAMILIES else "gpt2")
+        saved = now.to_dict()
+        assert list(settings_changed(saved, now)) == []
+        saved[section][field] = "another"
+        assert list(settings_changed(saved, now)) == [f"{field}: saved another, now {now.to_dict()[section][field]}"]
+
+    check_rows([name for rule in RULES for name in rule.fields], check)
+
+
+def test_a_warm_up_in_steps_of_a_run_in_samples_is_warned_of_if_the_batch_changes() -> None:
+    """The steps are converted with the batch given now; Megatron-LM rejects the two flags together."""
+    line = "--train-samples 160 --lr-warmup-iters 5 --gas 1 --num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    saved, now = (parse(f"{line} --batch-size {size}".split(), world_size=1, env={}) for size in (4, 8))
+    assert (saved.optimizer.lr_warmup_samples, now.optimizer.lr_warmup_samples) == (20, 40)
+    changed = list(settings_changed(json.loads(json.dumps(saved.to_dict())), now))
+    assert changed == ["batch_size: saved 4, now 8", "lr_warmup_samples: saved 20, now 40"]
 
 
 def test_what_an_older_checkpoint_does_not_say_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +164,7 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
         _chosen(config(load=source), "gpt2")
     assert not (place / "runs").exists()
     made = _chosen(config(load=source, load_if_exists=True, save="new"), "gpt2")
-    assert made == Place(Path("new"), begins_again=True)
+    assert made == RunPaths(Path("new"), begins_again=True)
     with pytest.raises(CheckpointError, match="--resume needs a run.* Name another folder with --save, or"):
         _chosen(config(resume=True), "gpt2")
     for name, family in (("mine", "gpt2"), ("newer", "t5")):
@@ -162,7 +178,7 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
 
 def test_load_if_exists_takes_what_is_there_damaged_or_not(place: Path) -> None:
     save_as(None, place / "run")
-    assert _chosen(config(load="run", load_if_exists=True), "gpt2") == Place(Path("run"), Path("run"))
+    assert _chosen(config(load="run", load_if_exists=True), "gpt2") == RunPaths(Path("run"), Path("run"))
     (place / "bad" / CHECKPOINTS / "step-00000001").mkdir(parents=True)
     assert _chosen(config(load="bad", load_if_exists=True), "gpt2").source == Path("bad")
 
@@ -174,13 +190,13 @@ def test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved(
     save_as("job-0", place / "old")
     save_as("job-0", place / "run")  # of an earlier job
     monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old"))
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "nothing is saved yet"
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old")), "nothing is saved yet"
     save_as("job-1", place / "run", 2)
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("run"), is_restart=True)
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("run"), is_restart=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "a new start of the job follows its flags"
+    assert _chosen(start, "gpt2") == RunPaths(Path("run"), Path("old")), "a new start of the job follows its flags"
 
 
 def test_what_may_have_run_before_its_first_checkpoint_begins_again(
@@ -201,7 +217,7 @@ def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monke
     first = _chosen(config(), "gpt2")
     save_as("job-1", first.folder)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert _chosen(config(), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+    assert _chosen(config(), "gpt2") == RunPaths(first.folder, first.folder, is_restart=True)
     assert checkpoint_source.newest_run("gpt2") == first.folder
 
 
@@ -216,10 +232,10 @@ def test_a_restart_takes_the_run_that_its_first_start_chose(place: Path, monkeyp
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first.source == Path("runs/gpt2-a") and _chosen(config(resume=True), "gpt2") == first == tuned
     save_as("job-1", first.folder, 2)
-    assert _chosen(config(resume=True), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+    assert _chosen(config(resume=True), "gpt2") == RunPaths(first.folder, first.folder, is_restart=True)
 
 
-def _choose_as_node(rank: int, folder: Path, blind: int) -> Place | str:
+def _choose_as_node(rank: int, folder: Path, blind: int) -> RunPaths | str:
     """Choose as the only rank of a node of its own; ``blind`` does not see what the others write."""
     node = World("cpu", torch.device("cpu"), initialize_model_parallel(), local_rank=0)
     if rank == blind:
@@ -236,6 +252,6 @@ def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp
     chosen = run_ranks(2, _choose_as_node, tmp_path / "run", blind)
     assert chosen[0] == chosen[1] and list((tmp_path / "run").iterdir()) == []
     if blind < 0:
-        assert chosen[0] == Place(tmp_path / "run")
+        assert chosen[0] == RunPaths(tmp_path / "run")
     else:
         assert "--save must be a folder that all nodes share; node" in str(chosen[0])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megatron.config import parse
 from megatron.mpu.groups import single_grid
-from megatron.training.callbacks.checkpointer import finished_text
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.data import samples_wanted
+from megatron.training.finished_run import finished_text
 from megatron.training.step_result import StepResult
-from megatron.training.train_state import TrainState
+from megatron.training.train_progress import TrainProgress
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from tests.helpers import runs
@@ -48,7 +48,7 @@ class Start(NamedTuple):
     ramp: str = ""
 
 
-def trainer_of(line: str, start: Start, progress: TrainState, skipped: Sequence[int] = ()) -> Trainer:
+def trainer_of(line: str, start: Start, progress: TrainProgress, skipped: Sequence[int] = ()) -> Trainer:
     words = f"{LINE} --batch-size 1 --gas {start.size} {start.ramp} {line}".split()
     data, engine = SimpleNamespace(order=None), Engine(skipped)
     made = Trainer(parse(words, world_size=1, env={}), WORLD, engine, data, Path("x"))  # type: ignore[arg-type]
@@ -58,9 +58,9 @@ def trainer_of(line: str, start: Start, progress: TrainState, skipped: Sequence[
 
 def taken(
     line: str, starts: Sequence[Start], skipped: Sequence[int] = ()
-) -> tuple[TrainState, list[tuple[int, float]]]:
+) -> tuple[TrainProgress, list[tuple[int, float]]]:
     """Take the steps of all ``starts``; return the last position, and samples of updates and rate of each step."""
-    progress, found = TrainState(), list[tuple[int, float]]()
+    progress, found = TrainProgress(), list[tuple[int, float]]()
     for start in starts:
         trainer = trainer_of(line, start, progress, skipped)
         last = trainer.last_step
@@ -136,7 +136,7 @@ def test_skipped_steps_count_their_samples_and_hold_the_rate() -> None:
 
 
 def test_samples_that_a_rollback_leaves_out_are_consumed_and_hold_the_rate() -> None:
-    state = TrainState(step=10, updates=10, samples_consumed=60, samples_skipped=20)
+    state = TrainProgress(step=10, updates=10, samples_consumed=60, samples_skipped=20)
     trainer = trainer_of("--train-samples 160 --warmup 0", Start(4), state)
     assert trainer.last_step == 35
     trainer.train_step()
@@ -144,25 +144,25 @@ def test_samples_that_a_rollback_leaves_out_are_consumed_and_hold_the_rate() -> 
 
 
 def test_the_position_survives_a_checkpoint_and_another_length_of_samples() -> None:
-    state = TrainState(step=10, updates=8, samples_consumed=40, samples_skipped=8)
-    saved = {"progress": state.saved(16)}
-    assert TrainState.resumed(saved, 16) == state
-    assert TrainState.resumed(saved, 32) == TrainState(10, 8, 20, 4)
+    state = TrainProgress(step=10, updates=8, samples_consumed=40, samples_skipped=8)
+    saved = {"progress": state.to_metadata(16)}
+    assert TrainProgress.from_metadata(saved, 16) == state
+    assert TrainProgress.from_metadata(saved, 32) == TrainProgress(10, 8, 20, 4)
 
 
 @pytest.mark.parametrize("size", [4, 7, 64])
 def test_the_data_set_is_asked_for_the_samples_of_the_run_whatever_the_batch_size(size: int) -> None:
-    assert samples_wanted(trainer_of("--train-samples 162", Start(size), TrainState()).config, WORLD)[0] == 162
-    assert samples_wanted(trainer_of("--train-iters 3", Start(size), TrainState()).config, WORLD)[0] == 3 * size
+    assert samples_wanted(trainer_of("--train-samples 162", Start(size), TrainProgress()).config, WORLD)[0] == 162
+    assert samples_wanted(trainer_of("--train-iters 3", Start(size), TrainProgress()).config, WORLD)[0] == 3 * size
 
 
 def test_a_run_that_is_done_names_its_limit() -> None:
-    def text(line: str, state: TrainState) -> str:
+    def text(line: str, state: TrainProgress) -> str:
         trainer = trainer_of(line, Start(4), state)
         assert not trainer.has_steps_left
         return finished_text(trainer)
 
-    done = TrainState(30, 30, 158)
+    done = TrainProgress(30, 30, 158)
     assert text("--train-samples 160", done) == (
         "158 of --train-samples 160 are consumed already, after step 30; the 2 that remain are less than a step of 4. "
         "Raise --train-samples to continue"

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from megatron.checkpoint import Committed, RetentionPolicy, Staged
+from megatron.checkpoint.retention import retention_of
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.checkpointer import Checkpointer
-from megatron.training.run_folder import Place
+from megatron.training.run_folder import RunPaths
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING, Sections
-from megatron.training.train_state import TrainState, retention_of
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 from tests.helpers.saved_states import save_state
 
@@ -29,7 +30,7 @@ class Stand(Checkpointer):
     """A checkpointer that writes nothing; ``written`` are the steps that it has saved or staged."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
-        super().__init__(Place(folder, None))
+        super().__init__(RunPaths(folder, None))
         self.folder = folder
         self.lines: list[str] = []
         self.errors: list[str] = []
@@ -39,7 +40,7 @@ class Stand(Checkpointer):
         self.automatic: list[int] = []
         self.save_ends: list[int] = []
         self.fails = self.is_asked = False
-        self.progress, self.phases = TrainState(), Sections()
+        self.progress, self.phases = TrainProgress(), Sections()
         trainer: Any = SimpleNamespace(
             stop_text="",
             config=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
@@ -57,18 +58,21 @@ class Stand(Checkpointer):
     def ask(self) -> None:
         self.is_asked = True
 
-    def note_end(self, hook: str, step: int, path: Path | None, values: dict[str, Any]) -> None:
+    def note_end(self, hook: str, step: int, *given: Any) -> None:
+        """Record a call of ``on_save_staged(step, values)`` or ``on_save_end(step, path, values)``."""
+        *path, values = given
+        assert hook == ("on_save_end" if path else "on_save_staged")
         self.records.append((step, values))
-        if path is not None:
+        if path and path[0] is not None:
             self.save_ends.append(step)
 
     def _write(self, is_automatic: bool) -> Path | Staged:
         step = self.progress.step
         if is_automatic:
             self.automatic.append(step)
-        if self.saves.background is not None:
+        if self.async_saver is not None:
             self.written.append(step)
-            return Staged(step, 0.25, 1000, 0.0)
+            return Staged(step, 0.25, 1000)
         if self.fails:
             self.attempts.append(step)
             raise CheckpointError("the disk is full. Free some space, or move --save.")
@@ -91,7 +95,7 @@ class Stand(Checkpointer):
 
     def later(self, minutes: float) -> None:
         """Let so many minutes pass."""
-        self.saves.last_at -= 60 * minutes
+        self.status.last_time -= 60 * minutes
 
 
 class Disk:
@@ -136,7 +140,7 @@ def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) 
     run.later(31)
     run.step()
     run.progress.step = 9
-    run.save()
+    run.save_step()
     assert run.automatic == [1], "the last one of a run is always wanted"
     asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
     asked.later(2)
@@ -159,9 +163,9 @@ def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None
     run = Stand(tmp_path, monkeypatch, save_interval=2)
     run.step()
     run.step()
-    run.save()
-    assert (run.written, run.save_ends, run.saved_step) == ([2], [2], 2)
-    assert run.lines == [f"step 2 | saved {run.saved}"]
+    run.save_step()
+    assert (run.written, run.save_ends, run.newest_step) == ([2], [2], 2)
+    assert run.lines == [f"step 2 | saved {run.committed}"]
     ((step, values),) = run.records
     assert step == 2 and values["save_stall_s"] == values["durable_s"] > 0
     assert 0 < values["save_stall_share"] <= 1
@@ -178,9 +182,9 @@ def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path
     )
     assert run.records[-1] == (2, {"failed": 1}) and run.save_ends == [1]
     with pytest.raises(CheckpointError, match="disk is full"):
-        run.save()
+        run.save_step()
     run.fails = False
-    run.save()
+    run.save_step()
     assert run.written == [1, 2], "the last one of a run is tried again"
 
 
@@ -202,7 +206,7 @@ def test_on_save_error_stop_ends_the_run(tmp_path: Path, monkeypatch) -> None:
 
 def background(run: Stand) -> Disk:
     disk = Disk()
-    run.saves.background = disk  # type: ignore[assignment]
+    run.async_saver = disk  # type: ignore[assignment]
     return disk
 
 
@@ -211,16 +215,16 @@ def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
     disk = background(run)
     run.step()
     run.step()
-    assert run.saved is None and run.save_ends == []
+    assert run.committed is None and run.save_ends == []
     assert "staged" in run.lines[0] and set(run.records[0][1]) == {
         *("staged_s", "staged_bytes", "save_stall_s", "save_stall_share"),
     }
     disk.outcomes.append(Committed(2, tmp_path / "two", 3.5, 1000))
     run.step()
-    assert run.saved == tmp_path / "two" and run.save_ends == [2]
+    assert run.committed == tmp_path / "two" and run.save_ends == [2]
     assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
     assert run.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
-    run.finish()
+    run.wait_for_save(raise_failure=True)
     assert len(run.lines) == 2
 
 
@@ -231,13 +235,13 @@ def test_a_failure_in_the_background_is_told_and_the_next_save_goes_on(tmp_path:
         run.step()
     disk.outcomes.append(CheckpointError("the disk is full"))
     run.step()
-    assert len(run.errors) == 1 and run.saved_step == -1
-    run.finish()
+    assert len(run.errors) == 1 and run.newest_step == -1
+    run.wait_for_save(raise_failure=True)
     run.step()
-    assert run.written == [2, 4] and run.saves.failure is None
+    assert run.written == [2, 4] and run.status.failure is None
     disk.outcomes.append(CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="disk is full"):
-        run.finish()
+        run.wait_for_save(raise_failure=True)
 
 
 def test_the_wait_for_the_save_before_is_under_the_limit_of_saving(tmp_path: Path, monkeypatch) -> None:
@@ -255,7 +259,7 @@ def test_a_failure_in_the_background_does_not_hide_why_a_run_ends(tmp_path: Path
     for _ in range(2):
         run.step()
     disk.outcomes.append(CheckpointError("the disk is full"))
-    run.wait()
+    run.wait_for_save()
     assert len(run.errors) == 1 and "step 2: NOT SAVED" in run.errors[0]
 
 
@@ -264,7 +268,7 @@ def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vo
     for each in (run, other):
         disk = background(each)
         each.progress.step = 1
-        each.save()
+        each.save_step()
         each.progress.step = 2
         if each is run:
             disk.outcomes.append(CheckpointError("the disk is full"))
@@ -284,6 +288,6 @@ def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:
     given: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
     module(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="between steps only"):
-        save_state(tmp_path, TrainState(), **given, fingerprint=None)
+        save_state(tmp_path, TrainProgress(), **given, fingerprint=None)
     optimizer.step()
-    assert save_state(tmp_path, TrainState(), **given, fingerprint=None).name == "step-00000000"
+    assert save_state(tmp_path, TrainProgress(), **given, fingerprint=None).name == "step-00000000"

@@ -16,15 +16,15 @@ import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron import files
 from megatron.checkpoint import Checkpoint, open_checkpoint, open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import Callback
+from megatron.training import Callback, resume
 from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.run_lock import NAME
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import PLANTED, TOKENIZER, after_update, flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
@@ -40,8 +40,8 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
     a, b = tensors(one), tensors(other)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name].flatten().view(torch.uint8), b[name].flatten().view(torch.uint8)) for name in a)
-    assert [one.state[key] for key in ("progress", "scaler", "optimizer_steps")] == [
-        other.state[key] for key in ("progress", "scaler", "optimizer_steps")
+    assert [one.metadata[key] for key in ("progress", "scaler", "optimizer_steps")] == [
+        other.metadata[key] for key in ("progress", "scaler", "optimizer_steps")
     ]
 
 
@@ -120,8 +120,8 @@ def test_other_settings_are_warned_of_and_weights_alone_are_taken(whole: Path, c
     assert all(each in warned for each in changes), warned
     after, before = open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8)
     position = {"samples_consumed": 8 * 4 + 1, "samples_skipped": 0, "tokens_consumed": (8 * 4 + 1) * 32}
-    assert after.state["progress"] == {"step": 9, "updates": 9, **position}
-    assert (before.state["optimizer_steps"], after.state["optimizer_steps"]) == (8, 1), "Adam counts from 0"
+    assert after.metadata["progress"] == {"step": 9, "updates": 9, **position}
+    assert (before.metadata["optimizer_steps"], after.metadata["optimizer_steps"]) == (8, 1), "Adam counts from 0"
 
 
 def full_disk(rank: int) -> None:
@@ -152,11 +152,11 @@ def test_a_damaged_checkpoint_is_told_once_and_what_one_rank_alone_finds_by_that
     corpus: Path, whole: Path, tmp_path: Path
 ) -> None:
     def refuse(rank: int) -> None:
-        def restore(*_: Any) -> None:
+        def restore(*_: Any, **__: Any) -> None:
             raise CheckpointError("its generators are odd")
 
         if rank == 1:
-            Checkpointer.load = restore  # type: ignore[method-assign]
+            resume.restore = restore  # type: ignore[assignment]
 
     argv = flags(corpus, tmp_path / "run", f"{SHORT} --load {whole}")
     assert start_script(2, argv, tmp_path / "odd", refuse) == [4, 3]
@@ -215,13 +215,13 @@ def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole
     shutil.copytree(whole, folder)
 
     def go_back_at_the_end(rank: int) -> None:
-        save = Checkpointer.save
+        save = Checkpointer.save_step
 
         def go_back_and_save(saver: Checkpointer) -> None:
             assert saver.trainer.progress.step == 9 and saver.roll_back(9).name == "step-00000004"
             save(saver)
 
-        Checkpointer.save = go_back_and_save  # type: ignore[method-assign]
+        Checkpointer.save_step = go_back_and_save  # type: ignore[method-assign]
 
     extra = f"{SHORT} --train-iters 9 --load {folder}/{CHECKPOINTS}/step-00000004"
     assert train_ranks(1, flags(corpus, folder, extra), together(draw_numbers, go_back_at_the_end))[0] == [0]

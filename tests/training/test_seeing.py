@@ -27,7 +27,7 @@ from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.speed_monitor import by_stage
 from megatron.training.callbacks.wandb import Wandb, open_wandb
 from megatron.training.data import RunData
-from megatron.training.save_history import Saves
+from megatron.training.save_status import SaveStatus
 from megatron.training.trainer import Callback, Trainer
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
@@ -189,9 +189,9 @@ def test_every_start_leaves_its_line_and_each_stage_its_row(runs: dict[str, Path
 
 
 def test_waits_for_saves_are_told_once() -> None:
-    saves = Saves()
-    saves.share_since_last(0.25)
-    saves.share_since_last(0.5)
+    saves = SaveStatus()
+    saves.record_stall(0.25)
+    saves.record_stall(0.5)
     assert (saves.drain_stalled_s(), saves.drain_stalled_s()) == (0.75, 0.0)
 
 

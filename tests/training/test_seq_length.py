@@ -9,9 +9,9 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron.checkpoint import open_latest
+from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.mpu.groups import SINGLE
 from megatron.training.callbacks.metrics_writer import read_metrics
-from megatron.training.train_state import CHECKPOINTS
 from tests.helpers.runs import flags, start_script, train_ranks
 from tests.training.test_resume import assert_same_checkpoint, losses
 
@@ -26,7 +26,7 @@ def test_a_run_that_stops_in_mid_schedule_goes_on_with_its_bits(ranks: int, corp
     layout = "--pipe-parallel-size 2" if ranks > 1 else ""
     assert train_ranks(ranks, flags(corpus, whole, f"{SHORT} {layout}"))[0] == [0] * ranks
     assert train_ranks(ranks, flags(corpus, cut, f"{SHORT} {layout} --exit-interval 4"))[0] == [75] * ranks
-    saved = open_latest(cut / CHECKPOINTS, SINGLE).state["progress"]
+    saved = open_latest(cut / CHECKPOINTS, SINGLE).metadata["progress"]
     assert saved == {"step": 4, "updates": 4, "samples_consumed": 16, "samples_skipped": 0, "tokens_consumed": 16 * 32}
     again = flags(corpus, cut, f"{SHORT} {layout} --num-workers 1 --load {cut}")
     assert train_ranks(ranks, again)[0] == [0] * ranks
@@ -56,7 +56,7 @@ def test_another_length_goes_on_at_the_same_token_where_it_is_allowed(corpus: Pa
     text = log.read_text()
     assert "samples of 16 tokens, of 32 in the checkpoint: going on at sample 24, the first" in text
     assert "seq_length_schedule: saved None, now 0:8;384:16" in text
-    saved = open_latest(folder / CHECKPOINTS, SINGLE).state
+    saved = open_latest(folder / CHECKPOINTS, SINGLE).metadata
     assert saved["progress"] == {
         "step": 4,
         "updates": 4,

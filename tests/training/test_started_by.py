@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.rank_env import STARTERS, set_rank_environment
-from megatron.training.entrypoint import pretrain
+from megatron.training.startup import pretrain
 from tests.helpers.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

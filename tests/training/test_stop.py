@@ -17,10 +17,11 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.runtime import exit_guard, exit_signals
 from megatron.runtime.exit_signals import LOSING, REGROUP, REGROUP_VARIABLE, StopRequests, how_to_go_on
-from megatron.training import train
+from megatron.training import data
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import Evaluator
-from megatron.training.train_state import EVERYTHING, RestoreOptions, TrainState
+from megatron.training.restore_options import EVERYTHING, RestoreOptions
+from megatron.training.train_progress import TrainProgress
 from megatron.training.trainer import Trainer
 from tests.helpers.harness import fork_ranks
 from tests.helpers.runs import flags, start_script
@@ -64,7 +65,7 @@ def test_a_node_that_waits_is_taken_in_with_a_save_and_not_ahead_of_it(tmp_path,
     place = tmp_path / "regroup"
     monkeypatch.setenv(REGROUP_VARIABLE, str(place))
     stop = StopRequests()
-    trainer: Any = SimpleNamespace(stop=stop, progress=TrainState(step=3), world=SimpleNamespace(any=list))
+    trainer: Any = SimpleNamespace(stop=stop, progress=TrainProgress(step=3), world=SimpleNamespace(any=list))
 
     def agreed(saves: bool) -> tuple[str, bool]:
         trainer._save_is_wanted = saves
@@ -96,17 +97,17 @@ def test_a_save_takes_no_node_in(is_held, tmp_path, monkeypatch):
     trainer = step_of_a_run(3)
     saver = Checkpointer(None)
     saver.trainer, saver.is_held = trainer, is_held
-    monkeypatch.setattr(saver, "_save", raise_full)
+    monkeypatch.setattr(saver, "save_step", raise_full)
     trainer.stop, trainer.call = StopRequests(), lambda hook, *given: saver.on_save() if hook == "on_save" else None
     Trainer.end_step(trainer, None)
     assert trainer.stop_text == ""
-    assert is_held or "the disk is full" in str(saver.saves.failure)
+    assert is_held or "the disk is full" in str(saver.status.failure)
 
 
 def step_of_a_run(step: int) -> Any:
     """Return what ``Trainer.end_step`` needs of a run that saves behind this step."""
     trainer: Any = SimpleNamespace(
-        progress=TrainState(step=step), samples=SimpleNamespace(step=step), world=SimpleNamespace(any=list, rank=1),
+        progress=TrainProgress(step=step), samples=SimpleNamespace(step=step), world=SimpleNamespace(any=list, rank=1),
         due=lambda hook: [], phases=SimpleNamespace(step_done=bool), pause_s=0.0, stop_text="", has_steps_left=True,
         _save_is_wanted=True, config=SimpleNamespace(checkpoint=CheckpointConfig()),
     )  # fmt: skip
@@ -191,7 +192,7 @@ def test_another_error_is_not_one_of_memory(error):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(train, "open_data"), (Checkpointer, "on_save"), (Evaluator, "evaluate")],
+    [(data, "open_data"), (Checkpointer, "on_save"), (Evaluator, "evaluate")],
     ids=["start", "save", "eval"],
 )
 def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, corpus, tmp_path):

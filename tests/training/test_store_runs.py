@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training.checkpoint_source import saved_in
-from megatron.training.run_folder import Place, _chosen, check_store
+from megatron.training.run_folder import RunPaths, _chosen, check_store
 from tests.helpers.fake_store import empty_store, intercept, needs_moto, s3
 from tests.helpers.runs import flags, train_ranks, write_corpus
 
@@ -55,16 +55,16 @@ def test_what_a_store_gives_to_a_start(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="no whole checkpoint found in memory://b/run"):
         _chosen(config(load=TARGET, save="new"), "gpt2")
-    assert _chosen(config(load=TARGET, save="new", load_if_exists=True), "gpt2") == Place(
+    assert _chosen(config(load=TARGET, save="new", load_if_exists=True), "gpt2") == RunPaths(
         Path("new"), begins_again=True
     )
     upload(tmp_path / "old", save_step(tmp_path / "old", 10))
-    assert _chosen(config(load=TARGET, save="new"), "gpt2") == Place(
+    assert _chosen(config(load=TARGET, save="new"), "gpt2") == RunPaths(
         Path("new"), remote=TARGET, downloads=Path("new/loaded")
     )
     own = config(load=TARGET, save="new", save_remote=f"{TARGET}/")
-    assert _chosen(own, "gpt2") == Place(Path("new"), remote=TARGET, downloads=Path("new/checkpoints"))
-    assert _chosen(config(load=TARGET, save="old", save_remote=TARGET), "gpt2") == Place(Path("old"), Path("old"))
+    assert _chosen(own, "gpt2") == RunPaths(Path("new"), remote=TARGET, downloads=Path("new/checkpoints"))
+    assert _chosen(config(load=TARGET, save="old", save_remote=TARGET), "gpt2") == RunPaths(Path("old"), Path("old"))
     with monkeypatch.context() as patch:
         intercept(patch, "find", refuse)
         with pytest.raises(CheckpointError, match="refuses access"):
@@ -83,16 +83,16 @@ def test_a_store_with_another_run_is_refused(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "new", {"load": TARGET}),
         (tmp_path / "new", {"eval_only": True}),
     ):
-        check_store(Place(place), CheckpointConfig(save_remote=TARGET, **flags_))
+        check_store(RunPaths(place), CheckpointConfig(save_remote=TARGET, **flags_))
     with pytest.raises(
         ConfigError, match=r"must be empty or hold this run, got memory://b/run with step-00000010 and 0"
     ):
-        check_store(Place(tmp_path / "new"), CheckpointConfig(save_remote=TARGET))
+        check_store(RunPaths(tmp_path / "new"), CheckpointConfig(save_remote=TARGET))
     intercept(monkeypatch, "pipe_file", refuse)
     with pytest.raises(
         ConfigError, match="--save-remote must name a place of a store that can be written to: .*refuses"
     ):
-        check_store(Place(tmp_path / "old"), CheckpointConfig(save_remote=TARGET))
+        check_store(RunPaths(tmp_path / "old"), CheckpointConfig(save_remote=TARGET))
 
 
 def test_names_that_stand_at_the_wrong_flag_are_told() -> None:

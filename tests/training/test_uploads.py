@@ -108,7 +108,7 @@ def assert_same(ours: list[Trace], plain: list[Trace]) -> None:
         assert one.eval_losses == other.eval_losses
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("pipe", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_copies_the_first_data_of_the_next_one_before_the_host_waits(pipe: int) -> None:
     """Two steps of two micro-batches and an evaluation: every loss is that of plain copies."""
     argv = flags(1, pipe, micro=2, gas=2, extra="--fp32")

@@ -190,7 +190,7 @@ def test_gloo_connects_as_needed_in_a_job_of_many_ranks(
         monkeypatch.setenv(name, value or "")
         if value is None:
             monkeypatch.delenv(name)
-    initialize.connect_as_needed()
+    initialize.set_lazy_connections()
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == found
 
 

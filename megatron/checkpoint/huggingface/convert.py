@@ -105,9 +105,9 @@ def export(
         DataError: ``tokenizer_path`` cannot be read.
     """
     require_free(output)
-    config, origin = saved_config(checkpoint.state), origin_of(checkpoint.state)
-    vocabulary, notes = _vocabulary(config, tokenizer_path, checkpoint.state.get(CHAT_TEMPLATE))
-    saved_type = checkpoint.state.get(_TYPE) if origin is None else origin.model_type
+    config, origin = saved_config(checkpoint.metadata), origin_of(checkpoint.metadata)
+    vocabulary, notes = _vocabulary(config, tokenizer_path, checkpoint.metadata.get(CHAT_TEMPLATE))
+    saved_type = checkpoint.metadata.get(_TYPE) if origin is None else origin.model_type
     if model_type is None and saved_type is not None:
         model_type = _still_fitting(config, saved_type, notes)
     config_to_huggingface(config, "", model_type)  # refuses before anything large is read
@@ -154,7 +154,7 @@ def _write_settings(
 ) -> None:  # fmt: skip
     """Write config.json and generation_config.json of a run that started from scratch."""
     ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
-    ids.update(checkpoint.state.get(_THEIR_IDS) or {} if vocabulary is None else {})
+    ids.update(checkpoint.metadata.get(_THEIR_IDS) or {} if vocabulary is None else {})
     write_json(folder / CONFIG, {**config_to_huggingface(config, dtype, model_type), **ids})
     generation = ids if vocabulary is None else vocabulary.generation_ids()
     write_json(folder / GENERATION, {"_from_model_config": generation == ids, **generation})
@@ -240,7 +240,7 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
         ConfigError: ``transformers`` is not installed.
     """
     require_transformers()
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     tokens = _batch(config, seed)
     with torch.no_grad():
         ours = _our_logits(checkpoint, config, dtype, tokens)
@@ -307,7 +307,7 @@ def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, ori
 
 
 def _state(config: Config, origin: str) -> dict[str, Any]:
-    """Return what ``megatron.training.train_state`` saves, of a run that has not taken a step."""
+    """Return the metadata that ``megatron.training.capture`` stores, for a run that has not taken a step."""
     return {
         "progress": {"step": 0, "updates": 0, "samples_consumed": 0, "tokens_consumed": 0},
         "scaler": {},

@@ -262,10 +262,14 @@ def _encode(
         limits.check(tally.counts, tally.counts.num_records)
     except TooManyBad as error:
         shown = shards.gather(_bad_prefix(job), parts, tally.units)
-        raise DataError(
-            f"{error}:\n" + "\n".join(f"  {text}" for text in shown) + f"\nAll of them are in "
-            f"{shards.path_of(_bad_prefix(job))}. Correct them, or allow more: bad lines are left out."
-        ) from None
+        listed = _with_bad_lines(str(error), shown, _bad_prefix(job))
+        raise DataError(f"{listed}. Correct them, or allow more: bad lines are left out.") from None
+
+
+def _with_bad_lines(problem: str, shown: Sequence[str], prefix: str) -> str:
+    """Return ``problem`` with the first bad lines and the path of the file that lists them all."""
+    lines = "\n".join(f"  {text}" for text in shown)
+    return f"{problem}:\n{lines}\nAll of them are in {shards.path_of(prefix)}"
 
 
 def _workers(job: Job, work: Work) -> Workers | ClusterWorkers:
@@ -280,10 +284,11 @@ def _finish(job: Job, parts: ShardFolder, tally: JobProgress, begun: JobPlan) ->
         parts.remove()  # they are those of an input that is no more
         raise DataError(f"the input must stay as it is while it is read; {changed}. Run again once it does.")
     if not tally.counts.num_documents:
-        shards.gather(job.output_prefix, parts, tally.units)
+        shown = shards.gather(job.output_prefix, parts, tally.units)
         names = ", ".join(map(str, job.inputs))
         parts.remove()
-        raise DataError(f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)")
+        problem = f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)"
+        raise DataError(f"{_with_bad_lines(problem, shown, job.output_prefix)}. Correct them." if shown else problem)
     bad_path = _write_output(job.output_prefix, begun, parts, tally.parts(), tally.counts)
     ended = dataclasses.replace(begun, committed=dataclasses.asdict(tally.summary(bad_path)))
     ended.write(parts.folder)

@@ -1,4 +1,20 @@
-"""ParamGather: updated weights come to all replicas while the next forward runs, a bucket of layers after the other."""
+"""ParamGather: with ZeRO 1 and 2 on NCCL, updated weights are gathered while the next forward runs.
+
+After an update each replica has its shards of the new weights. The all-gathers of all buckets start at the end of the
+step, in the order in which the next forward needs the weights, and the forward waits for each bucket when it needs it.
+Only the device waits, not the host.
+
+| reader of weights | waits for |
+|---|---|
+| a layer's forward (layers as in ZeRO 3; on a pipeline stage, the layers that the stage calls in turn) | its weights |
+| the model's forward, before its layers | weights of no layer or of several, and of compiled layers |
+| ``state_dict`` of any module, readers that call ``ParamStore.finish_gathers``, the next update | all weights |
+
+All buckets start together, after the gradients of the step are freed and before the activations of the next exist. So
+the replicas run the collectives of their group in one order, whatever they call first.
+
+Source: Megatron-LM's ``overlap_param_gather`` for waiting in a hook before the forward.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +25,57 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.mpu.groups import Group
-from megatron.optim.zero.partition import Gather, Piece, buckets_of_pieces
-from megatron.optim.zero.stage3 import layers_of
-
-# ZeRO 1 and 2 on NCCL: after an update each replica has its parts of the new weights, and those of the others as they
-# were. All-gathers of all buckets start at the end of the step, in the order in which the next forward needs them, and
-# that forward waits for each where it needs it: a device waits, not the host.
-#
-# | what reads weights | waits for |
-# |---|---|
-# | a layer that is called (as ZeRO 3 has layers; on a stage of a pipeline what the stage calls in turn) | its own |
-# | the model that is called, ahead of its layers | what is in no layer or in several, and compiled layers |
-# | ``state_dict`` of any module; whoever asks the optimizer for weights, and the next update | all |
-#
-# All buckets start at once, when the gradients of the step are gone and the activations of the next are not there yet,
-# so that replicas run the collectives of their group in one order whatever they call first.
-#
-# Source: Megatron-LM's ``overlap_param_gather`` for waiting in a hook ahead of the forward.
+from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
+from megatron.optim.zero.layers import layers_of
 
 GATHERS_LATER: bool | None = None
-"""Whether weights are waited for where they are needed; None: on NCCL. The bits are the same."""
+"""True if forwards wait for their weights; None: on NCCL. The results are the same to the bit."""
 
 
 def gathers_later(group: Group) -> bool:
-    """Return whether updated weights come to the replicas of ``group`` while the next forward runs."""
+    """Return True if updated weights of ``group`` are gathered while the next forward runs."""
     return dist.get_backend(group.handle) == "nccl" if GATHERS_LATER is None else GATHERS_LATER
 
 
 class ParamGather:
-    """The all-gathers on their way, and the hooks of ``module`` that wait for them.
+    """The running all-gathers, and the hooks of ``module`` that wait for them.
 
     Args:
-        weights: those that replicas have parts of.
+        weights: the sharded weights of the model.
     """
 
     def __init__(self, module: nn.Module, weights: Iterable[nn.Parameter], group: Group) -> None:
-        cut = dict.fromkeys(weights)
+        sharded = dict.fromkeys(weights)
         self._group = group
         self._due: dict[nn.Parameter, Gather] = {}
-        found = _called(module, cut)  # a compiled layer would have the hook in its graph
-        layers = {layer: own for layer, own in found.items() if getattr(layer, "_compiled_call_impl", None) is None}
-        in_layers = {weight for own in layers.values() for weight in own}
-        rest = [weight for weight in cut if weight not in in_layers]
-        self._order = [*rest, *(weight for own in layers.values() for weight in own)]
-        module.register_forward_pre_hook(lambda *_: self.wait(rest), prepend=True)
-        for layer, own in layers.items():
-            layer.register_forward_pre_hook(lambda *_, own=own: self.wait(own), prepend=True)
+        layers = {  # the graph of a compiled layer would include the hook
+            layer: layer_weights
+            for layer, layer_weights in _called_layers(module, sharded).items()
+            if getattr(layer, "_compiled_call_impl", None) is None
+        }
+        in_layers = {weight for layer_weights in layers.values() for weight in layer_weights}
+        others = [weight for weight in sharded if weight not in in_layers]
+        self._order = [*others, *(weight for layer_weights in layers.values() for weight in layer_weights)]
+        module.register_forward_pre_hook(lambda *_: self.wait(others), prepend=True)
+        for layer, layer_weights in layers.items():
+            layer.register_forward_pre_hook(lambda *_, weights=layer_weights: self.wait(weights), prepend=True)
         for inner in module.modules():
             inner.register_state_dict_pre_hook(lambda *_: self.wait())
 
-    def start(self, pieces: Mapping[nn.Parameter, Piece], numbers: int | None) -> None:
+    def start(self, weights: Mapping[nn.Parameter, ShardedWeight], bucket_numel: int | None) -> None:
         """Start the all-gathers of all weights. Collective.
 
         Args:
-            numbers: of a bucket; None: ``BUCKET_BYTES`` count.
+            bucket_numel: elements of a bucket; None limits it by ``BUCKET_BYTES``.
         """
         self.wait()
-        weight_of = {id(pieces[weight]): weight for weight in self._order}
-        for bucket in buckets_of_pieces([pieces[weight] for weight in self._order], numbers):
+        parameter_of = {id(weights[parameter]): parameter for parameter in self._order}
+        for bucket in buckets_of_weights([weights[parameter] for parameter in self._order], bucket_numel):
             gather = Gather.start(bucket, self._group)
-            self._due.update({weight_of[id(piece)]: gather for piece in bucket})
+            self._due.update({parameter_of[id(weight)]: gather for weight in bucket})
 
     def wait(self, weights: Iterable[nn.Parameter] | None = None) -> None:
-        """Have ``weights`` here, None: all, and what came with them."""
+        """Wait for ``weights`` and those in the same buckets; None for all."""
         for weight in list(self._due) if weights is None else weights:
             gather = self._due.get(weight)
             if gather is None:
@@ -80,17 +84,17 @@ class ParamGather:
             self._due = {other: later for other, later in self._due.items() if later is not gather}
 
 
-def _called(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers that forward calls, and those of ``weights`` that one of them alone has."""
+def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the layers that forward calls, each with those of ``weights`` that only it has."""
     functions = getattr(module, "forward_funcs", None)
     if functions is None:
         return layers_of(module, weights)
-    holders: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
-    called = [each for each in dict.fromkeys(functions) if isinstance(each, nn.Module)]
+    owners: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
+    called = [function for function in dict.fromkeys(functions) if isinstance(function, nn.Module)]
     for layer in called:
         for weight in layer.parameters():
-            if weight in holders:
-                holders[weight].append(layer)
+            if weight in owners:
+                owners[weight].append(layer)
     tied = {weight for inner in getattr(module, "tied_modules", {}).values() for weight in inner.parameters()}
-    own = {layer: [w for w in layer.parameters() if holders.get(w) == [layer] and w not in tied] for layer in called}
-    return {layer: found for layer, found in own.items() if found}
+    layers = {layer: [w for w in layer.parameters() if owners.get(w) == [layer] and w not in tied] for layer in called}
+    return {layer: layer_weights for layer, layer_weights in layers.items() if layer_weights}

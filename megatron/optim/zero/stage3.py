@@ -1,4 +1,29 @@
-"""Weights gathered per layer, one layer ahead, and freed."""
+"""ParamUnits: full weights under ZeRO 3, gathered for a layer's forward and backward and freed afterwards.
+
+A unit is gathered at once: the weights of a layer (``layers``), or all weights that belong to no layer or to several
+(embeddings, final norms, heads, shared weights). The full weight is always the same tensor object, which autograd's
+graph keeps; only its memory is allocated and freed. Replicas gather the same units in the same order, or the step ends
+in an error. The next unit of that order is gathered while one is used (``GatherOrder``).
+
+| event | a layer | the other unit |
+|---|---|---|
+| forward of a module with its weights starts | gathered | gathered |
+| that forward returns, outside backward | freed | freed, unless backward follows |
+| backward needs a weight that forward has saved | gathered | gathered |
+| backward has left the gradients of all weights that it reaches | freed | freed |
+| the micro-batch ends, or the weights are updated | freed | freed |
+
+So a layer is gathered twice per micro-batch, also with recompute, which happens within backward. In addition to the
+units in use, one prefetched unit is held in the form of its all-gather's output. Outputs of modules are not inspected
+and no module is replaced: ``torch.autograd.graph.saved_tensors_hooks`` reports the weights that backward needs,
+whatever a layer returns or stores in attributes. DeepSpeed and FSDP hook the outputs of modules, which misses some.
+
+A weight that is not gathered keeps its shape and consists of a single NaN, so that reading it outside a forward gives
+NaN and not an outdated value. Layers that the first forward has not called are named in a warning. Frozen weights and
+scalars stay in full on every replica.
+
+Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,261 +38,190 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron import log
 from megatron.mpu.groups import Group
+from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
 from megatron.optim.zero.gather_order import TRAINING, GatherOrder
-from megatron.optim.zero.partition import Gather, Piece, buckets_of_pieces
+from megatron.optim.zero.layers import layers_of
 from tds import backward_state
-
-# Which weights ZeRO 3 gathers together: the layers of a model, as its lists of modules show them.
-#
-# A layer is an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. One of which more than half is in a
-# ``ModuleList`` or ``ModuleDict`` of its own, such as an encoder within a ``Sequential``, is cut again: the elements of
-# that list are layers, and what remains is one. Smaller lists (the norms of a layer, say) cut nothing.
-
-LISTS = (nn.ModuleList, nn.ModuleDict)
-CONTAINERS = (*LISTS, nn.Sequential)
-MOST = 0.5
-"""Of the weights of a layer: with more of them in its lists it is cut again."""
-
-
-def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers in ``module`` and those of ``weights`` that one layer alone has, in the innermost."""
-    holders: dict[nn.Parameter, set[nn.Module | None]] = {weight: set() for weight in weights}
-    order: dict[nn.Module | None, None] = {}
-    for place, layer in _places(module, None, CONTAINERS):
-        order[layer] = None
-        for parameter in place.parameters(recurse=False):
-            if parameter in holders:
-                holders[parameter].add(layer)
-    found: dict[nn.Module, list[nn.Parameter]] = {layer: [] for layer in order if layer is not None}
-    for parameter, layers in holders.items():
-        (layer, *others) = layers
-        if layer is not None and not others:
-            found[layer].append(parameter)
-    return {layer: own for layer, own in found.items() if own}
-
-
-def _places(
-    module: nn.Module, layer: nn.Module | None, lists: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield each module within ``module`` and the layer that it is of.
-
-    Args:
-        lists: whose elements are layers.
-    """
-    yield module, layer
-    for child in module.children():
-        if isinstance(module, lists):
-            yield from _places(child, child, LISTS if _is_cut(child) else ())
-        else:
-            yield from _places(child, layer, lists)
-
-
-def _is_cut(layer: nn.Module) -> bool:
-    """Return whether most of ``layer`` is in lists of modules."""
-    inside = {p for part in layer.modules() if isinstance(part, LISTS) for p in part.parameters()}
-    return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())
-
-
-# ZeRO 3: each replica keeps its parts of the weights; whole ones are gathered for a layer's passes and freed again.
-#
-# A unit is what is gathered together: the weights of a layer (above), or all that are in no
-# layer or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the same
-# tensor, and autograd's graph keeps it: only its memory comes and goes. Replicas gather the same units in the same
-# order, or the step ends in an error; the next unit of that order is on its way while one is used (``GatherOrder``).
-#
-# | when | a layer | the rest |
-# |---|---|---|
-# | a module that has weights of it is called | gathered | gathered |
-# | that call returns, outside backward | freed | freed, but for a pass that backward will follow |
-# | backward asks for a weight that forward has saved | gathered | gathered |
-# | backward has left the gradient of each weight that it reaches | freed | freed |
-# | the micro-batch ends, or the weights change | freed | freed |
-#
-# So a layer is gathered twice for each micro-batch, also where it is recomputed, which happens within backward. Beyond
-# what is in use one unit is held, as the message of its gather: its own memory comes when it is called. No
-# output of a module is looked at and no module is replaced: the weights that backward needs tell of themselves when
-# autograd unpacks them (``torch.autograd.graph.saved_tensors_hooks``), whatever a layer returns or leaves in
-# attributes. DeepSpeed and FSDP hang on the outputs of modules instead, which sees fewer of them.
-#
-# Between its passes a weight has its shape and one number for all its elements, NaN: what reads one outside of any call
-# gets NaN rather than old values; layers that the first pass has not called are named in a warning. Frozen weights and
-# single numbers stay whole on every replica.
-#
-# Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
 
 REST = "what is in no layer"
 MUCH = 0.5
-"""Of all weights: a larger unit is warned of, for ZeRO 3 saves little then."""
+"""Fraction of all weights: a larger unit causes a warning, because ZeRO 3 saves little memory then."""
 
 
 class Unit:
     """Weights that are gathered and freed together.
 
     Args:
-        name: of the module, for messages.
-        pieces: the whole weights, whose memory is this unit's from now on, and what this replica keeps of each.
+        name: the module, for messages.
+        weights: the weights, whose memory belongs to this unit from now on, and this replica's shard of each.
+        spans_forward: keep the weights from a forward to its backward.
     """
 
-    def __init__(self, name: str, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
+    def __init__(
+        self, name: str, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, spans_forward: bool
+    ) -> None:
         self.name = name
-        self.stays = stays  # from a forward to its backward
+        self.spans_forward = spans_forward
         self.was_called = False
         self.calls = 0
-        self.is_here = False
         self._group = group
-        self._whole = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in pieces}
-        self._pieces = [Piece(whole, pieces[p].master, pieces[p].cut) for p, whole in self._whole.items()]
-        self._come = self._due = 0
-        self.is_here = True
+        self._full = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in weights}
+        self._weights = [ShardedWeight(full, weights[p].shard, weights[p].partition) for p, full in self._full.items()]
+        self._num_grads = self._num_expected_grads = 0
+        self.is_gathered = True
         self.free()
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        return self._whole
+        return self._full
 
     def gather(self) -> None:
-        """Have the whole weights here. Collective over the replicas."""
-        if not self.is_here:
-            self.take(self.start())
+        """Gather the full weights, unless they are. Collective over the replicas."""
+        if not self.is_gathered:
+            self.finish(self.start())
 
     def start(self, note: Sequence[int] = ()) -> Iterator[Gather]:
-        """Yield the gathers of the whole weights, each started when it is asked for. Collective over the replicas.
+        """Yield the gathers of the unit's buckets, each started on request. Collective over the replicas.
 
         Args:
-            note: what goes with the first one.
+            note: integers to send with the first gather.
         """
-        for number, bucket in enumerate(buckets_of_pieces(self._pieces)):
-            yield Gather.start(bucket, self._group, () if number else note)
+        for idx, bucket in enumerate(buckets_of_weights(self._weights)):
+            yield Gather.start(bucket, self._group, () if idx else note)
 
     @torch.no_grad()
-    def take(self, gathers: Iterable[Gather]) -> None:
-        """Have the whole weights here, from what ``start`` yields."""
-        self.is_here = True
-        for whole in self._whole.values():
-            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+    def finish(self, gathers: Iterable[Gather]) -> None:
+        """Allocate the full weights and copy the results of ``start`` into them."""
+        self.is_gathered = True
+        for full in self._full.values():
+            full.untyped_storage().resize_(full.numel() * full.element_size())
         for gather in gathers:
             gather.finish()
-            del gather  # its memory is given back before the next one takes some
-        for parameter, whole in self._whole.items():
-            parameter.data = whole
+            del gather  # frees its memory before the next gather allocates
+        for parameter, full in self._full.items():
+            parameter.data = full
 
     def free(self) -> None:
-        """Give the memory of the whole weights back."""
-        self._come = 0
-        if not self.is_here:
+        """Free the full weights."""
+        self._num_grads = 0
+        if not self.is_gathered:
             return
-        self.is_here = False
-        for parameter, whole in self._whole.items():
-            parameter.data = whole.new_full((), torch.nan).expand(whole.shape)
-            whole.untyped_storage().resize_(0)
+        self.is_gathered = False
+        for parameter, full in self._full.items():
+            parameter.data = full.new_full((), torch.nan).expand(full.shape)
+            full.untyped_storage().resize_(0)
 
-    def note_gradient(self) -> None:
-        """Take note that backward has left the gradient of one of the weights: it needs none of them after the last."""
-        if not self._come:
-            self._due = sum(map(backward_state.will_reach, self._whole))
-        self._come += 1
-        if self._come >= self._due and not self.calls:
+    def count_grad(self) -> None:
+        """Count a gradient that backward has left for one of the weights, and free the weights after the last."""
+        if not self._num_grads:
+            self._num_expected_grads = sum(map(backward_state.will_reach, self._full))
+        self._num_grads += 1
+        if self._num_grads >= self._num_expected_grads and not self.calls:
             self.free()
 
     def num_bytes(self) -> int:
-        """Return the bytes of the whole weights."""
-        return sum(whole.nbytes for whole in self._whole.values())
+        """Return the bytes of the full weights."""
+        return sum(full.nbytes for full in self._full.values())
 
     def storages(self) -> Iterator[int]:
-        """Yield where the whole weights lie in memory."""
-        return (whole.untyped_storage().data_ptr() for whole in self._whole.values())
+        """Yield the addresses of the full weights' storages."""
+        return (full.untyped_storage().data_ptr() for full in self._full.values())
 
 
 class ParamUnits:
     """The units of a model, with the hooks that gather and free them.
 
     Args:
-        module: its outermost forward is where autograd's graph is watched.
-        pieces: of the weights that replicas share; others stay as they are.
-        prefetches: gather a unit ahead where the order is known, and there are several replicas.
+        module: the model. The graph of its outermost forward is watched.
+        weights: the sharded weights; others stay as they are.
+        prefetches: gather the next unit early if the order is known and there are several replicas.
     """
 
     def __init__(
-        self, module: nn.Module, pieces: Mapping[nn.Parameter, Piece], group: Group, *, prefetches: bool = True
+        self, module: nn.Module, weights: Mapping[nn.Parameter, ShardedWeight], group: Group, *, prefetches: bool = True
     ) -> None:
-        cut = {parameter: pieces[parameter] for parameter in module.parameters() if parameter in pieces}
+        sharded = {parameter: weights[parameter] for parameter in module.parameters() if parameter in weights}
         self.units: list[Unit] = []
         self._units_of: dict[nn.Module, list[Unit]] = {}
-        self._at: dict[int, Unit] = {}
+        self._unit_at: dict[int, Unit] = {}  # by the address of a storage
         self._depth = 0
         self._watch: saved_tensors_hooks | None = None
         self._module = module
         self._names = {inner: name for name, inner in module.named_modules()}
         self._has_warned = False
-        layers = layers_of(module, cut)
-        for inner, weights in layers.items():
-            self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
-        taken = {p for weights in layers.values() for p in weights}
-        self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
-        self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        self._kinds = {inner: TRAINING + 1 + number for number, inner in enumerate(module.modules())}
-        self._is_all_here = False
-        self._order = GatherOrder(group, self.units, place_of(cut), prefetches=prefetches and group.size > 1)
+        layers = layers_of(module, sharded)
+        for layer, layer_weights in layers.items():
+            self._add(layer, {p: sharded[p] for p in layer_weights}, group, spans_forward=False)
+        in_layers = {p for layer_weights in layers.values() for p in layer_weights}
+        self._add(module, {p: w for p, w in sharded.items() if p not in in_layers}, group, spans_forward=True)
+        self._unit_idx = {unit: idx for idx, unit in enumerate(self.units)}
+        self._pass_kinds = {inner: TRAINING + 1 + idx for idx, inner in enumerate(module.modules())}
+        self._keeps_all = False
+        device = next((weight.device for weight in sharded), torch.device("cpu"))
+        self._order = GatherOrder(group, self.units, device, prefetches=prefetches and group.size > 1)
         self._hook(module)
         self._log_largest()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have all weights of the model here, for who calls its layers by another way. Collective over the replicas."""
+        """Gather all weights within the block, for code that calls layers directly. Collective over the replicas."""
         self._order.drop()
-        self._is_all_here = True
+        self._keeps_all = True
         for unit in self.units:
-            unit.calls += 1  # so that no call within frees it
+            unit.calls += 1  # so that no call within the block frees it
             unit.gather()
         try:
             yield
         finally:
-            self._is_all_here = False
+            self._keeps_all = False
             for unit in self.units:
                 unit.calls -= 1
             self.free()
 
     def free(self) -> None:
-        """Free all that is gathered, ahead of its use too. On all replicas."""
+        """Free all gathered and prefetched weights. On all replicas."""
         self._order.drop()
         for unit in self.units:
             self._free(unit)
 
     def end_micro_batch(self) -> None:
-        """Free all that is gathered, and take note that no more is called. Collective over the replicas."""
+        """Free all weights after a micro-batch. Collective over the replicas."""
         self._order.end()
         self.free()
 
     def check(self) -> None:
-        """Check that what replicas have gathered up to now is the same; they must not use it before. Collective.
+        """Check that the replicas have gathered the same units, before gradients are used. Collective.
 
         Raises:
-            ConfigError: it is not; the same on every replica.
+            ConfigError: they have not; the same on every replica.
         """
         self._order.check()
 
-    def _add(self, module: nn.Module, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
-        if not pieces:
+    def _add(
+        self, module: nn.Module, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, spans_forward: bool
+    ) -> None:
+        if not weights:
             return
-        unit = Unit(self._names[module] if not stays else REST, pieces, group, stays=stays)
+        name = REST if spans_forward else self._names[module]
+        unit = Unit(name, weights, group, spans_forward=spans_forward)
         self.units.append(unit)
         self._units_of.setdefault(module, []).append(unit)
         for parameter in unit.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: self._note_gradient(unit))
+            parameter.register_post_accumulate_grad_hook(lambda _: self._count_grad(unit))
 
     def _hook(self, module: nn.Module) -> None:
-        """Watch the calls of every module that has a weight of a unit by itself, and of those that units are of."""
+        """Hook every module with a weight of a unit among its own parameters, and the modules of the units."""
         unit_of = {parameter: unit for unit in self.units for parameter in unit.parameters}
         for inner in module.modules():
             own = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
             units = list(dict.fromkeys([*self._units_of.get(inner, []), *own]))
             if units or inner is module:
-                inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # others read weights
+                inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # other hooks read weights
                 inner.register_forward_hook(partial(self._leave, units), always_call=True)
 
     def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
-        if self._depth == 0 and not backward_state.is_running() and not self._is_all_here:
-            self._order.begin(TRAINING if torch.is_grad_enabled() else self._kinds[module])
+        if self._depth == 0 and not backward_state.is_running() and not self._keeps_all:
+            self._order.begin(TRAINING if torch.is_grad_enabled() else self._pass_kinds[module])
         for unit in units:
             unit.calls += 1
             unit.was_called = True
@@ -286,9 +240,10 @@ class ParamUnits:
                 self._warn_uncalled(output)
         for unit in units:
             unit.calls -= 1
-            if not (unit.calls or backward_state.is_running() or (unit.stays and torch.is_grad_enabled())):
+            if not (unit.calls or backward_state.is_running() or (unit.spans_forward and torch.is_grad_enabled())):
                 self._free(unit)
-        if self._depth == 0 and self._order.kind == self._kinds[module] and output is not None:  # None: it has failed
+        has_failed = output is None
+        if self._depth == 0 and self._order.kind == self._pass_kinds[module] and not has_failed:
             self._order.end()
 
     def _log_largest(self) -> None:
@@ -307,9 +262,9 @@ class ParamUnits:
             log.info(message)
 
     def _warn_uncalled(self, output: Any) -> None:
-        """After the first pass of all that backward may follow, name the layers that it has not called."""
+        """After the first forward of the model with gradients, name the layers that it has not called."""
         names = [unit.name for unit in self.units if not unit.was_called]
-        if names and not self._has_warned and output is not None:  # None: the pass has failed
+        if names and not self._has_warned and output is not None:  # None: the forward has failed
             log.warning(
                 f"--zero-stage 3 gathers weights when a module that has them is called, and {', '.join(names)} was not "
                 "called in the first pass. If its weights were read there, they were NaN: call the module, or use "
@@ -318,10 +273,10 @@ class ParamUnits:
         self._has_warned = self._has_warned or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return what the graph keeps of ``tensor``: beside a weight its unit, which may be away when it is needed."""
+        """Return the entry of a saved tensor in the graph: for a weight also its unit, which may be freed meanwhile."""
         if tensor.layout is not torch.strided:  # it has no such storage, and is no weight
             return tensor.detach()
-        unit = self._at.get(tensor.untyped_storage().data_ptr())
+        unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return tensor.detach() if unit is None else (unit, tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -331,24 +286,19 @@ class ParamUnits:
         self._gather(unit)
         return tensor
 
-    def _note_gradient(self, unit: Unit) -> None:
-        unit.note_gradient()
-        if not unit.is_here:
+    def _count_grad(self, unit: Unit) -> None:
+        unit.count_grad()
+        if not unit.is_gathered:
             self._forget(unit)
 
     def _gather(self, unit: Unit) -> None:
-        if not unit.is_here:
-            self._order.gather(self._numbers[unit])
-            self._at.update(dict.fromkeys(unit.storages(), unit))
+        if not unit.is_gathered:
+            self._order.gather(self._unit_idx[unit])
+            self._unit_at.update(dict.fromkeys(unit.storages(), unit))
 
     def _free(self, unit: Unit) -> None:
         self._forget(unit)
         unit.free()
 
     def _forget(self, unit: Unit) -> None:
-        self._at = {place: other for place, other in self._at.items() if other is not unit}
-
-
-def place_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return where the first of ``tensors`` lies."""
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self._unit_at = {address: other for address, other in self._unit_at.items() if other is not unit}

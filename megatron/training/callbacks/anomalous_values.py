@@ -31,7 +31,7 @@ def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
 
     From ZeRO 2 on each replica speaks for its parts.
     """
-    if grid.data_context.rank and engine.optimizer.gradient_holders.size == 1:
+    if grid.data_context.rank and engine.optimizer.reducer.norm_group.size == 1:
         return ""
     bad = []
     for name, parameter in named_parameters(engine.module):

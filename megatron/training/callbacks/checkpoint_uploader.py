@@ -8,10 +8,10 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import remote
 from megatron.checkpoint.manifest import CHECKPOINTS
+from megatron.checkpoint.retention import retention_of
 from megatron.checkpoint.uploading import HF, Uploads
 from megatron.errors import DataError
 from megatron.training.timeouts import SAVING
-from megatron.training.train_state import retention_of
 from megatron.training.trainer import Callback
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron import log
 from megatron.log import human_count, human_time
-from megatron.training import data_resume, start_table
+from megatron.training import data_progress, start_table
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.evaluator import SPLITS, Evaluator
 from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS
@@ -51,7 +51,7 @@ class Console(Callback):
             trainer.engine.module,
             self.counted,
             trainer.folder,
-            data_resume.start_rows(trainer.data, read),
+            data_progress.start_rows(trainer.data, read),
             None if monitor is None else monitor.peak_flops,
         )
         self.screen.table(trainer.folder.name, rows)
@@ -64,8 +64,8 @@ class Console(Callback):
         trainer = self.trainer
         if self._says_what_is_fused:
             self._says_what_is_fused = False
-            log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.fused))
-        epochs = data_resume.epochs_text(trainer.data, trainer.progress.samples_consumed)
+            log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.reducer.fused_params))
+        epochs = data_progress.epochs_text(trainer.data, trainer.progress.samples_consumed)
         trainer.print_line(progress_line(trainer.progress.step, trainer.last_step, metrics, epochs))
 
     def on_train_end(self) -> None:
@@ -102,7 +102,7 @@ class Console(Callback):
         if trainer.last_loss is not None:
             yield "picture", str(folder / "loss.png")
         if checkpointer := find(Checkpointer):
-            yield "checkpoint", str(checkpointer.saved or checkpointer.loaded or "none")
+            yield "checkpoint", str(checkpointer.committed or checkpointer.loaded or "none")
         if (picture := find(PipelinePicture)) and picture.text is not None:
             yield "pipeline", picture.text
 

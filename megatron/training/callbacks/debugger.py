@@ -216,17 +216,17 @@ class Debugger(Callback):
     def _dump_weights(self, writer: Writer) -> None:
         """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""
         are_whole = self.config.optimizer.zero_stage < 3
-        self.engine.optimizer.finish_gathers()
+        self.engine.optimizer.store.finish_gathers()
         for name, parameter in named_parameters(self.engine.module):
             if self._pattern.search(name):
                 is_own = are_whole or not parameter.requires_grad
-                held = parameter if is_own else self.engine.optimizer.master_of(parameter)
+                held = parameter if is_own else self.engine.optimizer.main_param_of(parameter)
                 writer.add(held, name, WEIGHT, cut=shard_cut(shard_of(held)), chunk=self._chunks.get(id(parameter), 0))
 
     @torch.no_grad()
     def _dump_gradients(self, writer: Writer) -> None:
         optimizer = self.engine.optimizer
-        optimizer.sum_partial_gradients()
+        optimizer.reducer.sum_over_groups()
         factor = optimizer.gradient_factor / optimizer.loss_scale
         for name, parameter in named_parameters(self.engine.module):
             if not parameter.requires_grad or not self._pattern.search(name):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.runtime.exit_signals import how_to_go_on
-from megatron.training.data_resume import numbers_text
+from megatron.training.data_progress import numbers_text
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback, perplexity

@@ -48,11 +48,11 @@ class LayerNorms(Callback):
     def _taken(self) -> dict[str, float]:
         optimizer, places = self.trainer.engine.optimizer, {name: index for index, name in enumerate(self._groups)}
         device = self.trainer.world.device
-        optimizer.sum_partial_gradients()
+        optimizer.reducer.sum_over_groups()
         squares = torch.zeros(len(places), dtype=torch.float64, device=device)
-        for parameter, gradient in optimizer.counted_gradients():
+        for parameter, gradient in optimizer.reducer.counted_grads():
             squares[places[self._group_of[parameter]]] += square_of_norm(gradient).to(device)
-        whole = all_reduce(all_reduce(squares, optimizer.gradient_holders), optimizer.model_group)
+        whole = all_reduce(all_reduce(squares, optimizer.reducer.norm_group), optimizer.reducer.model_group)
         factor = optimizer.gradient_factor / optimizer.loss_scale
         return dict(zip(self._groups, (whole.sqrt() * factor).tolist(), strict=True))
 

@@ -47,6 +47,9 @@ class Metrics(Callback):
         notes = self._of_evaluation() if self.trainer.config.checkpoint.eval_only else None
         self._opened.write(split, self.trainer.progress.step, values, notes)
 
+    def on_save_staged(self, step: int, values: dict[str, Any]) -> None:
+        self._opened.write("save", step, values)
+
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
         self._opened.write("save", step, values)
 

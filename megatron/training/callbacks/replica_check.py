@@ -39,7 +39,7 @@ class ReplicaCheck(Callback):
 
     def on_train_start(self) -> None:
         engine = self.trainer.engine
-        self._copies = find_copies(engine.module, self.trainer.world.grid, engine.optimizer.kept)
+        self._copies = find_copies(engine.module, self.trainer.world.grid, engine.optimizer.store.persistent_storage)
 
     def on_step_end(self, result: StepResult) -> None:
         """Compare.
@@ -48,7 +48,7 @@ class ReplicaCheck(Callback):
             NumericsError: copies differ, on all ranks alike; nothing is saved of them.
         """
         engine, step = self.trainer.engine, self.trainer.progress.step
-        found = check_replicas(engine.module, self._copies, engine.optimizer.kept)
+        found = check_replicas(engine.module, self._copies, engine.optimizer.store.persistent_storage)
         (differ,) = self.trainer.world.any([bool(found)])
         if differ:
             raise error_of(found, step, max(step - self.every, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training import run_folder, stages_file, start_table
+from megatron.training import run_record, stages_file, start_table
 from megatron.training.callbacks.speed_monitor import most_of_each_stage
 from megatron.training.trainer import Callback
 
@@ -24,7 +24,7 @@ class RunDescription(Callback):
         trainer, config = self.trainer, self.trainer.config
         before = most_of_each_stage(self.bytes_before, trainer.world)
         if trainer.world.rank == 0:
-            run_folder.describe(trainer.folder, config, trainer.world, trainer.progress.step)
+            run_record.describe(trainer.folder, config, trainer.world, trainer.progress.step)
             bounds = start_table.bounds_of(config, trainer.engine.module)
             facts = stages_file.stage_facts(config, trainer.world.grid.topology, bounds, self.counted, before)
             stages_file.write(trainer.folder, facts)

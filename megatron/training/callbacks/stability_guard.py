@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.config.stability import StabilityConfig
 from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.mappings import all_reduce
+from megatron.training.callback_states import GUARD
 from megatron.training.callbacks.anomalous_values import bad_gradients, bad_losses
-from megatron.training.callbacks.checkpointer import GUARD, Checkpointer
+from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.running_statistics import RunningStatistics
 from megatron.training.callbacks.stability_journal import NAME, EventLog
 from megatron.training.step_result import LossError, StepResult
@@ -92,7 +93,7 @@ class StabilityGuard(Callback):
         if not self.history.streak:
             self.history.good_step = trainer.progress.step
         if self.settings.is_guarded:
-            trainer.engine.optimizer.judge = self._allows
+            trainer.engine.optimizer.policy.accepts_step = self._allows
             if trainer.world.rank == 0:
                 self._journal = EventLog(trainer.folder, self.history.events)
 

@@ -90,7 +90,7 @@ class TaskEvaluator(Callback):
         """
         trainer, step = self.trainer, self.trainer.progress.step
         config, world = trainer.config, trainer.world
-        with trainer.phases.over(EVALUATING), trainer.engine.optimizer.weights_gathered():
+        with trainer.phases.over(EVALUATING), trainer.engine.optimizer.store.full_weights():
             model = ModelOfAllRanks(
                 stage_of(trainer.engine),
                 self._prompts,

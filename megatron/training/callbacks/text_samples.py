@@ -67,7 +67,7 @@ class TextSamples(Callback):
         if trainer.stop_text or not self.prompts:
             return
         writer = self._writer
-        with trainer.engine.optimizer.weights_gathered():
+        with trainer.engine.optimizer.store.full_weights():
             answers = writer.answer(self.prompts)
         for answer in answers:
             prompt, text = answer.prompt, answer.text

@@ -50,6 +50,9 @@ class Wandb(Callback):
     def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None:
         self._write(split, self.trainer.progress.step, values)
 
+    def on_save_staged(self, step: int, values: dict[str, Any]) -> None:
+        self._write("save", step, values)
+
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
         self._write("save", step, values)
 

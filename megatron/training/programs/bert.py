@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron import models, mpu, tokenizer
-from megatron.models import registry
+from megatron import mpu
 from megatron.training import (
     get_args,
-    get_config,
     get_data_paths,
-    get_streams,
     get_tokenizer,
     pretrain,
 )
+from megatron.training.programs.model import build_model
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the data sets of the three splits; None for a split without samples."""
+    from megatron import tokenizer  # imports numpy, which --help does not need
     from megatron.models.bert.data import bert_tokens, build_bert_train_valid_test
 
     args, vocabulary = get_args(), get_tokenizer()
@@ -70,16 +69,7 @@ def is_padded() -> bool:
 
 def model_provider() -> torch.nn.Module:
     """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
-    config, grid = get_config(), mpu.get_grid()
-    parallel = config.parallel
-    context = models.ParallelContext(
-        grid.tensor,
-        get_streams(),
-        parallel.sequence_parallel,
-        context=grid.context,
-        cp_comm_type=parallel.cp_comm_type,
-    )
-    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+    return build_model(get_batch_pipe)
 
 
 def main(*, args_defaults: Mapping[str, Any] | None = None) -> None:

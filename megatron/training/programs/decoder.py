@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron import data, models, mpu
-from megatron.models import registry
+from megatron import data, mpu
 from megatron.training import (
     get_args,
     get_chat_template,
     get_config,
     get_data_paths,
-    get_streams,
     get_tokenizer,
     pretrain,
 )
+from megatron.training.programs.model import build_model
 
 if TYPE_CHECKING:
     import torch
@@ -89,18 +88,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
 
 def model_provider() -> torch.nn.Module:
     """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
-    config, grid = get_config(), mpu.get_grid()
-    parallel = config.parallel
-    context = models.ParallelContext(
-        grid.tensor,
-        get_streams(),
-        parallel.sequence_parallel,
-        context=grid.context,
-        cp_comm_type=parallel.cp_comm_type,
-        expert=grid.expert,
-        cuts_experts=parallel.cuts_experts,
-    )
-    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+    return build_model(get_batch_pipe)
 
 
 def main(family: str = "gpt2", *, args_defaults: Mapping[str, Any] | None = None, name: str | None = None) -> None:

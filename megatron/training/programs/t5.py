@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron import models, mpu
-from megatron.models import registry
-from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
+from megatron import mpu
+from megatron.training import get_args, get_config, get_data_paths, get_tokenizer, pretrain
+from megatron.training.programs.model import build_model
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +73,7 @@ def has_documents() -> bool:
 
 def model_provider() -> torch.nn.Module:
     """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
-    config, grid = get_config(), mpu.get_grid()
-    context = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
-    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+    return build_model(get_batch_pipe)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ DEAD = "rank 1 (pid 7) was ended by SIGKILL at step 4"
 ENDED = "rank 0 failed: NumericsError: step 5 (samples 16-19): the loss must be finite. Here micro-batch 0 gave such"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_dry_case_passes_through_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name = "gpt2 waits of the host --fp32"

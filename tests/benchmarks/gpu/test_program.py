@@ -121,6 +121,7 @@ def test_what_failed_is_repeated_alone_where_that_is_asked_for(tmp_path: Path) -
     assert set(program.parse_args(["--again"]).again) == set(FINAL) and not program.parse_args([]).again
 
 
+@pytest.mark.slow
 def test_a_case_that_is_cut_off_with_its_part_has_not_failed(tmp_path: Path) -> None:
     """Nor does one begin that would be cut off at once; one that takes longer than its own limit has failed."""
 
@@ -183,6 +184,7 @@ def test_what_cases_share_is_made_once(tmp_path: Path) -> None:
     assert [one.text for one in found.of("train").values()] == ["made", "made"] and made == [1]
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     words = (
@@ -225,9 +227,9 @@ def test_what_a_part_leaves_is_for_the_next_and_the_pictures_are_always_made() -
 def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    from megatron.training import run_folder
+    from megatron.training import run_record
 
-    monkeypatch.setattr(run_folder, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
+    monkeypatch.setattr(run_record, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
     words = ["--device", "cpu", "--out", str(tmp_path), "tables"]
     assert program.main(words) == 0 and "git does not say which commit" in capsys.readouterr().out
     assert program.main([*words, "--commit", "0123456789"]) == 0

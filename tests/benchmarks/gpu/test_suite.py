@@ -69,6 +69,7 @@ def test_what_passed_is_counted_and_what_tests_record_is_told(tmp_path: Path) ->
     assert figures == {"passed": 2, "failed": 0, "skipped": 1, "kernels": ["flash for a", "flash for b"]}
 
 
+@pytest.mark.slow
 def test_a_file_of_which_nothing_ran_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(Skip, match="needs two of them"):
         run(tmp_path, SOURCE, "-k", "left_out")

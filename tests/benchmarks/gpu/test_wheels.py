@@ -160,6 +160,7 @@ def test_options_that_cannot_be_met_are_refused(arguments: list[str]) -> None:
         wheels.parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_a_python_that_lacks_packages_is_given_the_wheels_once(make: Make, tmp_path: Path) -> None:
     """By run.sh, with this Python's pip; a stand-in answers in the names of the program and of the packages."""
     home, site, tools = tmp_path / "home", tmp_path / "site", tmp_path / "tools"

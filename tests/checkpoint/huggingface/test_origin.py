@@ -70,7 +70,7 @@ def test_transformers_reads_the_same_tokens_and_generation_settings_from_both(tm
 
 def trained(checkpoint: Checkpoint, **sections: dict[str, Any]) -> Checkpoint:
     """Return ``checkpoint`` as a run would have saved it with other settings."""
-    config = saved_config(checkpoint.state)
+    config = saved_config(checkpoint.metadata)
     for section, values in sections.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})
     return with_state(checkpoint, model=config.identity(), config=config.to_dict())
@@ -78,7 +78,7 @@ def trained(checkpoint: Checkpoint, **sections: dict[str, Any]) -> Checkpoint:
 
 def with_state(checkpoint: Checkpoint, **entries: Any) -> Checkpoint:
     changed = copy.copy(checkpoint)
-    changed.state = {**checkpoint.state, **entries}
+    changed.metadata = {**checkpoint.metadata, **entries}
     return changed
 
 
@@ -219,9 +219,9 @@ def test_long_files_are_compressed_and_come_back(tmp_path: Path) -> None:
     settings["long"] = [f"é{number}" for number in range(9000)]
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     checkpoint = imported(source, tmp_path / "run")
-    entry = checkpoint.state[STATE]["files"]
+    entry = checkpoint.metadata[STATE]["files"]
     assert isinstance(entry["config.json"], str) and len(json.dumps(entry["tokenizer_config.json"])) < 60_000
-    origin = origin_of(checkpoint.state)
+    origin = origin_of(checkpoint.metadata)
     assert origin is not None
     assert origin.files["tokenizer_config.json"].encode() == (source / "tokenizer_config.json").read_bytes()
-    assert config_text(origin, saved_config(checkpoint.state), "float32") == (source / "config.json").read_text()
+    assert config_text(origin, saved_config(checkpoint.metadata), "float32") == (source / "config.json").read_text()

@@ -215,9 +215,11 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, message: 
         ({"swiglu": True, "use_rotary_position_embeddings": True}, "name: a gated activation, positions of type rope$"),
         ({"squared_relu": True}, "a squared ReLU"),
         ({"apply_layernorm_1p": True}, r"norms with weights less 1 \(--apply-layernorm-1p\)"),
-        ({"normalization": "RMSNorm"}, "RMSNorm for LayerNorm"),
-        ({"position_embedding_type": "rope"}, "name: positions of type rope$"),
-        ({"position_embedding_type": "relative"}, "name: positions of type relative$"),
+        pytest.param({"normalization": "RMSNorm"}, "RMSNorm for LayerNorm", marks=pytest.mark.slow),
+        pytest.param({"position_embedding_type": "rope"}, "name: positions of type rope$", marks=pytest.mark.slow),
+        pytest.param(
+            {"position_embedding_type": "relative"}, "name: positions of type relative$", marks=pytest.mark.slow
+        ),
     ],
     ids=["gated", "squared", "less 1", "other norms", "rope", "relative"],
 )

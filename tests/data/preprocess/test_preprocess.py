@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,20 @@ def test_an_empty_corpus_is_refused(corpus: Corpus, content: bytes) -> None:
     with pytest.raises(DataError, match="no documents in .*c.jsonl"):
         corpus.run(content)
     assert corpus.names() == []
+
+
+@pytest.mark.parametrize("allowed", [{"max_bad_lines": 5}, {"max_bad_fraction": 1.0}])
+def test_a_corpus_of_bad_lines_only_is_refused_however_many_may_be_bad(
+    corpus: Corpus, allowed: dict[str, float]
+) -> None:
+    """Row D03 with D01: the message names the first bad lines and the file that lists all."""
+    with pytest.raises(DataError) as caught:
+        corpus.run(b"x\n\n" + b'{"txt": 1}\n', **allowed)
+    first, *lines, last = str(caught.value).splitlines()
+    assert first.startswith("no documents in ") and first.endswith("(1 empty, 2 bad):")
+    assert [re.search(r"c.jsonl:(\d) \(byte (\d)\): ", line).groups() for line in lines] == [("1", "0"), ("3", "3")]  # type: ignore[union-attr]
+    assert last.startswith("All of them are in ") and last.endswith("out.bad.jsonl. Correct them.")
+    assert corpus.names() == ["out.bad.jsonl"]
 
 
 def test_a_giant_line_is_cut_into_pieces_that_give_it_back(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

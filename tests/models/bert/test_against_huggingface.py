@@ -32,7 +32,7 @@ KINDS = [
     ("fp32", "words", "gelu", "sdpa"),
 ]
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "relu": "relu"}
-SIZES = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
 COPIES = {"cls.predictions.decoder.bias", "cls.predictions.decoder.weight"}
 
 

@@ -16,9 +16,10 @@ from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.philox_dropout import PhiloxDropout
+from megatron.mpu.shard import is_partial
 from megatron.mpu.topology import Topology
 from megatron.ops import document_attention
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.optim.gradients.sum_group import SumGroup
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
 from megatron.planner.time_model import Messages
@@ -94,7 +95,7 @@ def result(case: Case, grid: Grid, comm: str) -> tuple[torch.Tensor, torch.Tenso
     total.backward()
     for parameter in model.parameters():
         all_reduce(parameter.grad, grid.context)
-    partial = SequenceParallelGradients(grid.tensor)
+    partial = SumGroup(grid.tensor, is_partial)
     for parameter in model.parameters():
         partial.register(parameter)
     partial.sum(lambda parameter: parameter.grad)

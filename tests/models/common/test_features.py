@@ -161,6 +161,7 @@ def check_pairs(pairs: list[tuple[str, str]]) -> None:
             raise AssertionError(f"{one} with {two}: {error}") from error
 
 
+@pytest.mark.slow  # single features and models of many features, above and below, are in the short run
 def test_some_pairs_of_features_are_their_formulas() -> None:
     """Each feature is in one of them."""
     some = PAIRS[::11]

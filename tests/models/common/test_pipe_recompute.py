@@ -36,8 +36,9 @@ def plain_forwards(pipe: int) -> list[int]:
     return run_ranks(pipe, count_forwards, pipe, "")
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("pipe", "every"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 1)))]
+)
 def test_each_layer_runs_twice_a_micro_batch(pipe: int, every: int) -> None:
     plain = plain_forwards(pipe)
     again = run_ranks(pipe, count_forwards, pipe, f"--checkpoint-activations --checkpoint-num-layers {every}")

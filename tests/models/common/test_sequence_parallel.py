@@ -17,7 +17,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import is_partial, shard_of
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.optim.gradients.sum_group import SumGroup
 from megatron.training.compile import compile_layers
 from tds.engine.weight_grad_store import WeightGradStore
 from tests.helpers.bert_samples import bert_batch, bert_sizes
@@ -98,7 +98,7 @@ def result(case: Case, group: Group, *, cuts: bool) -> tuple[torch.Tensor, Any]:
     loss[0].backward()
     ranks = group.size if cuts else 1
     assert set(seen) == {length // ranks for length in lengths}, "layers hand parts on"
-    partial = SequenceParallelGradients(group)
+    partial = SumGroup(group, is_partial)
     for parameter in model.parameters():
         partial.register(parameter)
     partial.sum(lambda parameter: parameter.grad)

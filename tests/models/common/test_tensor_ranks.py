@@ -11,7 +11,8 @@ import torch
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.groups import Group
-from megatron.optim.main_params import SequenceParallelGradients
+from megatron.mpu.shard import is_partial
+from megatron.optim.gradients.sum_group import SumGroup
 from tests.helpers.harness import run_ranks
 from tests.helpers.llama_samples import llama_sizes
 from tests.helpers.model_samples import (
@@ -96,7 +97,7 @@ def one(group: Group, case: Case) -> Result:
         logits = model(batch["tokens"], batch.get("position_ids"), batch["segment_ids"])
     loss, count = model(**batch)
     (loss / count).backward()
-    partial = SequenceParallelGradients(group)
+    partial = SumGroup(group, is_partial)
     for parameter in model.parameters():
         partial.register(parameter)
     partial.sum(lambda parameter: parameter.grad)

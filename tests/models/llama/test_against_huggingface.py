@@ -102,7 +102,7 @@ CASE = Against(FORMAT, DTYPE_OF, make_reference, in_its_own_dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind: str, size: int) -> None:
     CASE.check(kind, size)
 

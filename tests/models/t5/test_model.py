@@ -74,6 +74,7 @@ def equals_one_process(name, documents, size):
     assert worst <= 1e-11, where
 
 
+@pytest.mark.slow  # two tensor ranks equal Hugging Face's model: test_against_huggingface.py
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_tensor_ranks_together_equal_one_process(name, documents):

@@ -66,6 +66,7 @@ def _message(*sizes: int) -> int:
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_segments", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hidden_states_memory_and_ids_cross_and_no_masks(has_segments: bool) -> None:
     """The bytes of each boundary, for a cut before each layer of the list."""
@@ -150,6 +151,7 @@ def _forwards(rank: int, cases: list[Case]) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 def test_recompute_runs_each_layer_of_both_sides_twice() -> None:
     every = [Case(micro_batches=2, bounds=(0, 3, 11), recompute_every=every) for every in (0, 1, 2, 3)]
     assert run_ranks(2, _forwards, every) == [[2 * 2, *[2 * 2 * 2] * 3], [2 * 4, *[2 * 2 * 4] * 3]]

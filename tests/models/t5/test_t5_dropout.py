@@ -26,8 +26,8 @@ def loss_and_gradients(*, documents=False, **changes):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("rates", [{}, RATES], ids=["no dropout", "dropout 0.1"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rates", [pytest.param({}, marks=pytest.mark.slow), RATES], ids=["no dropout", "dropout 0.1"])
 @pytest.mark.parametrize("kind", ["T5 v1.1", "as CPM"])
 def test_recompute_gives_the_same_bits_in_both_halves(kind, rates, every, documents):
     changes = {**KINDS[kind], **rates}

@@ -35,12 +35,14 @@ def test_the_device_gets_the_parts_and_never_a_whole_weight(kind: str) -> None:
     with Alive(DEVICE.type) as alive:
         module, optimizer = make(ParamInit(DEVICE, lambda parameter: None), **SETTINGS[kind])
         optimizer_of = {
-            parameter: optimizer.master_of(parameter) for parameter in module.parameters() if parameter.requires_grad
+            parameter: optimizer.main_param_of(parameter)
+            for parameter in module.parameters()
+            if parameter.requires_grad
         }
     there = {
         t.untyped_storage()._cdata: t.nbytes
         for p, m in optimizer_of.items()
-        for t in (optimizer.kept(p), m)
+        for t in (optimizer.store.persistent_storage(p), m)
         if t.device == DEVICE
     }
     largest = max(parameter.nbytes for parameter in module.parameters()) // 3
@@ -53,13 +55,13 @@ def test_the_device_gets_the_parts_and_never_a_whole_weight(kind: str) -> None:
             assert new.device.type == "cpu", "what is not trained is brought by others"
             continue
         for wanted, found in (
-            (reference.master_of(old), optimizer_of[new]),
-            (reference.kept(old), optimizer.kept(new)),
+            (reference.main_param_of(old), optimizer_of[new]),
+            (reference.store.persistent_storage(old), optimizer.store.persistent_storage(new)),
         ):
             assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
             assert found.device == DEVICE or found.equal(wanted), name
         assert new.device == DEVICE and (new.dim() == 0 or new.untyped_storage().nbytes() == new.element_size()), name
-        assert shard_of(optimizer_of[new]) == shard_of(reference.master_of(old)), name
+        assert shard_of(optimizer_of[new]) == shard_of(reference.main_param_of(old)), name
 
 
 def test_weights_are_filled_once_before_they_are_cut() -> None:
@@ -78,7 +80,7 @@ def test_weights_are_filled_once_before_they_are_cut() -> None:
     assert sorted(seen) == sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            assert bool((optimizer.master_of(parameter) == 1 + seen.index(name)).all()), name
+            assert bool((optimizer.main_param_of(parameter) == 1 + seen.index(name)).all()), name
             assert parameter.dim() == 0 or bool(parameter.isnan().all()), name
 
 

@@ -30,7 +30,7 @@ def parameters(draw):
 
 
 def parts_of(cut, tensor):
-    return [cut.part(tensor, replica) for replica in range(len(cut.bounds) - 1)]
+    return [cut.slice(tensor, replica) for replica in range(len(cut.bounds) - 1)]
 
 
 @settings(max_examples=150, deadline=None)

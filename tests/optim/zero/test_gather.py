@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optim.zero.partition import Piece, partition_of
+from megatron.optim.zero.gather import ShardedWeight
+from megatron.optim.zero.partition import partition_of
 from tds.gradients import buckets
 from tests.optim.zero.test_cuts import parameters, parts_of
 
@@ -15,11 +16,11 @@ from tests.optim.zero.test_cuts import parameters, parts_of
 @given(parameters(), st.integers(2, 9))
 def test_every_part_comes_to_its_place_in_copies_as_few_as_lengths(like, replicas):
     cut, wanted = partition_of(like, replicas), torch.arange(1.0, like.numel() + 1).view(like.shape)
-    piece = Piece(torch.zeros(like.shape), torch.empty(0), cut)
-    slots = torch.full((replicas, piece.room), -1.0)
+    piece = ShardedWeight(torch.zeros(like.shape), torch.empty(0), cut)
+    slots = torch.full((replicas, piece.slot_numel), -1.0)
     for slot, part in zip(slots, parts_of(cut, wanted), strict=True):
         slot[: part.numel()].copy_(part.reshape(-1))
-    copies = list(piece.received(slots))
+    copies = list(piece.copies(slots))
     for parts, sent in copies:
         parts.copy_(sent)
     assert torch.equal(piece.parameter, wanted) and len(copies) <= 3
@@ -28,7 +29,7 @@ def test_every_part_comes_to_its_place_in_copies_as_few_as_lengths(like, replica
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 400))
 def test_buckets_keep_the_order_and_the_limit(sizes, limit):
-    pieces = [Piece(torch.zeros(size), torch.empty(0), partition_of(torch.zeros(size), 2)) for size in sizes]
+    pieces = [ShardedWeight(torch.zeros(size), torch.empty(0), partition_of(torch.zeros(size), 2)) for size in sizes]
     found = list(buckets(pieces, lambda piece: piece.parameter.nbytes, lambda piece: piece.parameter.dtype, limit))
     assert [piece for bucket in found for piece in bucket] == pieces
     weights = [[piece.parameter.nbytes for piece in bucket] for bucket in found]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.optim.zero import partition
-from megatron.optim.zero.partition import OffloadConfig
+from megatron.optim import offload
+from megatron.optim.offload import OffloadConfig
 
 
 def test_what_lies_on_the_cpu_is_not_copied() -> None:
@@ -23,8 +23,8 @@ def test_copies_are_waited_for_once_behind_the_last(monkeypatch: pytest.MonkeyPa
         events.append(("copy", tuple(source.shape), non_blocking))
         return plain(self, source)
 
-    monkeypatch.setattr(partition, "HOST", torch.device("meta"))
-    monkeypatch.setattr(partition.device, "finish_copies", lambda place: events.append(("wait", place.type)))
+    monkeypatch.setattr(offload, "HOST", torch.device("meta"))
+    monkeypatch.setattr(offload.device, "finish_copies", lambda place: events.append(("wait", place.type)))
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     made = OffloadConfig(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
     assert events == [("copy", (2,), True), ("copy", (3,), True), ("wait", "cpu")]

@@ -24,12 +24,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def spoil(module: nn.Module, optimizer: Any) -> int:
     """Let every part that is on its way be NaN; return how many weights have such parts."""
-    gathers = optimizer._gathers
+    gathers = optimizer.store._deferred_gather
     for weight in gathers._due:
-        cut, rank = optimizer._masters.cut(weight), gathers._group.rank
-        own = cut.part(weight.detach(), rank).clone()
+        cut, rank = optimizer.store.partition(weight), gathers._group.rank
+        own = cut.slice(weight.detach(), rank).clone()
         weight.detach().fill_(torch.nan)
-        cut.part(weight.detach(), rank).copy_(own)
+        cut.slice(weight.detach(), rank).copy_(own)
     return len(gathers._due)
 
 
@@ -44,20 +44,20 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
         sides = []
         for later in (False, True):
             param_gather.GATHERS_LATER = later
-            sides.append(make(grid, stage, overlaps_sums=True, **settings))
+            sides.append(make(grid, stage, overlap_grad_reduce=True, **settings))
         (plain, a), (module, b) = sides
         different = set()
         for step in range(STEPS):
             losses = []
             for each, optimizer in sides:
-                optimizer.judge = (lambda norm: False) if step == 1 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 1 else None
                 losses.append(take_step(each, optimizer, grid, step, gas))
-            assert spoil(module, b) == (0 if step == 1 else sum(b._masters.is_cut(p) for p in module.parameters()))
+            assert spoil(module, b) == (0 if step == 1 else sum(b.store.is_sharded(p) for p in module.parameters()))
             different |= {("loss", *losses)} if losses[0] != losses[1] else set()
         with torch.no_grad():
             tokens = tokens_of(rank, 9, 0)
             different |= set() if torch.equal(plain(tokens), module(tokens)) else {"evaluation"}
-        assert not b._gathers._due, "a forward needs all of them"
+        assert not b.store._deferred_gather._due, "a forward needs all of them"
         different |= {n for n, w in plain.state_dict().items() if not torch.equal(w, module.state_dict()[n])}
         words = module.words.weight
         found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
@@ -73,10 +73,10 @@ def test_weights_that_come_later_have_the_bits_of_those_that_come_at_once(size: 
 READERS = {
     "state_dict": lambda module, optimizer: module.state_dict(),
     "a layer's state_dict": lambda module, optimizer: module.layers[1].state_dict(),
-    "kept": lambda module, optimizer: optimizer.kept(module.words.weight),
-    "weights_gathered": lambda module, optimizer: optimizer.weights_gathered(),
+    "kept": lambda module, optimizer: optimizer.store.persistent_storage(module.words.weight),
+    "weights_gathered": lambda module, optimizer: optimizer.store.full_weights(),
     "masters from parameters": lambda module, optimizer: optimizer.refresh_fp32_params(),
-    "a load": lambda module, optimizer: optimizer.copy_masters_to_parameters(),
+    "a load": lambda module, optimizer: optimizer.copy_main_params_to_parameters(),
     "the next update": lambda module, optimizer: optimizer.step(),
 }
 
@@ -85,7 +85,7 @@ def readers(rank: int) -> list[str]:
     """Return who reads weights that have not come."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     param_gather.GATHERS_LATER = True
-    module, optimizer = make(grid, 1, overlaps_sums=True)
+    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
     early = []
     for name, read in READERS.items():
         take_step(module, optimizer, grid, 0)
@@ -93,7 +93,7 @@ def readers(rank: int) -> list[str]:
         read(module, optimizer)
         if any(weight.isnan().any() for weight in module.parameters()):
             early.append(name)
-            optimizer.finish_gathers()
+            optimizer.store.finish_gathers()
     return early
 
 
@@ -105,11 +105,11 @@ def waits(rank: int) -> list[list[int]]:
     """Return how many weights are on their way before each layer's forward, in the order of the calls."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     param_gather.GATHERS_LATER, gradients.BUCKET_BYTES = True, 1
-    module, optimizer = make(grid, 1, overlaps_sums=True)
+    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
     take_step(module, optimizer, grid, 0)
     seen = []
     for layer in module.layers:
-        layer.norm.register_forward_pre_hook(lambda *_: seen.append(len(optimizer._gathers._due)))
+        layer.norm.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.store._deferred_gather._due)))
     with torch.no_grad():
         module(tokens_of(rank, 1, 0))
     return seen

@@ -15,8 +15,8 @@ from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.zero import gather_order
-from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Word
-from megatron.optim.zero.partition import Gather
+from megatron.optim.zero.gather import Gather
+from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Note
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.zero_parts import make, take_step, whole_weights
 
@@ -53,7 +53,7 @@ def cut(rank: int, size: int = 2, **settings: Any) -> tuple[Plain, MixedPrecisio
     grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
     module = Plain()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, data=grid.data, lr=1e-2, **settings)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     return module, optimizer
 
 
@@ -72,19 +72,19 @@ def watch(module: Plain, optimizer: MixedPrecisionOptimizer) -> list[str]:
     Between them come "forward n" and "backward n" of layers when they are through; a recompute stops ahead of that.
     """
     said: list[str] = []
-    for number, unit in enumerate(optimizer._units.units):
-        start, take = unit.start, unit.take
+    for number, unit in enumerate(optimizer.store.units.units):
+        start, finish = unit.start, unit.finish
 
         def start_and_say(note: Any = (), start: Any = start, number: int = number) -> Any:
             for place, gather in enumerate(start(note)):
                 said.extend([f"+{number}"] if not place else [])
                 yield gather
 
-        def take_and_say(gathers: Any, take: Any = take, number: int = number) -> None:
-            take(gathers)
+        def finish_and_say(gathers: Any, finish: Any = finish, number: int = number) -> None:
+            finish(gathers)
             said.append(str(number))
 
-        unit.start, unit.take = start_and_say, take_and_say
+        unit.start, unit.finish = start_and_say, finish_and_say
     for number, layer in enumerate(module.layers):
         layer.register_forward_hook(lambda *_, number=number: said.append(f"forward {number}"))
         layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: said.append(f"backward {number}"))
@@ -107,7 +107,7 @@ def issued(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes: bool) -> None:
     forward: list[tuple[int, list[str]]] = [(LAYERS, [])]  # the rest is the last unit, and stays for the backward
     forward += [(number, [f"forward {number}"]) for number in range(LAYERS)]
@@ -131,13 +131,13 @@ def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes:
 def held(rank: int) -> list[tuple[int, int]]:
     """Return whenever weights have come the bytes of them that are gathered, and those that come ahead."""
     module, optimizer = cut(rank)
-    units = optimizer._units
+    units = optimizer.store.units
     found: list[tuple[int, int]] = []
     gather = units._order.gather
 
     def look(number: int) -> None:
         gather(number)
-        here = sum(whole.untyped_storage().nbytes() for unit in units.units for whole in unit._whole.values())
+        here = sum(whole.untyped_storage().nbytes() for unit in units.units for whole in unit._full.values())
         found.append((here, units._order.num_bytes_ahead()))
 
     units._order.gather = look
@@ -173,7 +173,7 @@ def bits(rank: int, gas: int, recomputes: bool) -> tuple[bool, bool]:
     return same, not torch.equal(ahead["words.weight"], starts[1]["words.weight"])
 
 
-@pytest.mark.parametrize(("gas", "recomputes"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("gas", "recomputes"), [(1, True), pytest.param(3, False, marks=pytest.mark.slow)])
 def test_gathers_ahead_change_no_bit(gas: int, recomputes: bool) -> None:
     assert run_ranks(2, bits, gas, recomputes) == [(True, True)] * 2
 
@@ -190,10 +190,10 @@ def departures(rank: int) -> list[bool]:
         (2 * wanted.sum()).backward()
         found.sum().backward()
         optimizer.end_micro_batch()
-        parts = ((optimizer._masters.cut(p), optimizer.gradient_of(p)) for p in module.parameters())
+        parts = ((optimizer.store.partition(p), optimizer.gradient_of(p)) for p in module.parameters())
         zeros = torch.zeros(())
         pairs = [
-            (part, zeros if q.grad is None else c.part(q.grad, rank))
+            (part, zeros if q.grad is None else c.slice(q.grad, rank))
             for (c, part), q in zip(parts, plain.parameters(), strict=True)
         ]
         same.append(torch.equal(found, wanted) and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs))
@@ -233,7 +233,7 @@ def departures(rank: int) -> list[bool]:
     module.requires_grad_(True), plain.requires_grad_(True)
     for _ in range(2):
         compare()
-    with optimizer.weights_gathered():
+    with optimizer.store.full_weights():
         evaluate()
         same.append(all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)))
     compare()
@@ -261,12 +261,12 @@ def stale(rank: int) -> list[float]:
         optimizer.zero_grad()
     found = []
     module(x_of())  # the first unit of a backward comes ahead
-    ahead = [optimizer._units._order.num_bytes_ahead() > 0]
+    ahead = [optimizer.store.units._order.num_bytes_ahead() > 0]
     with torch.no_grad():
         for value in (0.0, 2.0):
             for p in module.parameters():
-                optimizer.master_of(p).fill_(value)
-            optimizer.copy_masters_to_parameters()
+                optimizer.main_param_of(p).fill_(value)
+            optimizer.copy_main_params_to_parameters()
             found += [module.layers[number](torch.ones(H)).max().item() for number in reversed(range(LAYERS))]
             found.append(module(torch.ones(H)).max().item())
     return [*map(float, ahead), *found]
@@ -282,8 +282,8 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     """Let one replica leave an order that all know; return what it is told."""
     module, optimizer = cut(rank)
     if not reads:  # as on a device, where only who departs can look
-        optimizer._units._order._reads_words = False
-    before = [optimizer.master_of(p).detach().clone() for p in module.parameters()]
+        optimizer.store.units._order._reads_notes = False
+    before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
         micro_batch(module, optimizer)
     optimizer.zero_grad()
@@ -301,7 +301,7 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
     except ConfigError as error:
         if not reads:
             raise
-        kept = all(torch.equal(optimizer.master_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
+        kept = all(torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
         return f"{error}{'' if kept else ' CHANGED'}"
     return "no error"
 
@@ -338,7 +338,7 @@ class Alike:
     def start(self, note: Any) -> Any:
         yield Gather([], torch.zeros(2, len(note)), None, len(note))
 
-    def take(self, gathers: Any) -> None:
+    def finish(self, gathers: Any) -> None:
         assert len(list(gathers)) == 1
 
 
@@ -347,7 +347,7 @@ def other_hashes(rank: int, reads: bool) -> list[str]:
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     found = []
     for behind in ("end", "check"):
-        order = GatherOrder(grid.data, [Alike(n) for n in "abc"], torch.device("cpu"), reads_words=reads)
+        order = GatherOrder(grid.data, [Alike(n) for n in "abc"], torch.device("cpu"), reads_notes=reads)
         for numbers in ([0, 1, 2], [0, 2, 1] if rank else [0, 1, 2], [0, 1, 2]):
             order._orders[TRAINING] = order._last = [*numbers, gather_order.END]
             call = "end"
@@ -397,7 +397,7 @@ def test_replicas_compare_once_for_each_micro_batch_whose_order_is_known() -> No
     assert run_ranks(2, compared) == [[first, 1, 1, evaluation, 1]] * 2
 
 
-@pytest.mark.parametrize("word", [Word(0), Word(7), Word(300, -1, 5), Word(TRAINING, 70, -1), Word(65000, 1000, 999)])
-def test_a_word_goes_through_numbers_of_16_bits(word: Word) -> None:
+@pytest.mark.parametrize("word", [Note(0), Note(7), Note(300, -1, 5), Note(TRAINING, 70, -1), Note(65000, 1000, 999)])
+def test_a_word_goes_through_numbers_of_16_bits(word: Note) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        assert Word.of(torch.tensor(word.digits()).to(dtype).tolist()) == word
+        assert Note.from_digits(torch.tensor(word.digits()).to(dtype).tolist()) == word

@@ -47,7 +47,7 @@ def both_stages(rank: int, tensor: int, size: int, steps: int) -> dict[str, Any]
         different, skipped, refused = set(), 0, 0
         for step in range(steps):
             for module, optimizer in sides:
-                optimizer.judge = (lambda norm: False) if step == 7 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 7 else None
                 take_step(module, optimizer, grid, step)
             a, b = sides[0][1], sides[1][1]
             if a._global_grad_norm.hex() != b._global_grad_norm.hex():
@@ -107,7 +107,7 @@ def replica(number: int, of: int) -> Group:
 def state_bytes(parameters: list[torch.nn.Parameter], optimizer: Any) -> tuple[int, int]:
     """Return the bytes of masters that are not views of their parameters, and of moments."""
     seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    masters = {m.untyped_storage() for m in map(optimizer.master_of, parameters)}
+    masters = {m.untyped_storage() for m in map(optimizer.main_param_of, parameters)}
     own = sum(storage.nbytes() for storage in masters if storage.data_ptr() not in seen)
     states = [v for state in optimizer.inner.state.values() for key, v in state.items() if key != "step"]
     return own, sum(value.untyped_storage().nbytes() for value in states)
@@ -123,7 +123,7 @@ def test_a_replica_holds_its_share_of_the_bytes(dtype: torch.dtype, masters: int
         make_moments(optimizer)
         assert state_bytes(parameters, optimizer) == (masters * number // data.size, moments * number // data.size)
         assert sum(p.untyped_storage().nbytes() for p in parameters) == number * dtype.itemsize
-        assert all(master.grad is None for master in map(optimizer.master_of, parameters))
+        assert all(master.grad is None for master in map(optimizer.main_param_of, parameters))
 
 
 def test_making_states_moves_no_weight_and_every_part_lies_in_its_parameter() -> None:
@@ -143,7 +143,7 @@ def test_making_states_moves_no_weight_and_every_part_lies_in_its_parameter() ->
             assert torch.equal(getattr(module, name), value)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                master = optimizer.master_of(parameter)
+                master = optimizer.main_param_of(parameter)
                 shard = shard_of(master)
                 assert torch.equal(shard.unpadded(master), shard.cut(shard_of(parameter).unpadded(parameter))), name
 

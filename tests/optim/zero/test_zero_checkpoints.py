@@ -50,7 +50,7 @@ def load_and_save(
     make_moments(optimizer)
     records = [*weight_records(module, optimizer), *optimizer_records(module, optimizer)]
     open_latest(source, grid.host).load(records)
-    optimizer.copy_masters_to_parameters()
+    optimizer.copy_main_params_to_parameters()
     set_optimizer_steps(optimizer, STEPS)
     loaded = bits(module)
     written(folder, module, optimizer, grid)

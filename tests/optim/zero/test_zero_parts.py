@@ -15,9 +15,9 @@ from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, OffloadConfig, build_optimizer
-from megatron.optim.zero import stage2
+from megatron.optim.gradients import reduction
+from megatron.optim.zero.layers import layers_of
 from megatron.optim.zero.partition import partition_of
-from megatron.optim.zero.stage3 import layers_of
 from megatron.training import optimizer_setup
 from tds import gradient_reducer, gradients
 from tests.helpers.harness import RankFailure, run_ranks
@@ -59,7 +59,7 @@ def compare_stages(rank: int, size: int, gas: int, kinds: list[str]) -> dict[str
         different, skipped, refused = set(), 0, 0
         for step in range(STEPS):
             for module, optimizer in (plain, *others):
-                optimizer.judge = (lambda norm: False) if step == 4 else None
+                optimizer.policy.accepts_step = (lambda norm: False) if step == 4 else None
                 optimizer.seen_loss = take_step(module, optimizer, grid, step, gas)
             _, reference = plain
             wanted = whole_weights(*plain, grid)
@@ -122,15 +122,15 @@ def sum_both_ways(rank: int) -> float:
     for number, parameter in enumerate(parameters):
         generator = torch.Generator().manual_seed(10 * number + rank)
         gradient = None if number == rank else torch.randn(parameter.shape, generator=generator)
-        shares.append(stage2.GradientShard(gradient, parameter, partition_of(parameter, 3)))
-    one, other = (dict(stage2.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
+        shares.append(reduction.LocalGrad(gradient, parameter, partition_of(parameter, 3)))
+    one, other = (dict(reduction.Reduction(shares, grid.data, is_scattered=way).shards()) for way in (False, True))
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*one.values(), *other.values()))
     whole = {p: torch.zeros_like(p).detach() for p in parameters}
     for share in shares:
         whole[share.parameter] += 0 if share.gradient is None else share.gradient
         dist.all_reduce(whole[share.parameter])
     for share in shares:
-        assert torch.allclose(one[share.parameter], share.of(whole[share.parameter], rank), atol=1e-6)
+        assert torch.allclose(one[share.parameter], share.shard(whole[share.parameter], rank), atol=1e-6)
     return max(((one[p] - other[p]).abs().max().item() for p in parameters if one[p].numel()), default=1.0)
 
 
@@ -151,10 +151,8 @@ def in_a_ring(rank: int) -> list[bool]:
     dist.reduce_scatter_single = scatter
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 4), *[()] * 64)]
     generator = torch.Generator().manual_seed(rank)
-    shares = [
-        stage2.GradientShard(torch.randn(p.shape, generator=generator), p, partition_of(p, 4)) for p in parameters
-    ]
-    parts = dict(stage2.Sum(shares, grid.data, is_scattered=True).parts())
+    shares = [reduction.LocalGrad(torch.randn(p.shape, generator=generator), p, partition_of(p, 4)) for p in parameters]
+    parts = dict(reduction.Reduction(shares, grid.data, is_scattered=True).shards())
     numbers = torch.stack([parts[p] for p in parameters[1:]])
     every = [torch.empty_like(numbers) for _ in range(4)]
     dist.all_gather(every, numbers)
@@ -206,7 +204,9 @@ def held_in_backward(rank: int) -> tuple[list[int], list[int], int]:
 
 def units_here(optimizer: Any) -> int:
     """Return the bytes of whole weights that ZeRO 3 has gathered."""
-    return sum(whole.untyped_storage().nbytes() for unit in optimizer._units.units for whole in unit._whole.values())
+    return sum(
+        whole.untyped_storage().nbytes() for unit in optimizer.store.units.units for whole in unit._full.values()
+    )
 
 
 def test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer() -> None:
@@ -247,7 +247,7 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
         assert torch.equal(module.layers[1].up(torch.ones(16)), before.layers[1].up(torch.ones(16))), "a part alone"
     with pytest.raises(IndexError):
         module(torch.tensor([99]))
-    assert optimizer._units._depth == 0 and optimizer._units._watch is None
+    assert optimizer.store.units._depth == 0 and optimizer.store.units._watch is None
     optimizer.end_micro_batch()
     assert units_here(optimizer) == 0
     loss = loss_of(module, tokens)
@@ -263,8 +263,8 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
     module(tokens)  # no backward follows: the rest stays gathered
     with torch.no_grad():
         assert units_here(optimizer) > 0
-        optimizer.master_of(module.words.weight).zero_()
-        optimizer.copy_masters_to_parameters()
+        optimizer.main_param_of(module.words.weight).zero_()
+        optimizer.copy_main_params_to_parameters()
         assert units_here(optimizer) == 0 and module(tokens).unique().numel() == 1, "no word is likelier"
 
 
@@ -281,7 +281,7 @@ def test_layers_whose_weights_are_read_past_them_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(log, "warning", messages.append)
     module = Odd()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=EVERYWHERE)
-    optimizer.cut_weights(module)
+    optimizer.store.shard_weights(module)
     assert all(module(torch.ones(2, 16)).isnan().all() for _ in range(2))
     assert len(messages) == 1 and "layers.1, layers.2 was not called" in messages[0]
 
@@ -304,8 +304,8 @@ def bytes_on_the_cpu(side: dict[str, Any], dtype: torch.dtype) -> tuple[int, int
     """Return the bytes of masters and of parts of weights in memory of their own."""
     module, optimizer = make(single_grid(), **side, dtype=dtype)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    masters = {m.untyped_storage() for m in map(optimizer.master_of, optimizer._masters.of)}
-    homes = {home.untyped_storage() for home in optimizer._masters.homes.values()}
+    masters = {m.untyped_storage() for m in map(optimizer.main_param_of, optimizer.store.main_params)}
+    homes = {home.untyped_storage() for home in optimizer.store.weight_shards.values()}
     places = {storage.data_ptr() for storage in masters}
     own = sum(storage.nbytes() for storage in masters if storage.data_ptr() not in weights)
     return own, sum(storage.nbytes() for storage in homes if storage.data_ptr() not in places)

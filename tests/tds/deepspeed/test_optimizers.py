@@ -215,7 +215,7 @@ def test_each_optimizer_trains_as_with_deepspeeds_engine_to_the_bit() -> None:
     fp16 without ZeRO is compared at scale 1: DeepSpeed 0.19's engine does not scale the loss there, but its optimizer
     unscales the gradients; and untied, as its FP16_UnfusedOptimizer counts tied weights twice in the norm.
     """
-    _check_both(["fp32, ZeRO 1, offload", "bf16", "fp16, scale 1", "fp16, ZeRO 1"])
+    _check_both(["fp32, ZeRO 1, offload", "fp16, scale 1"])
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def _keyed(rank: int, toy: Toy, interval: int) -> tuple[float, Tensors, bool, bo
     return float(loss), gradients, keeps, recomputes_reentrantly(module)
 
 
-@pytest.mark.parametrize("pipeline", [{}, {"use_reentrant": False}])
+@pytest.mark.parametrize("pipeline", [pytest.param({}, marks=pytest.mark.slow), {"use_reentrant": False}])
 def test_a_function_of_the_users_own_stays_and_keeps_its_masks(pipeline: dict[str, Any]) -> None:
     toy = Toy("chain", pipeline=pipeline)
     without, recomputed = run_ranks(2, _keyed, toy, 0), run_ranks(2, _keyed, toy, 1)

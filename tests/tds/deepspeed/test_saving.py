@@ -186,7 +186,9 @@ def _tied_rest(rank: int, place: str, specs: list[Any], num_stages: int, saves: 
     return [p.detach().clone() for p in engine.module.tied_modules["t"].parameters()]
 
 
-@pytest.mark.parametrize("first", [None, _looked_up], ids=["a layer first", "functions only"])
+@pytest.mark.parametrize(
+    "first", [None, pytest.param(_looked_up, marks=pytest.mark.slow)], ids=["a layer first", "functions only"]
+)
 def test_what_a_tied_module_holds_beyond_its_tied_weight_comes_back_too(tmp_path: Path, first: Any) -> None:
     specs = [TiedLayerSpec("t", Scaled, 11, 6, forward_fn=first), LayerSpec(nn.Linear, 6, 6),
              TiedLayerSpec("t", Scaled, 11, 6, forward_fn=_biased)]  # fmt: skip

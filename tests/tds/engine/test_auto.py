@@ -168,6 +168,7 @@ def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto.is_chosen and messages == ["1f1b", "1f1b: with one stage there is nothing to choose"]
 
 
+@pytest.mark.slow
 def test_auto_of_some_schedules_tries_and_takes_no_other() -> None:
     chosen = run_ranks(2, _run, "auto:1f1b,gpipe", {})
     names = chosen[0][0]

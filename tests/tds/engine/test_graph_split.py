@@ -281,8 +281,7 @@ def test_products_without_linear_are_put_off_under_a_schedule_that_splits(
 
 
 QUICK = [
-    (2, "zb-h1", False, "delayed"), (2, "zb-h1", True, "delayed"), (4, "1f1b", False, "delayed"),
-    (2, "zb-h1", True, "choosing"),
+    (2, "zb-h1", True, "delayed"), (4, "1f1b", False, "delayed"), (2, "zb-h1", True, "choosing"),
 ]  # fmt: skip
 EVERY = itertools.product((2, 4), ("zb-h1", "1f1b"), (False, True), ("delayed", "choosing"))
 

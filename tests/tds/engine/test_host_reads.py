@@ -39,7 +39,7 @@ def _reads(rank: int, num_stages: int, toy: Toy) -> tuple[dict[str, int], float,
     return dict(Counter(own)), float(loss), engine.get_global_grad_norm()
 
 
-@pytest.mark.parametrize(("ranks", "num_stages"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "num_stages"), [(1, 1), (2, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_step_reads_once_and_a_micro_batch_never(ranks: int, num_stages: int) -> None:
     for micro_batches in (2, 5):
         for reads, _, norm in run_ranks(ranks, _reads, num_stages, Toy("chain", micro_batches=micro_batches, clip=0.1)):

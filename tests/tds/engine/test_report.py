@@ -54,7 +54,7 @@ def test_steps_per_print_tells_loss_and_speed_on_rank_0_where_deepspeed_is_heard
     assert not any(LINE.search(line) for line in run_ranks(2, _train, config, False)[0][0])
 
 
-@pytest.mark.parametrize(("every", "number"), [(None, 4), (2, 2)])
+@pytest.mark.parametrize(("every", "number"), [pytest.param(None, 4, marks=pytest.mark.slow), (2, 2)])
 def test_wall_clock_breakdown_prints_the_parts_of_a_step_though_deepspeed_is_quiet(
     every: int | None, number: int
 ) -> None:

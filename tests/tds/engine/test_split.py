@@ -166,7 +166,7 @@ def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
     return float(loss), [text for text in messages if "put off" in text]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
     (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
     (loss, _), (_, messages) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")

@@ -56,7 +56,9 @@ def _like_nccl(rank: int, toy: Toy, num_stages: int) -> Any:
     return result
 
 
-@pytest.mark.parametrize(("ranks", "num_stages"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "num_stages"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (4, 4))), (4, 2)]
+)
 def test_channels_that_block_at_first_use_are_opened_before(ranks: int, num_stages: int) -> None:
     toy = Toy("many")
     check_equal(run_ranks(ranks, _like_nccl, toy, num_stages), toy, ranks // num_stages, tolerance=1e-12)
@@ -119,7 +121,9 @@ def _ring(rank: int, num_chunks: int, inputs: list[torch.Tensor], stand_in: str)
 
 
 @pytest.mark.parametrize("stand_in", ["meet first", "one queue for a route"])
-@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (3, 2))), (2, 3)]
+)
 def test_a_ring_of_chunks_runs_on_communicators_that_block(num_stages: int, num_chunks: int, stand_in: str) -> None:
     inputs = [micro_batch(i) for i in range(3)]
     check(run_ranks(num_stages, _ring, num_chunks, inputs, stand_in), inputs, num_chunks)

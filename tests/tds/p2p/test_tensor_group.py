@@ -55,7 +55,7 @@ def _declared(rank: int, toy: Toy, cuts: list[bool], num_stages: int) -> Any:
     return train(make_engine(toy, num_stages, module=module), toy)
 
 
-@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("rows", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_partitioned_boundaries_equal_one_process(rows: int) -> None:
     """Two floats with gradients, one without, a mask and indices; 3 x 4 x 5 and 5 x 4 x 5 elements do not divide."""
     toy = Toy("many", rows=rows, wide=5, micro_batches=3)

@@ -51,7 +51,7 @@ class _Ranks(PackedLayout):
         return torch.cat([message[start : start + piece.numel()] for message in self.messages])[:num_bytes]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_messages(), st.integers(1, 5), st.integers(0, 9), st.booleans())
 def test_header_and_message_come_back_as_they_were(
     message: tuple[list[TensorMeta], Structure], group_size: int, seed: int, is_contiguous: bool

@@ -65,9 +65,8 @@ def test_chunks_run_and_no_stage_holds_more_than_megatrons_first(name: str, p: i
     check_chunks(name, p, m, c)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "zb-h1" else pytest.param(name, marks=pytest.mark.slow) for name in MANY_CHUNKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY_CHUNKS)
 @FEW
 @given(st.integers(2, 64), MICRO_BATCHES, st.integers(2, 3))
 @example(64, 256, 2)
@@ -101,7 +100,7 @@ def test_every_small_pipeline_runs_with_bounded_buffers() -> None:
         assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True)), (name, p, m, c)
 
 
-@pytest.mark.parametrize(("p", "m"), BIG)
+@pytest.mark.parametrize(("p", "m"), [BIG[0], *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in BIG[1:])])
 @pytest.mark.parametrize("name", ONE_CHUNK)
 def test_the_largest_run(name: str, p: int, m: int) -> None:
     validate(stages_of(name, p, m), m, window=p + 1)

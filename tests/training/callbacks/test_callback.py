@@ -20,7 +20,7 @@ from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
 from megatron.runtime.exit_signals import StopRequests
-from megatron.training import Callback, initialize, train
+from megatron.training import Callback, initialize, run_callbacks, startup
 from megatron.training.callbacks import Callback as Reexported
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.data import RunData
@@ -275,10 +275,10 @@ def record_collectives(rank: int, lines: dict[str, list[str]]) -> dict[str, list
     for name in SENT:
         setattr(dist, name, recording(name, getattr(dist, name)))
     runs.leave_out_what_takes_long()
-    plain = train.step_callbacks
+    plain = run_callbacks.step_callbacks
     for name, argv in lines.items():
         change, own = VARIATIONS[name]
-        train.step_callbacks = plain if change is None else change(plain)
+        run_callbacks.step_callbacks = plain if change is None else change(plain)
         current.clear()
         config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, 2), "fp32")
         providers = (
@@ -289,7 +289,7 @@ def record_collectives(rank: int, lines: dict[str, list[str]]) -> dict[str, list
         here = initialize.start(config)
         handles = [getattr(here.grid, axis).handle for axis in AXES]  # the routes between stages are the engine's own
         groups = {"world", *(handle.group_name for handle in handles if handle is not None)}
-        train.run(config, here, *providers, "gpt2", StopRequests(), own)
+        startup.run(config, here, *providers, "gpt2", StopRequests(), own)
         found[name] = [each for each in current if each[0] in groups]
     return found
 

@@ -18,7 +18,7 @@ from tests.helpers.runs import flags, train_ranks, write_corpus
 def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(console.log, "info", said.append)
-    monkeypatch.setattr(console.data_resume, "epochs_text", lambda *_: "")
+    monkeypatch.setattr(console.data_progress, "epochs_text", lambda *_: "")
     monkeypatch.setattr(console, "progress_line", lambda *_: "")
     module = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1, bias=False))
     engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fused={module[0].weight}))

@@ -98,6 +98,7 @@ def test_every_layout_has_the_results_of_one_process(
         assert one["written"] == (None if is_cut else other["written"])
 
 
+@pytest.mark.slow  # evaluations beside the steps: tests/training/test_side_effects.py
 def test_a_training_goes_on_as_without_them(corpus: Path, tmp_path: Path, suite: Path) -> None:
     extra = "--pipe-parallel-size 2 --gas 2 --hidden-dropout 0.1 --attention-dropout 0.1"
     runs = [

@@ -39,10 +39,11 @@ def samples(
 @pytest.mark.parametrize(
     ("script", "layouts"),
     [
-        (pretrain_gpt2, [(4, "--model-parallel-size 2 --pipe-parallel-size 2"), (2, "--gas 1 --zero-stage 3")]),
-        (pretrain_t5, [(2, "--pipe-parallel-size 2")]),
+        (pretrain_gpt2, [(2, "--gas 1 --zero-stage 3")]),
+        pytest.param(pretrain_gpt2, [(4, "--model-parallel-size 2 --pipe-parallel-size 2")], marks=pytest.mark.slow),
+        pytest.param(pretrain_t5, [(2, "--pipe-parallel-size 2")], marks=pytest.mark.slow),
     ],
-    ids=["gpt2", "t5"],
+    ids=["gpt2", "gpt2-2x2", "t5"],
 )
 def test_each_prompt_gets_the_same_text_in_every_layout(
     script: ModuleType, layouts: list[tuple[int, str]], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -1,0 +1,124 @@
+"""Sizes that follow from other sizes: micro-batch and accumulation from the global batch, chunks from layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.arguments.scan import Scan
+from megatron.config.batch import BatchConfig
+from megatron.config.model import ModelConfig
+from megatron.models.registry import FAMILIES
+
+TOTAL = "requested_global_batch_size"
+
+
+JSON_KEYS = {
+    TOTAL: "train_batch_size",
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "gas": "gradient_accumulation_steps",
+}
+"""Field -> key of DeepSpeed's JSON."""
+
+
+def resolve_batch_size(
+    found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any], world_size: int
+) -> dict[str, Any]:
+    """Return the sizes that follow from the global batch size; a contradiction is added to ``found.problems``.
+
+    global batch = micro-batch x gas x replicas. If all three sizes are stated, they must agree. A size that is only a
+    default follows the stated ones: gas follows the micro-batch size and the reverse. If neither is stated, the
+    micro-batch is the largest size that fits and does not exceed its default. If only the JSON states a global batch,
+    gas is 1, as in DeepSpeed. A global batch that is only a default is dropped if gas is stated.
+
+    Args:
+        explicit: field -> value of flags and JSON.
+        defaults: field -> value of the sources of defaults.
+    """
+    both = {**defaults, **explicit}
+    total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
+    c = both.get("context_parallel_size", 1)
+    if not total or c < 1 or world_size % (t * p * c):
+        return {}
+    if TOTAL not in explicit and "gas" in explicit:
+        return {TOTAL: 0}
+    d = world_size // (t * p * c)
+    replicas = f"dp = world {world_size} / (tp {t} x pp {p}{f' x cp {c}' if c > 1 else ''})"
+    micro, gas = explicit.get("batch_size"), explicit.get("gas")
+    if micro and gas:
+        if total != micro * gas * d:
+            found.problems.append(_disagreement(found, total, micro, gas, d, replicas))
+        return {}
+    known = [("micro", micro)] if micro else [("gas", gas)] if gas else []
+    product = (micro or gas or 1) * d
+    if total % product:
+        names = " x ".join([*(name for name, _ in known), "dp"])
+        terms = " x ".join(f"{name} {size}" for name, size in [*known, ("dp", d)])
+        cure = _origin(found, "batch_size" if micro else "gas") + " or the global batch" if known else "it"
+        found.problems.append(
+            f"train_batch_size must be a multiple of {names}, got {total} and {terms} = {product}; {replicas}. "
+            f"Change {cure}"
+        )
+        return {}
+    if known:
+        return {"gas" if micro else "batch_size": total // product}
+    if TOTAL in explicit and TOTAL not in found.values:  # of the JSON, whose missing accumulation is 1
+        return {"batch_size": total // d, "gas": 1}
+    samples, most = total // d, defaults.get("batch_size", BatchConfig().batch_size)
+    size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
+    usual = (most, defaults.get("gas", BatchConfig().gas))
+    if (size, samples // size) != usual:
+        found.notes.append(
+            f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
+            f"{samples // size}, in place of {usual[0]} x {usual[1]}; give one of the two to choose"
+        )
+    return {"batch_size": size, "gas": samples // size}
+
+
+def _disagreement(found: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:
+    product = micro * gas * d
+    return (
+        f"train_batch_size {total} != micro {micro} x gas {gas} x dp {d} = {product}; {replicas}. "
+        f'Set train_batch_size to {product} or "auto", or change {_origin(found, "batch_size")} or '
+        f"{_origin(found, 'gas')}"
+    )
+
+
+def _origin(found: Scan, name: str) -> str:
+    return found.spelling.get(name, JSON_KEYS[name])
+
+
+FLAG = "--num-layers-per-virtual-pipeline-stage"
+
+
+def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chunks that follow from the layers of a chunk; a contradiction is added to ``found.problems``.
+
+    chunks = layers / (stages x layers of a chunk). The layers of an encoder-decoder are those of both sides.
+
+    Args:
+        explicit: field -> value of flags and JSON.
+        defaults: field -> value of the sources of defaults.
+    """
+    both = {**defaults, **explicit}
+    each, stages = both.get("layers_per_chunk"), both.get("pipe_parallel_size", 0)
+    if not each or stages < 2 or ("layers_per_chunk" not in explicit and "pipeline_chunks" in explicit):
+        return {}
+    layers = both.get("num_layers", ModelConfig().num_layers)
+    name = "--num-layers"
+    if sides := FAMILIES[found.family].config.SIDES:
+        layers = sum(both.get(side) or layers for side in sides)
+        name = "the layers of both sides"
+    if layers % (stages * each):
+        found.problems.append(
+            f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {each} = "
+            f"{stages * each}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
+        )
+        return {}
+    chunks = layers // (stages * each)
+    if explicit.get("pipeline_chunks", chunks) != chunks:
+        found.problems.append(
+            f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {each}) = {chunks} and "
+            f"{explicit['pipeline_chunks']}. Leave one of them out"
+        )
+    return {"pipeline_chunks": chunks}

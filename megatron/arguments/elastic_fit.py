@@ -1,0 +1,34 @@
+"""Fit the configuration of an elastic job to the ranks that are present. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.arguments.validate import find_problems
+from megatron.config import Config, elastic
+from megatron.errors import ConfigError, raise_all
+
+
+def fit_to_ranks(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, int]:
+    """Return ``config`` for ``num_ranks`` ranks of an elastic job, and the number of ranks that have work.
+
+    The result is the same on every rank.
+
+    Raises:
+        ConfigError: no layout fits these ranks.
+    """
+    elastic.check_fewest(config, span)
+    problems: list[str] = []
+    for num_replicas in elastic.replica_counts(config, span, num_ranks):
+        fitted = elastic.with_replicas(config, span, num_replicas)
+        num_used = num_replicas * config.parallel.replica_size
+        layout_problems = find_problems(fitted, num_used)
+        if not layout_problems:
+            note = elastic.describe(fitted, span, num_ranks, num_replicas)
+            return replace(fitted, notes=(*fitted.notes, note)), num_used
+        problems = problems or layout_problems
+    raise_all([f"with {num_ranks} of {span.most} ranks: {problem}" for problem in problems])
+    raise ConfigError(
+        f"no number of replicas on {num_ranks} of {span.most} ranks shares out the global batch by micro-batches of "
+        f"{config.batch.batch_size}. Lower --batch-size, or choose a global batch with more divisors"
+    )

@@ -1,0 +1,49 @@
+"""The flags that a user's script adds by ``pretrain(extra_args_provider=...)``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron.arguments.argparse_parsers import RaisingParser
+from megatron.arguments.flag_values import options_in
+from megatron.arguments.model_choice import FLAG
+from megatron.arguments.scan import Scan
+from megatron.errors import raise_all
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+class ExtraFlags:
+    """The flags of ``provider``, next to those of ``family``.
+
+    Args:
+        accepts_model: ``--model`` is a flag of ours, so ``provider`` must not add it.
+
+    Raises:
+        ConfigError: ``provider`` adds a flag that exists.
+    """
+
+    def __init__(self, provider: ExtraArgs | None, family: str, *, accepts_model: bool) -> None:
+        self.flags: list[str] = []
+        self._parser: argparse.ArgumentParser | None = None
+        if provider is None:
+            return
+        self._parser = RaisingParser(add_help=False, allow_abbrev=False)
+        provider(self._parser)
+        self.flags = [flag for action in self._parser._actions for flag in action.option_strings]
+        ours = {flag for option in options_in(family) for flag in option.flags}
+        ours -= set() if accepts_model else {FLAG}
+        taken = sorted(ours & set(self.flags))
+        raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
+
+    def values(self, found: Scan) -> dict[str, Any]:
+        """Return name -> value of these flags in ``found.rest``; a problem is added to ``found``."""
+        if self._parser is None:
+            return {}
+        try:
+            return vars(self._parser.parse_args(found.rest))
+        except (ValueError, argparse.ArgumentError) as error:
+            found.problems.append(f"flags of extra_args_provider: {error}")
+            return {}

@@ -1,0 +1,146 @@
+"""Related fields: a source that gives one of them replaces the others in the weaker sources, too.
+
+Fields are related if they set the same thing under different names or in different units, such as a length in steps and
+in samples, or if a run can have only one of them, such as ``--data-path`` and ``--train-data-path``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron.arguments.derived_sizes import TOTAL
+from megatron.arguments.foreign_flags import foreign_flags
+from megatron.arguments.scan import Scan
+from megatron.config.data import EACH, PATHS
+
+LENGTHS = (
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples", "warmup"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "wsd_decay_fraction"),
+)
+"""Groups of fields that give the same length; a fraction has no effect next to the others."""
+FRACTIONS = ("warmup", "wsd_decay_fraction")
+_SETTING = {name: names[0] for names in LENGTHS for name in names}
+
+
+def setting_of(field: str) -> str:
+    """Return the name that all fields for the same length share; of any other field its own name."""
+    return _SETTING.get(field, field)
+
+
+def settings_of_flag(flag: str) -> set[str]:
+    """Return the settings that a converted flag determines."""
+    return {setting_of(field) for field in foreign_flags()[flag].fields}
+
+
+def _yields(flag: str) -> bool:
+    """Return True for a converted flag that sets a field only if the field's own flag is missing."""
+    row = foreign_flags().get(flag)
+    return row is not None and row.yields
+
+
+def yielding_fields(found: Scan) -> set[str]:
+    """Return the fields of ``found.values`` that only a yielding flag has set."""
+    fields = {field for flag in found.converted if _yields(flag) for field in foreign_flags()[flag].fields}
+    typed = {field: found.spelling.get(field, "").split(" ")[0] for field in fields & found.values.keys()}
+    return {field for field, flag in typed.items() if not flag or _yields(flag)}
+
+
+def settings_of(found: Scan) -> set[str]:
+    """Return the settings that the command line determines."""
+    explicit = found.values.keys() - yielding_fields(found)
+    converted = [flag for flag in found.converted if not _yields(flag)]
+    return {setting_of(field) for field in explicit}.union(*map(settings_of_flag, converted))
+
+
+def overridden_flags(converted: Iterable[str], found: Scan) -> list[str]:
+    """Return the converted flags of a weaker source that the command line overrides."""
+    settings = settings_of(found)
+    return [flag for flag in converted if flag in found.converted or settings_of_flag(flag) & settings]
+
+
+def shadowing_lengths(names: Iterable[str]) -> set[str]:
+    """Return the lengths in steps and samples that would shadow one of ``names``, which a stronger source gives."""
+    given = set(names)
+    groups = [group for group in LENGTHS if given & set(group)]
+    return {name for group in groups for name in group if name not in given and name not in FRACTIONS}
+
+
+EXCLUSIVE = (
+    (("data_path", "split", "split_by"), EACH),
+    (("sft", "valid_sft", "chat_template", "sft_overlong"), ("data_path", *EACH)),
+    (("tokenizer_path",), ("vocab_file", "merge_file")),
+    (("load",), ("resume",)),
+)
+"""Pairs of groups of fields: a run has fields of one group only."""
+SIZES = (TOTAL, "batch_size", "gas")
+"""Sizes of a batch, each of which follows from the other two."""
+
+
+def fields_replaced_in_file(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of a ``--config`` file that related fields of the command line replace.
+
+    Args:
+        values: field -> value of the file.
+        given: field -> value of the command line.
+    """
+    out = set()
+    for pair in EXCLUSIVE:
+        for group, other in (pair, pair[::-1]):
+            if any(name in given for name in other) and not any(name in given for name in group):
+                out |= {name for name in group if name in values}
+    both = {**values, **given}
+    said = [name for name in SIZES if name in given]
+    if said and all(both.get(name) for name in SIZES):
+        out.add({TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[said[0]] if len(said) == 1 else TOTAL)
+    yield from out & values.keys() - given.keys()
+
+
+WHOLE = {"sequence_parallel": False, "context_parallel_size": 1}
+"""Field -> its value if each rank has all tokens of a sequence."""
+
+
+def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str, Any], notes: list[str]) -> None:
+    """Remove the defaults that contradict related fields of the command line, --config or the JSON.
+
+    Args:
+        defaults: field -> value of the sources of defaults; changed in place.
+        explicit: field -> value of flags and JSON.
+        notes: receives a line about a default that the user may miss.
+    """
+    if "vocab_file" in explicit or "merge_file" in explicit:
+        defaults.pop("tokenizer_path", None)
+    if "sft" in explicit:
+        for name in PATHS:
+            defaults.pop(name, None)
+    elif any(name in explicit for name in PATHS):
+        defaults.pop("sft", None)
+        defaults.pop("valid_sft", None)
+    for name in shadowing_lengths(explicit):
+        defaults.pop(name, None)
+    if any(name in explicit for name in EACH):
+        defaults.pop("data_path", None)
+        defaults.pop("split", None)
+    elif "data_path" in explicit:
+        for name in EACH:
+            defaults.pop(name, None)
+    if "lr" in explicit and defaults.get("min_lr", 0.0) > explicit["lr"]:
+        notes.append(
+            f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
+        )
+    cutting = [name for name, whole in WHOLE.items() if explicit.get(name, defaults.get(name, whole)) != whole]
+    if "sample_prompts" in defaults and cutting:
+        del defaults["sample_prompts"]
+        flag = f"--{cutting[0].replace('_', '-')}"
+        notes.append(f"no text is shown at the end with {flag}; tools/generate.py shows some from the checkpoint")
+    both = {**defaults, **explicit}
+    if defaults.get("optimizer") == "adafactor" and (
+        "optimizer" in explicit or both.get("model_parallel_size", 1) > 1 or both.get("zero_stage", 0)
+    ):
+        for name in ("optimizer", "lr"):  # a rate of Adafactor's is far above one of AdamW
+            defaults.pop(name, None)
+        notes.append("the default --optimizer adafactor and its --lr do not go with what was given, and are left out")
+    if "dec_seq_length" in explicit:  # the targets of the defaults may be longer
+        for name in ("noise_density", "mean_span_length"):
+            defaults.pop(name, None)

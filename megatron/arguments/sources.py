@@ -1,0 +1,231 @@
+"""The sources of a configuration in order of precedence, and the merge of their values.
+
+``SOURCES`` is the order; --help-all and docs/flags.md print it. ``collect`` reads a ``Layer`` of each source, and
+``merge`` decides the value of each field and records its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron.arguments.related_fields import drop_contradicting_defaults
+from megatron.arguments.scan import Scan
+from megatron.arguments.translate import SCALING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A row of the table of sources.
+
+    Args:
+        name: short name.
+        about: where the values come from.
+        overrides: the sources whose values it replaces.
+        conflict: what happens if a stronger source gives another value.
+        is_default: a value that contradicts a related field of the command line, --config or the JSON is dropped.
+    """
+
+    name: str
+    about: str
+    overrides: str = "all sources below"
+    conflict: str = "the stronger source decides"
+    is_default: bool = False
+
+
+COMMAND_LINE = Source(
+    name="command line",
+    about="flags as typed; of a repeated flag the last one",
+    overrides=(
+        "all sources below, except for the loss scale of the JSON, and for the schedule of the checkpoint with "
+        "--use-checkpoint-opt_param-scheduler"
+    ),
+    conflict="",
+)
+CONFIG_FILE = Source(
+    name="--config",
+    about="a file of flags (YAML, TOML, JSON), a GPT-NeoX YAML, or the config.json of a run",
+    overrides="all sources below; the config.json of a run also removes MEGATRON_DEFAULTS and the program's defaults",
+    conflict="the command line decides, also if it gives a related flag, such as samples for a length in steps",
+)
+DEEPSPEED_JSON = Source(
+    name="DeepSpeed JSON",
+    about='--deepspeed_config, or its keys in the file of --config; "auto" gives no value',
+    conflict=(
+        "an error if a flag of the command line differs, except that flags decide the optimizer and its parameters, "
+        "and the JSON decides the loss scale; --config decides with a note"
+    ),
+)
+CHECKPOINT = Source(
+    name="checkpoint",
+    about="sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder",
+    conflict=(
+        "an error (exit code 3) if the command line or --config gives other weights; the stronger source decides "
+        "fields that fit the same weights"
+    ),
+    is_default=True,
+)
+MODEL = Source(
+    name="--model",
+    about="architecture, without sizes, of the model that --model names",
+    overrides=(
+        "all sources below, and on the command line the architecture of the file of --config; in MEGATRON_DEFAULTS it "
+        "overrides the program's defaults only"
+    ),
+    is_default=True,
+)
+RUN_SCRIPT = Source(
+    name="MEGATRON_DEFAULTS",
+    about="flags in the environment: the recipe and the variables of a run script",
+    is_default=True,
+)
+PROGRAM = Source(
+    name="program",
+    about=(
+        "pretrain(args_defaults=...): Megatron's defaults in pretrain_gpt.py and pretrain_bert.py, --activation relu "
+        "and --layernorm-epsilon 1e-6 in pretrain_t5.py; a script for Megatron's T5, known by its flags, has the "
+        "defaults of that program"
+    ),
+    is_default=True,
+)
+DEEPSPEED_DEFAULT = Source(
+    name="DeepSpeed's default",
+    about="parameters that the optimizer section of the JSON omits",
+    is_default=True,
+)
+FAMILY = Source(
+    name="family",
+    about="LLaMA: --activation gated-silu, an untied head, no dropout; MPT: no dropout",
+    is_default=True,
+)
+DEFAULT = Source(name="default", about="the default in the table of flags", overrides="", is_default=True)
+
+SOURCES = (
+    COMMAND_LINE, CONFIG_FILE, DEEPSPEED_JSON,
+    CHECKPOINT, MODEL, RUN_SCRIPT, PROGRAM, DEEPSPEED_DEFAULT, FAMILY, DEFAULT,
+)  # fmt: skip
+"""The strongest source first. ``config_from_values`` applies the last two to the fields that no other source gives."""
+
+
+class Setting(NamedTuple):
+    """The value of a field.
+
+    Args:
+        source: the source that decided the value.
+        written: the flag or key with the value, as in the source; "" if no message needs it.
+        key: the key of a JSON, with dots.
+    """
+
+    value: Any
+    source: Source
+    written: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The values of one source.
+
+    Args:
+        values: field -> value.
+        written: field -> flag or key with its value, for messages.
+        keys: field -> key of the JSON.
+        invalid: field -> problem with its value, which does not count.
+        excluded: field -> values that the source forbids without giving another.
+    """
+
+    source: Source
+    values: dict[str, Any]
+    written: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    invalid: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def setting(self, name: str) -> Setting:
+        """Return the value of the field ``name`` with its source."""
+        return Setting(self.values[name], self.source, self.written.get(name, ""), self.keys.get(name, ""))
+
+
+def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
+    """Return field -> value of all layers together.
+
+    The first layer that has a field decides its value, unless ``CONFLICTS`` has a rule for the two sources. Defaults
+    that contradict a related field of the command line, --config or the JSON are dropped.
+
+    Args:
+        layers: the strongest first.
+        found: receives problems, notes and ignored flags.
+    """
+    stated = _first_of((layer for layer in layers if not layer.source.is_default), found)
+    defaults = _first_of((layer for layer in layers if layer.source.is_default), found)
+    for layer in layers:
+        for name, values in layer.excluded.items():
+            if name in stated and stated[name].value in values:
+                found.problems.append(_excluded_problem(stated[name]))
+            if name in defaults and defaults[name].value in values:
+                del defaults[name]
+    kept = {name: setting.value for name, setting in defaults.items()}
+    if kept:
+        drop_contradicting_defaults(kept, {name: setting.value for name, setting in stated.items()}, found.notes)
+    return {**{name: setting for name, setting in defaults.items() if name in kept}, **stated}
+
+
+def _first_of(layers: Iterable[Layer], found: Scan) -> dict[str, Setting]:
+    """Return field -> setting of the first layer that has the field; ``CONFLICTS`` decides between two that differ."""
+    merged: dict[str, Setting] = {}
+    for layer in layers:
+        for name, value in layer.values.items():
+            stronger = merged.get(name)
+            if name in layer.invalid:
+                found.problems.append(layer.invalid[name])
+            elif stronger is None:
+                merged[name] = layer.setting(name)
+            elif stronger.value != value and (decide := CONFLICTS.get((stronger.source, layer.source))):
+                merged[name] = decide(name, stronger, layer.setting(name), found)
+    return merged
+
+
+def values_of(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return field -> value of layers of defaults, the strongest first, before the others are known."""
+    return {name: value for layer in reversed(layers) for name, value in layer.values.items()}
+
+
+# Two sources give different values: return the setting that counts.
+
+
+def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Setting:
+    if name in SCALING:
+        found.ignored[flag.written] = f"DeepSpeed's engine scales the loss as {json.key} of the JSON says"
+        return json
+    if json.key.startswith("optimizer."):
+        found.ignored[json.key] = "the flags give the optimizer and its numbers"
+        return flag
+    cure = "leave the key out" if json.key.startswith("pipeline.") else 'write "auto" in the JSON'
+    found.problems.append(
+        f"the command line and the JSON must agree, got {flag.written} and {json.written}. "
+        f"Change one of them, or {cure}"
+    )
+    return flag
+
+
+def _file_and_json(name: str, file: Setting, json: Setting, found: Scan) -> Setting:
+    found.notes.append(f"{file.written} holds, and {json.written} of the JSON does not")
+    return file
+
+
+CONFLICTS: Mapping[tuple[Source, Source], Callable[[str, Setting, Setting, Scan], Setting]] = {
+    (COMMAND_LINE, DEEPSPEED_JSON): _flag_and_json,
+    (CONFIG_FILE, DEEPSPEED_JSON): _file_and_json,
+}
+"""(stronger source, weaker source) -> the rule for a field with two values. Other pairs: the stronger source decides.
+
+``checkpoint.checkpoint_args`` compares the sizes of a checkpoint with the flags before they get here.
+"""
+
+
+def _excluded_problem(setting: Setting) -> str:
+    return (
+        f"the command line and the JSON must agree, got {setting.written} and {setting.value}.enabled false. "
+        'Change one of them, or write "auto" in the JSON'
+    )

@@ -1,0 +1,1 @@
+"""Gradients of a step: accumulation over micro-batches and reduction over the replicas."""

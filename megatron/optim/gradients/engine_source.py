@@ -1,0 +1,72 @@
+"""EngineGradients: the optimizer's gradients as the pipeline engine of ``tds`` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron.optim.gradients.reducer import GradReducer
+from tds.gradient_reducer import Bucket, BucketSchedule
+
+
+class GradientOwner(Protocol):
+    """The part of the optimizer that is used here."""
+
+    reducer: GradReducer
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which losses are multiplied."""
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the accumulated gradient, None for a parameter of no group."""
+
+    def zero_grad(self) -> None:
+        """Discard all gradients."""
+
+
+class EngineGradients:
+    """Implements ``tds.gradients.GradientSource`` for an optimizer that scales, clips and clears gradients itself.
+
+    The engine accumulates over micro-batches by autograd and reduces over stages and replicas.
+    """
+
+    come_in_hooks = takes_unfrozen = are_multiplied_in_step = clips_itself = True
+    norm_is_scaled = False
+
+    def __init__(self, optimizer: GradientOwner) -> None:
+        self._optimizer = optimizer
+
+    def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Store gradients in the buckets of ``order``; return a function that starts a reduce-scatter, if any."""
+        return self._optimizer.reducer.use_buckets(order)
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
+        gradient = self._optimizer.gradient_of(parameter)  # type: ignore[arg-type]
+        if gradient is None:  # trained, but in no group of the optimizer
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        return gradient
+
+    def loss_scale(self) -> float:
+        """Return the factor by which each loss is multiplied before its backward."""
+        return float(self._optimizer.loss_scale)
+
+    def before_backward(self) -> None:
+        """No effect: hooks accumulate the gradients."""
+
+    def after_backward(self) -> None:
+        """No effect."""
+
+    def before_step(self) -> None:
+        """No effect."""
+
+    def after_step(self) -> None:
+        """Discard all gradients."""
+        self._optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Discard the gradients of a batch without a step."""
+        self._optimizer.zero_grad()

@@ -1,0 +1,35 @@
+"""The choice of a ``GradReducer``."""
+
+from __future__ import annotations
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.optim.gradients.all_reduce import AllReduceGradReducer
+from megatron.optim.gradients.local import LocalGradReducer
+from megatron.optim.gradients.overlapped import OverlappedGradReducer
+from megatron.optim.gradients.reduce_scatter import ReduceScatterGradReducer
+from megatron.optim.gradients.reducer import GradReducer
+from megatron.optim.param_store import ParamStore
+
+
+def make_reducer(
+    store: ParamStore,
+    model: Group = SINGLE,
+    tensor: Group = SINGLE,
+    *,
+    overlap_grad_reduce: bool = False,
+    has_pipeline: bool = False,
+) -> GradReducer:
+    """Return the reducer of gradients for the replicas and the ZeRO stage of ``store``.
+
+    Args:
+        model, tensor: the ranks of one replica, and its tensor-parallel ranks.
+        overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
+        has_pipeline: the engine of a pipeline starts the all-reduces itself, early or late.
+    """
+    if store.data_group.size == 1:
+        return LocalGradReducer(store, model, tensor)
+    if store.zero_stage > 1:
+        return ReduceScatterGradReducer(store, model, tensor)
+    if overlap_grad_reduce and not has_pipeline:
+        return OverlappedGradReducer(store, model, tensor)
+    return AllReduceGradReducer(store, model, tensor)

@@ -1,0 +1,143 @@
+"""GradReducer: the gradients of a step, accumulated over its micro-batches and summed over the replicas.
+
+| subclass | used for | sum over the replicas |
+|---|---|---|
+| ``LocalGradReducer`` | one replica | none |
+| ``AllReduceGradReducer`` | ZeRO 0 and 1 | after the last backward, in a pipeline by the engine |
+| ``OverlappedGradReducer`` | ZeRO 0 and 1, --overlap-grad-reduce | starts during the last backward |
+| ``ReduceScatterGradReducer`` | ZeRO 2 and 3 | during every backward; each replica keeps its shard |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import Shard, is_partial, shard_of
+from megatron.optim.gradients.sum_group import SumGroup
+from megatron.optim.param_store import ParamStore
+from tds.grad_norm import global_norm, is_counted_in_norm
+from tds.gradient_reducer import Bucket, BucketSchedule
+from tds.gradients import is_reduced_apart, multiply
+
+
+class GradReducer:
+    """Gradients of all parameters of a ``ParamStore``.
+
+    Args:
+        store: the parameters and their main params.
+        model, tensor: the ranks of one replica, and its tensor-parallel ranks.
+
+    Attributes:
+        reduces_in_backward: True if ``end_micro_batch`` and backward reduce gradients, so that an engine must not.
+        fused_params: parameters to whose gradients a fused layer has added a product (``add_product``).
+    """
+
+    reduces_in_backward = False
+
+    def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
+        self.fused_params: set[torch.nn.Parameter] = set()
+        self.model_group, self.tensor_group = model, tensor
+        self._store = store
+        self._sum_groups = [SumGroup(tensor, is_partial), SumGroup(store.expert_group, is_reduced_apart)]
+        self._are_groups_summed = False
+
+    # Accumulation.
+
+    def register(self, parameter: torch.nn.Parameter) -> None:
+        """Accumulate the gradients of ``parameter``, which already has its training dtype."""
+        for group in self._sum_groups:
+            group.register(parameter)
+
+    def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
+        """Store gradients in the buckets of an engine that reduces them.
+
+        Returns:
+            A function that starts the reduce-scatter of a bucket, or None if the engine all-reduces each bucket.
+        """
+        return None
+
+    def grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return this rank's accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
+        raise NotImplementedError
+
+    def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add ``rows^T inputs``, the gradient of ``parameter`` in a fused layer, to the accumulated gradient."""
+        raise NotImplementedError
+
+    def begin_last_backward(self) -> None:
+        """Announce the last backward of the step, in which reductions may start."""
+
+    def end_micro_batch(self) -> None:
+        """Complete a micro-batch after its backward. Collective if backward reduces gradients."""
+
+    def finish(self, factor: float) -> None:
+        """Complete the sums over the replicas and multiply the gradients by ``factor``. Collective."""
+        if factor != 1.0:
+            multiply([self.grad(parameter) for parameter in self._store.main_params], factor)
+
+    def sum_over_groups(self) -> None:
+        """Sum gradients over tensor ranks (sequence parallelism) and ranks with the same experts. Collective.
+
+        ``norm`` does so. Code that reads gradients before it calls this first; later calls in a step have no effect.
+        """
+        if not self._are_groups_summed:
+            self._are_groups_summed = True
+            for group in self._sum_groups:
+                group.sum(self.grad)
+
+    def clear(self) -> None:
+        """Discard all gradients."""
+        self._are_groups_summed = False
+
+    # Shards: the part of a gradient that this rank has.
+
+    @property
+    def shard_group(self) -> Group:
+        """The replicas among which gradients are sharded; a single rank if every replica has full gradients."""
+        return SINGLE
+
+    def shard(self, parameter: torch.nn.Parameter) -> Shard:
+        """Return the position of ``grad(parameter)`` in the global tensor."""
+        return shard_of(parameter)
+
+    def grad_of_main_param(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the gradient of the main param of ``parameter``, contiguous."""
+        return self._store.local_shard(parameter, self.grad(parameter))
+
+    # The norm counts each element of the model once.
+
+    @cached_property
+    def norm_group(self) -> Group:
+        """The replicas over which sums of ``counted_grads`` are added up."""
+        return self._store.data_group if self._has_experts else self.shard_group
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of the reduced gradients as they are, with loss scale, on their device. Collective."""
+        self.sum_over_groups()
+        grads = [grad for _, grad in self.counted_grads()]
+        device = next((parameter.device for parameter in self._store.main_params), None)
+        return global_norm(grads, [self.norm_group.handle, self.model_group.handle], device)
+
+    def counted_grads(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the (parameter, gradient) pairs that this rank counts in sums over ``norm_group`` and the model."""
+        return [(parameter, self.grad(parameter)) for parameter in self._counted_params]
+
+    @cached_property
+    def _counted_params(self) -> list[torch.nn.Parameter]:
+        rank = self.tensor_group.rank
+        return [p for p in self._store.main_params if is_counted_in_norm(p, rank) and self._is_counted(p)]
+
+    def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if this replica counts ``parameter`` in sums over ``norm_group``."""
+        if is_reduced_apart(parameter) or (self._has_experts and self.shard_group.size == 1):
+            return self._store.group_of(parameter).rank == 0
+        return self.shard_group.size == 1 or self.shard_group.rank == 0 or self._store.is_sharded(parameter)
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        return any(map(is_reduced_apart, self._store.main_params))

@@ -1,0 +1,47 @@
+"""SumGroup: gradients with a further sum, next to the one over the replicas.
+
+| parameters | group | reason |
+|---|---|---|
+| sequence-parallel: norms, biases of row-parallel layers, positions | tensor ranks | a rank sees its own positions |
+| experts that only some replicas have | ranks with the same experts | the sum over all replicas leaves them out |
+
+Both sums run once per step, after those over micro-batches, replicas and tied copies, in the dtype of the accumulated
+gradients. ``megatron.costs.memory`` leaves out the copy in which small gradients are sent: the activations are freed by
+then.
+
+Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.mpu.groups import Group
+from tds.gradients import reduce_gradients
+
+
+class SumGroup:
+    """Parameters whose gradients are summed over ``group``.
+
+    Args:
+        group: the ranks with a summand.
+        applies_to: returns True for a parameter whose gradient is such a summand.
+    """
+
+    def __init__(self, group: Group, applies_to: Callable[[torch.Tensor], bool]) -> None:
+        self._group = group
+        self._applies_to = applies_to
+        self._parameters: list[torch.nn.Parameter] = []
+
+    def register(self, parameter: torch.nn.Parameter) -> None:
+        """Include ``parameter`` in later sums if its gradient is a summand."""
+        if self._group.size > 1 and self._applies_to(parameter):
+            self._parameters.append(parameter)
+
+    @torch.no_grad()
+    def sum(self, grad_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        """Replace the gradients by their sums. Collective over the group."""
+        if self._parameters:
+            reduce_gradients([grad_of(parameter) for parameter in self._parameters], self._group.handle)

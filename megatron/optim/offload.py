@@ -1,0 +1,45 @@
+"""OffloadConfig: main params, optimizer states and weight shards in the memory of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron import device
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What is stored on the CPU. If the model is there too, the copies are separate all the same.
+
+    Args:
+        optimizer: main params and optimizer states, which are updated there.
+        parameters: the weight shards of ZeRO 3.
+        is_pinned: use pinned memory, from which a device reads faster.
+    """
+
+    optimizer: bool = False
+    parameters: bool = False
+    is_pinned: bool = True
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of ``tensor`` on the CPU."""
+        return self._empty_like(tensor).copy_(tensor)
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a copy of each tensor that is not on the CPU yet. All copies are started before one wait."""
+        copies = [t if t.device == HOST else self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
+        for source in {tensor.device for tensor in tensors} - {HOST}:
+            device.finish_copies(source)
+        return copies
+
+    def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        pins = self.is_pinned and tensor.device != HOST and device.can_pin(tensor.device.type)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pins)
+
+
+NOTHING = OffloadConfig()

@@ -1,0 +1,312 @@
+"""ParamStore: parameters, the main params that the inner optimizer updates, and their shards.
+
+| precision | ZeRO 0 | ZeRO 1, 2 | ZeRO 3 |
+|---|---|---|---|
+| fp32, fp64 | the parameter itself | a view of this replica's shard of it | the shard |
+| bf16, fp16 | a copy in fp32 | a copy of the shard in fp32 | a copy of the shard in fp32 |
+
+With optimizer offload each main param is a copy on the CPU. Under ZeRO 3 each replica also keeps its shards of the
+weights in the training dtype (``weight_shards``); full weights exist only while a layer uses them (``zero.stage3``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import set_shard, shard_of
+from megatron.optim.offload import NOTHING, OffloadConfig
+from megatron.optim.zero.gather import ShardedWeight, gather_all
+from megatron.optim.zero.param_gather import ParamGather, gathers_later
+from megatron.optim.zero.param_init import ParamInit
+from megatron.optim.zero.partition import ParamPartition, partition_of
+from megatron.optim.zero.stage3 import ParamUnits
+from tds.gradients import WIDE, bucket_numbers, is_reduced_apart
+
+
+class ParamStore:
+    """The parameters of one replica.
+
+    Args:
+        data: the replicas.
+        expert_data: the replicas with the same experts, if not all have them.
+        zero_stage: from 1 on main params are sharded over the replicas. A single replica shards nothing, unless weights
+            are offloaded.
+        offload: what is stored on the CPU.
+        param_init: with ZeRO 3, initializes weights one by one; None if all are initialized.
+        reduce_bucket_size, allgather_bucket_size: elements of a bucket of gradients to reduce and of weights to gather;
+            0 chooses as ``tds.gradients.bucket_numbers``.
+        prefetches: with ZeRO 3, gather the weights of a layer before its forward.
+
+    Attributes:
+        main_params: the main param of each parameter.
+        weight_shards: with ZeRO 3, this replica's shard of each weight in the training dtype.
+        zero_stage, offload, data_group, expert_group: the arguments.
+        has_copies: True if any parameter is not its own main param, so that updates must be copied into parameters.
+        units: with ZeRO 3, the weights that are gathered together, after ``shard_weights``.
+    """
+
+    def __init__(
+        self,
+        data: Group = SINGLE,
+        expert_data: Group = SINGLE,
+        *,
+        zero_stage: int = 0,
+        offload: OffloadConfig = NOTHING,
+        param_init: ParamInit | None = None,
+        reduce_bucket_size: int = 0,
+        allgather_bucket_size: int = 0,
+        prefetches: bool = True,
+    ) -> None:
+        self.data_group, self.expert_group = data, expert_data
+        self.offload = offload
+        self.main_params: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self.weight_shards: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.has_copies = False
+        self.units: ParamUnits | None = None
+        self._bucket_sizes = {"reduce": reduce_bucket_size, "allgather": allgather_bucket_size}
+        self.zero_stage = zero_stage
+        self._shards_params = zero_stage > 0 and (data.size > 1 or offload.parameters)
+        self._shards_weights = zero_stage == 3 and self._shards_params
+        self._partitions: dict[torch.nn.Parameter, ParamPartition] = {}
+        self._param_init = param_init if self._shards_weights else None
+        self._has_full_weights = self._param_init is None
+        self._prefetches = prefetches
+        self._deferred_gather: ParamGather | None = None
+
+    # Main params.
+
+    def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+        """Convert ``parameter`` to ``dtype``, which it keeps, and return its main param."""
+        is_wide = dtype in WIDE
+        replicas = self.group_of(parameter).size
+        has_one_copy = is_reduced_apart(parameter) and replicas == 1  # an expert that no other rank has
+        partition = partition_of(parameter, replicas) if self._shards_params and not has_one_copy else None
+        if self._param_init is not None:
+            self._param_init.materialize(parameter, is_sharded=partition is not None)
+        if is_wide:
+            parameter.data = parameter.data.to(dtype)
+        main_param = parameter
+        if partition is not None or not is_wide or self.offload.optimizer:
+            main_param, self.has_copies = self._make_main_param(parameter, partition, is_wide), True
+        self.main_params[parameter] = main_param
+        parameter.data = parameter.data.to(dtype)
+        if partition is not None and self._shards_weights:
+            self.weight_shards[parameter] = self._make_weight_shard(parameter, partition, is_wide)
+            if self._param_init is not None:
+                self._param_init.release(parameter)
+        return main_param
+
+    def _make_main_param(
+        self, parameter: torch.nn.Parameter, partition: ParamPartition | None, is_wide: bool
+    ) -> torch.nn.Parameter:
+        position, values = shard_of(parameter), parameter.detach()
+        if partition is not None:
+            self._partitions[parameter] = partition
+            position = partition.shard(position, self.group_of(parameter).rank)
+            values = self._trained_shard(parameter, partition)
+        if self.offload.optimizer:
+            values = self.offload.copy(values if is_wide else values.float())
+        elif not is_wide:
+            values = values.float().clone()
+        elif self._shards_weights:
+            values = values.clone(memory_format=torch.contiguous_format)
+        return set_shard(torch.nn.Parameter(values), position)
+
+    def _make_weight_shard(
+        self, parameter: torch.nn.Parameter, partition: ParamPartition, is_wide: bool
+    ) -> torch.Tensor:
+        """Return this replica's shard of the weight: the main param itself if dtype and device are the same."""
+        if is_wide and self.offload.parameters == self.offload.optimizer:
+            return self.main_params[parameter].detach()
+        shard = self._trained_shard(parameter, partition)
+        if self.offload.parameters:
+            return self.offload.copy(shard)
+        return shard.clone(memory_format=torch.contiguous_format)
+
+    def _trained_shard(self, parameter: torch.nn.Parameter, partition: ParamPartition) -> torch.Tensor:
+        """Return this replica's shard of ``parameter`` on the device where it is trained."""
+        shard = partition.slice(parameter.detach(), self.group_of(parameter).rank)
+        return shard if self._param_init is None else shard.to(self._param_init.device)
+
+    @contextmanager
+    def contiguous_main_params(self) -> Iterator[None]:
+        """Make every main param contiguous within the block, as fused optimizers require."""
+        main_params = self.main_params.values() if self._shards_params else ()
+        strided = [(main_param, main_param.data) for main_param in main_params if not main_param.is_contiguous()]
+        for main_param, _ in strided:
+            main_param.data = main_param.data.contiguous()
+        try:
+            yield
+        finally:
+            for main_param, view in strided:
+                view.copy_(main_param.data)
+                main_param.data = view
+
+    def set_grads(self, grads: Sequence[torch.Tensor]) -> None:
+        """Set the gradients of the main params, in their order; with optimizer offload they are copied to the CPU."""
+        main_params = self.main_params.values()
+        if self.offload.optimizer and any(m.device != g.device for m, g in zip(main_params, grads, strict=True)):
+            grads = self.offload.copies(grads)
+        for main_param, grad in zip(main_params, grads, strict=True):
+            main_param.grad = grad
+
+    def clear_grads(self) -> None:
+        """Discard the gradients that autograd and ``set_grads`` have left."""
+        for parameter, main_param in self.main_params.items():
+            parameter.grad = None
+            main_param.grad = None
+
+    # Shards.
+
+    def group_of(self, parameter: torch.Tensor) -> Group:
+        """Return the replicas of ``parameter``."""
+        return self.expert_group if is_reduced_apart(parameter) else self.data_group
+
+    @property
+    def is_sharded_over_replicas(self) -> bool:
+        """True if several replicas share the main params, from ZeRO 1 on."""
+        return self._shards_params and self.data_group.size > 1
+
+    def is_sharded(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if each replica has a shard of the main param only."""
+        return parameter in self._partitions
+
+    def is_first_copy(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if this replica's main param is a shard, or the first of equal copies."""
+        return self.is_sharded(parameter) or self.group_of(parameter).rank == 0
+
+    def partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
+        """Return the partition of ``parameter`` over the replicas; None if all have the full main param."""
+        return self._partitions.get(parameter)
+
+    def local_shard(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return the elements of ``full`` that belong to this replica's main param, contiguous.
+
+        Args:
+            full: a tensor with the shape of ``parameter``.
+        """
+        partition = self._partitions.get(parameter)
+        return full if partition is None else partition.slice(full, self.group_of(parameter).rank).contiguous()
+
+    def bucket_numel(self, device: torch.device, operation: str = "reduce") -> int | None:
+        """Return the number of elements of a bucket on ``device``; None if ``BUCKET_BYTES`` limits it.
+
+        ZeRO 2 and 3 reduce copies of buckets, so that these get larger only on request.
+
+        Args:
+            operation: "reduce" or "allgather".
+        """
+        requested = self._bucket_sizes[operation]
+        if operation == "reduce" and self.zero_stage > 1:
+            return requested or None
+        return bucket_numbers(device, self.data_group.size, requested)
+
+    # Weights: copies of the main params, gathered from all replicas.
+
+    def shard_weights(self, module: torch.nn.Module) -> None:
+        """Hook the weights of ``module``: with ZeRO 3, keep shards and gather full weights where they are used.
+
+        With ZeRO 1 and 2 on NCCL, each layer waits for its updated weights.
+        """
+        if self._deferred_gather is None:
+            self._deferred_gather = self._make_deferred_gather(module)
+        if self.weight_shards and self.units is None:
+            self._has_full_weights = False
+            weights = {
+                p: ShardedWeight(p.detach(), shard, self._partitions[p]) for p, shard in self.weight_shards.items()
+            }
+            self.units = ParamUnits(module, weights, self.data_group, prefetches=self._prefetches)
+
+    def _make_deferred_gather(self, module: torch.nn.Module) -> ParamGather | None:
+        has_shards = bool(self._partitions) and not self._shards_weights and self.data_group.size > 1
+        if not has_shards or not gathers_later(self.data_group):
+            return None
+        weights = [parameter for parameter in module.parameters() if parameter in self._partitions]
+        if len(weights) != len(self._partitions):  # some belong to another module
+            return None
+        return ParamGather(module, [p for p in weights if not is_reduced_apart(p)], self.data_group)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """True under ZeRO 3: weights are gathered per module and invalid (NaN) outside its forward and backward."""
+        return self.units is not None
+
+    def persistent_storage(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return this rank's persistent storage for ``parameter``: its shard under ZeRO 3."""
+        self.finish_gathers()
+        return self.weight_shards.get(parameter, parameter)
+
+    def full_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which every replica has full weights, also under ZeRO 3. Collective."""
+        self.finish_gathers()
+        return nullcontext() if self.units is None else self.units.gathered()
+
+    def finish_gathers(self) -> None:
+        """Wait for updated weights. Code that reads weights outside the model's forward calls this first."""
+        if self._deferred_gather is not None:
+            self._deferred_gather.wait()
+
+    def check_gather_order(self) -> None:
+        """Check that the replicas have gathered the same weights. Collective under ZeRO 3.
+
+        Raises:
+            ConfigError: they have not; the same on every replica.
+        """
+        if self.units is not None:
+            self.units.check()
+
+    def end_micro_batch(self) -> None:
+        """Free gathered weights after a backward. Collective under ZeRO 3."""
+        if self.units is not None:
+            self.units.end_micro_batch()
+
+    @torch.no_grad()
+    def copy_to_parameters(self, *, deferred: bool = False) -> None:
+        """Round the main params into the parameters. Collective over the replicas if main params are sharded.
+
+        Args:
+            deferred: return before the weights of the other replicas have arrived, if layers wait for them (NCCL).
+        """
+        if self.units is not None:
+            self.units.free()  # gathered weights are outdated
+        self.finish_gathers()
+        for parameter, shard in self.weight_shards.items():
+            if shard.data_ptr() != self.main_params[parameter].data_ptr():
+                shard.copy_(self.main_params[parameter])
+        pairs = [(p, m) for p, m in self.main_params.items() if p is not m and p not in self._partitions]
+        if pairs:
+            # With non_blocking the device rounds what it receives. Otherwise the host would round, to memory that is
+            # not pinned.
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
+        self._gather(deferred)
+
+    def _gather(self, deferred: bool) -> None:
+        """Gather the updated shards into full parameters, except those that ZeRO 3 gathers on use."""
+        weights = {
+            p: ShardedWeight(p.detach(), self.main_params[p].detach(), partition)
+            for p, partition in self._partitions.items()
+            if self._has_full_weights or p not in self.weight_shards
+        }
+        if not weights:
+            return
+        bucket_numel = self.bucket_numel(next(iter(weights)).device, "allgather")
+        experts = [weights.pop(p) for p in list(weights) if is_reduced_apart(p)]
+        if experts:
+            gather_all(experts, self.expert_group, bucket_numel)
+        if deferred and self._deferred_gather is not None:
+            self._deferred_gather.start(weights, bucket_numel)
+        else:
+            gather_all(weights.values(), self.data_group, bucket_numel)
+
+    @torch.no_grad()
+    def copy_from_parameters(self) -> None:
+        """Set every main param to this replica's shard of its parameter."""
+        self.finish_gathers()
+        for parameter, main_param in self.main_params.items():
+            if parameter is not main_param:
+                shard = self.weight_shards.get(parameter)
+                main_param.copy_(self.local_shard(parameter, parameter) if shard is None else shard)

@@ -1,0 +1,59 @@
+"""The layers of a model, whose weights ZeRO 3 gathers together.
+
+A layer is an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. If more than half of such an element is in
+``ModuleList`` or ``ModuleDict`` of its own (an encoder within a ``Sequential``, for example), it is split further: the
+elements of those lists are layers, and so is the remainder. Smaller lists, such as the norms of a layer, split nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (*LISTS, nn.Sequential)
+MOST = 0.5
+"""A layer is split if its lists have more than this fraction of its weights."""
+
+
+def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the layers of ``module``, each with those of ``weights`` that belong to no other layer.
+
+    A weight of nested layers belongs to the innermost.
+    """
+    owners: dict[nn.Parameter, set[nn.Module | None]] = {weight: set() for weight in weights}
+    order: dict[nn.Module | None, None] = {}
+    for inner, layer in _modules_with_layers(module, None, CONTAINERS):
+        order[layer] = None
+        for parameter in inner.parameters(recurse=False):
+            if parameter in owners:
+                owners[parameter].add(layer)
+    weights_of: dict[nn.Module, list[nn.Parameter]] = {layer: [] for layer in order if layer is not None}
+    for parameter, layers in owners.items():
+        (layer, *others) = layers
+        if layer is not None and not others:
+            weights_of[layer].append(parameter)
+    return {layer: layer_weights for layer, layer_weights in weights_of.items() if layer_weights}
+
+
+def _modules_with_layers(
+    module: nn.Module, layer: nn.Module | None, lists: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Yield each module within ``module`` and the layer that contains it.
+
+    Args:
+        lists: types of containers whose elements are layers.
+    """
+    yield module, layer
+    for child in module.children():
+        if isinstance(module, lists):
+            yield from _modules_with_layers(child, child, LISTS if _is_split(child) else ())
+        else:
+            yield from _modules_with_layers(child, layer, lists)
+
+
+def _is_split(layer: nn.Module) -> bool:
+    """Return True if most of ``layer`` is in lists of modules."""
+    inside = {p for part in layer.modules() if isinstance(part, LISTS) for p in part.parameters()}
+    return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())

@@ -1,0 +1,43 @@
+"""ParamInit: initializes weights one by one under ZeRO 3, so that no device ever holds the full model.
+
+| | on the host | on the device |
+|---|---|---|
+| before a weight is registered | its shape only, or the values that its module has set | nothing |
+| while it is registered | its values | its shard |
+| afterwards | nothing | its shard, and a single NaN expanded to the weight's shape |
+
+A weight that is not sharded (a scalar) is moved to the device in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron import device
+
+
+@dataclass(frozen=True)
+class ParamInit:
+    """How weights get their values, and where they are trained.
+
+    Args:
+        device: the device of the model.
+        fill: sets the values of a weight on the host, the same on all replicas. Collective over them.
+    """
+
+    device: torch.device
+    fill: Callable[[torch.nn.Parameter], None]
+
+    def materialize(self, parameter: torch.nn.Parameter, *, is_sharded: bool) -> None:
+        """Set the values of ``parameter``, on the host if it is sharded and on the device otherwise."""
+        self.fill(parameter)
+        if not is_sharded:
+            device.give(parameter, parameter.detach().to(self.device))
+
+    def release(self, parameter: torch.nn.Parameter) -> None:
+        """Free the values of ``parameter``, whose shard has been copied."""
+        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
+        device.give(parameter, nan.expand(parameter.shape))

@@ -1,0 +1,93 @@
+"""Capture the state of a run at one step: tensors and metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.checkpoint import CapturedState
+from megatron.config import Config
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.compatibility import machine
+from megatron.training.state_records import (
+    optimizer_records,
+    optimizer_steps,
+    rng_records,
+    router_records,
+    weight_records,
+)
+from megatron.training.train_progress import TrainProgress
+from megatron.training.world import World
+
+
+def capture(
+    progress: TrainProgress,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    order: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> CapturedState:
+    """Return the tensors and the metadata that a checkpoint of this step stores. Tensors are not copied.
+
+    Args:
+        fingerprint: identity of the training data.
+        order: position within each corpus, for data sets that report it.
+        extra: further metadata, as JSON can hold it.
+
+    Raises:
+        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
+    """
+    records = list(weight_records(module, optimizer))
+    if not config.checkpoint.no_save_optim:
+        records += optimizer_records(module, optimizer)
+    records += [*router_records(module, world), *rng_records(world)]
+    metadata = capture_metadata(
+        progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, extra=extra
+    )
+    return CapturedState(progress.step, records, metadata)
+
+
+def capture_metadata(
+    progress: TrainProgress,
+    *,
+    config: Config,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    order: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the metadata of ``capture``, without tensors.
+
+    Raises:
+        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
+    """
+    _check_between_steps(optimizer)
+    return {
+        "progress": progress.to_metadata(config.tokens_per_sample),
+        "scaler": optimizer.scaler.state(),
+        "optimizer": config.optimizer.optimizer,
+        "optimizer_steps": optimizer_steps(optimizer),
+        "model": config.identity(),
+        "config": config.to_dict(),
+        "layout": world.grid.topology.sizes(),
+        "data_fingerprint": fingerprint,
+        "data_order": order,
+        "torch": torch.__version__,
+        "machine": machine(world.kind),
+        **(extra or {}),
+    }
+
+
+def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
+    if any(master.grad is not None for group in optimizer.param_groups for master in group["params"]):
+        raise RuntimeError(
+            "a checkpoint can be saved between steps only: gradients are held, which it would not keep. Save after "
+            "the optimizer's step"
+        )

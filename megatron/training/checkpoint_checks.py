@@ -1,0 +1,105 @@
+"""Check that a checkpoint fits the run: model, data, tokenizer, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import Checkpoint, check_model, former
+from megatron.config import Config
+from megatron.data.blend_resume import TOKENIZER
+from megatron.errors import CheckpointError
+from megatron.tokenizer.identity import is_same
+from megatron.training.compatibility import data_settings_changed
+from megatron.training.deepspeed_folders import is_of_this_format
+from megatron.training.restore_options import RestoreOptions
+
+
+def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, options: RestoreOptions) -> None:
+    """Check that a checkpoint has the run's model and, if they are to be restored, its data and optimizer.
+
+    Args:
+        fingerprint: identity of the run's training data; None if it is unknown, or compared by ``resume_order``.
+
+    Raises:
+        CheckpointError: model, data or optimizer differ, or the checkpoint has no optimizer state.
+    """
+    check_model(checkpoint.metadata["model"], config)
+    if options.data:
+        _check_data(checkpoint, fingerprint, config)
+    saved, now = checkpoint.metadata.get("optimizer"), config.optimizer.optimizer
+    if options.optimizer and saved != now:
+        raise CheckpointError(
+            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
+            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
+        )
+    if options.optimizer and not is_of_this_format(checkpoint):
+        check_moments(checkpoint)
+
+
+def has_moments(checkpoint: Checkpoint) -> bool:
+    """Return True if the checkpoint holds the state of an optimizer."""
+    return any(name.startswith("optimizer/") for name in checkpoint.names())
+
+
+def check_moments(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint in our own format holds the optimizer state of its updates.
+
+    Raises:
+        CheckpointError: it was saved with --no-save-optim.
+    """
+    metadata = checkpoint.metadata
+    settings = former.settings(metadata.get("config", {})).get("optimizer", {})
+    has_momentum = settings.get("optimizer") == "sgd" and settings.get("sgd_momentum")
+    updates = former.progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]  # SGD counts none
+    if updates and not has_moments(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
+            "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."
+        )
+
+
+def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config) -> None:
+    saved = checkpoint.metadata.get("data_fingerprint")
+    if not saved or not fingerprint or saved == fingerprint:
+        return
+    log.debug(f"data: fingerprint {saved} in {checkpoint.path}; now: {fingerprint}")
+    changed = data_settings_changed(checkpoint.metadata.get("config", {}), config)
+    differences = "; ".join(text for texts in changed.values() for text in texts)
+    differences = differences or "its documents or another setting of its samples have changed"
+    if not config.checkpoint.allow_data_change:
+        raise CheckpointError(
+            f"the data must be those of the checkpoint {checkpoint.path}, but {differences}. Samples would be repeated "
+            "or lost. Give the former data and settings, --allow-data-change to continue after the same number of "
+            "tokens, or --finetune to start from the weights."
+        )
+    log.info(f"the data are not those of the checkpoint ({differences}); continuing after the same number of tokens")
+
+
+def check_tokenizer(
+    metadata: Mapping[str, Any], identity: str | None, *, allow_change: bool, config: Config | None = None
+) -> None:
+    """Check that the run has the tokenizer of the checkpoint, if both are known.
+
+    Args:
+        metadata: of the checkpoint.
+        identity: of the run's tokenizer.
+        config: of the run, to name the settings that differ.
+
+    Raises:
+        CheckpointError: the tokenizers differ; the same on every rank.
+    """
+    saved = metadata.get("tokenizer")
+    if saved is None or identity is None or is_same(saved, identity):
+        return
+    log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
+    changed = [] if config is None else data_settings_changed(metadata.get("config", {}), config)[TOKENIZER]
+    differences = "; ".join(changed) or "its files have changed"
+    if not allow_change:
+        raise CheckpointError(
+            f"the tokenizer must be that of the checkpoint, but {differences}. Token ids would have another meaning. "
+            "Give the former tokenizer; only if its ids mean the same, or if the model is to learn new ones, add "
+            "--allow-vocab-change"
+        )
+    log.info(f"the tokenizer is not that of the checkpoint ({differences}); accepted because of --allow-vocab-change")

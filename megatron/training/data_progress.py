@@ -1,0 +1,64 @@
+"""Progress through each corpus: log lines, metrics and rows of the start table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.data.sample_order import as_ordered
+from megatron.training.data import RunData
+
+_NAMED_AT_MOST, _NAMED_OF_MORE = 6, 4
+
+
+def numbers_text(numbers: Mapping[str, float], form: str) -> str:
+    """Return "a 0.12, b 0.30", or the number alone where there is one corpus.
+
+    Of more corpora than a line can hold the largest numbers come first and alone, and then "and 9 more".
+    """
+    if len(numbers) == 1:
+        return format(next(iter(numbers.values())), form)
+    named = list(numbers.items())
+    if len(named) > _NAMED_AT_MOST:
+        named = sorted(named, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
+    text = ", ".join(f"{name} {number:{form}}" for name, number in named)
+    return text if len(named) == len(numbers) else f"{text} and {len(numbers) - len(named)} more"
+
+
+def epochs_text(data: RunData, samples_consumed: int) -> str:
+    """Return how often each corpus has been read, for the log line; "" where nobody knows."""
+    if data.order is None:
+        return ""
+    epochs = data.order.epochs(samples_consumed)
+    return f"epoch{'s' if len(epochs) > 1 else ''} {numbers_text(epochs, '.3g')}"
+
+
+def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
+    """Return the same as metrics: one number under ``epoch``, or ``epochs`` by name."""
+    if data.order is None:
+        return {}
+    epochs = data.order.epochs(samples_consumed)
+    return {"epochs": epochs} if len(epochs) > 1 else {"epoch": next(iter(epochs.values()))}
+
+
+def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
+    """Return how many tokens of each corpus have been read, as a metric."""
+    if data.order is None:
+        return {}
+    cursors = data.order.cursors(samples_consumed)
+    return {"corpus_tokens": {name: tokens_per_sample * samples for name, samples in cursors.items()}}
+
+
+def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
+    """Yield rows of the start table: samples of an epoch, and how often a run of ``num_samples`` will read them."""
+    train = data.datasets.get("train")
+    ordered = as_ordered(train)
+    parts: Mapping[str, object] = {"": train} if ordered is None else ordered.parts
+    sizes = {name: getattr(part, "samples_per_epoch", None) for name, part in parts.items()}
+    known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
+    if known and len(known) == len(sizes):
+        yield "samples", f"{numbers_text(known, ',')} an epoch"
+    if data.order is not None:
+        epochs = numbers_text(data.order.epochs(num_samples), ".3g")
+        yield "epochs", f"{epochs} when the {num_samples:,} samples of the run are read"

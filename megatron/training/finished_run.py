@@ -1,0 +1,26 @@
+"""The log line of a run that is started again after it has reached one of its limits."""
+
+from __future__ import annotations
+
+from megatron.training.trainer import Trainer
+
+
+def finished_text(trainer: Trainer) -> str:
+    """Return the line for a run that has already reached one of its limits."""
+    batch, progress = trainer.config.batch, trainer.progress
+    if batch.train_samples is not None:
+        left = batch.train_samples - progress.samples_consumed
+        if not trainer.sizes.steps_within(batch.train_samples, progress.samples_consumed):
+            size = trainer.sizes.at(progress.samples_consumed)
+            rest = f"; the {left} that remain are less than a step of {size}" if left > 0 else ""
+            return (
+                f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after "
+                f"step {progress.step}{rest}. Raise --train-samples to continue"
+            )
+    steps = trainer.length.steps
+    if batch.train_tokens is not None and (steps is None or progress.step < steps):
+        return (
+            f"the tokens of --train-tokens {batch.train_tokens} are consumed already, after step {progress.step}. "
+            "Raise --train-tokens to continue"
+        )
+    return f"all {steps} steps are done already; raise --train-iters to continue"

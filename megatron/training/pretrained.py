@@ -1,0 +1,57 @@
+"""Start from the weights of a Hugging Face folder, in any layout."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint.huggingface import weights
+from megatron.checkpoint.huggingface.tokenizer import tokenizer_difference
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError, DataError, marked
+from megatron.training.compatibility import warn_of_weights
+from megatron.training.state_records import weight_records
+from megatron.training.trainer import Trainer
+
+
+def is_pretrained(source: Path) -> bool:
+    """Return True if ``source`` is a Hugging Face folder rather than a checkpoint of this project."""
+    return weights.is_folder(source)
+
+
+def load_pretrained(trainer: Trainer, source: Path) -> None:
+    """Load the model's weights; each rank reads its own shards. Steps and samples count from 0. Collective.
+
+    Raises:
+        CheckpointError: the folder is damaged or of another model, or the flags ask for more than weights.
+    """
+    flags = trainer.config.checkpoint
+    with ExitStack() as stack:
+        with marked(is_of_this_rank=False):
+            if not (flags.finetune or flags.eval_only):
+                raise CheckpointError(
+                    f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
+                )
+            folder = weights.open_pretrained(source, stack)
+            folder.check_fits(trainer.config)
+        folder.load(weight_records(trainer.engine.module, trainer.engine.optimizer))
+    trainer.engine.optimizer.copy_main_params_to_parameters()
+    if trainer.world.rank == 0:
+        advice = f". The folder's own: {folder.flags}"
+        warn_of_weights(folder.config.to_dict(), trainer.config, source, advice)
+        _compare_tokenizers(trainer.config, source)
+    log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")
+
+
+def _compare_tokenizers(config: Config, source: Path) -> None:
+    """Report whether the run's tokenizer maps to the ids that the weights of ``source`` were trained with."""
+    try:
+        difference = tokenizer_difference(source, config)
+    except (ConfigError, DataError) as error:
+        log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
+        return
+    if difference:
+        log.warning(f"the tokenizer is not that of {source}: {difference}. Token ids have another meaning")
+    else:
+        log.info(f"the tokenizer has the ids of that in {source}")

@@ -1,0 +1,33 @@
+"""The model of a built-in family, for the ``model_provider`` of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron import models, mpu
+from megatron.models import registry
+from megatron.training import get_config, get_streams
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build_model(get_batch_pipe: Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...]]]) -> torch.nn.Module:
+    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage.
+
+    Args:
+        get_batch_pipe: with a pipeline, returns the inputs of the first stage and the arguments of the loss.
+    """
+    config, grid = get_config(), mpu.get_grid()
+    parallel = config.parallel
+    context = models.ParallelContext(
+        grid.tensor,
+        get_streams(),
+        parallel.sequence_parallel,
+        context=grid.context,
+        cp_comm_type=parallel.cp_comm_type,
+        expert=grid.expert,
+        cuts_experts=parallel.cuts_experts,
+    )
+    return registry.build_model(config, context, grid.topology, get_batch_pipe)

@@ -1,0 +1,39 @@
+"""RestoreOptions: what a start restores from a checkpoint in addition to the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """What a start restores from a checkpoint in addition to the weights.
+
+    Args:
+        counters: steps, updates and samples.
+        data: the position in the training data, which must be the same.
+        optimizer: moments, loss scale and the states of the callbacks.
+        generators: the states of torch's random generators.
+    """
+
+    counters: bool = True
+    data: bool = True
+    optimizer: bool = True
+    generators: bool = True
+
+    @classmethod
+    def of(cls, flags: CheckpointConfig) -> RestoreOptions:
+        """Return the options that --finetune, --eval-only, --load-weights-only and --no-load-* select."""
+        is_whole = not flags.finetune and not flags.eval_only
+        has_state = is_whole and not flags.load_weights_only
+        return cls(
+            counters=not flags.finetune,
+            data=is_whole,
+            optimizer=has_state and not flags.no_load_optim,
+            generators=has_state and not flags.no_load_rng,
+        )
+
+
+EVERYTHING = RestoreOptions()

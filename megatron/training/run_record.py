@@ -1,0 +1,84 @@
+"""The record of a run in its folder: config.json, command.txt, versions.json and starts.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron import files
+from megatron.config import Config
+from megatron.training.world import World
+
+
+def describe(folder: Path, config: Config, world: World, step: int) -> None:
+    """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
+
+    Args:
+        step: last step of the checkpoint that this start resumes from.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_stale(folder)
+    files.replace_bytes(folder / "config.json", _json(config.to_dict()))
+    with open(folder / "command.txt", "a", encoding="utf-8") as file:
+        recipe = os.environ.get("MEGATRON_DEFAULTS", "")
+        shown = f"MEGATRON_DEFAULTS={shlex.quote(recipe)} " if recipe else ""
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}{shlex.join([sys.executable, *sys.argv])}\n")
+    files.replace_bytes(folder / "versions.json", _json(versions(world)))
+    with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
+        started = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}
+        file.write(json.dumps(started) + "\n")
+
+
+def _remove_stale(folder: Path) -> None:
+    """Delete the files that killed starts were writing."""
+    for path in folder.glob(".*"):
+        if path.is_file() and (".tmp-" in path.name or path.name.startswith(".probe-")):
+            files.remove_file(path)
+
+
+def versions(world: World) -> dict[str, Any]:
+    """Return versions of what the numbers depend on, the code's commit, and the machine."""
+    found = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _has(name)}
+    return {
+        **found,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "host": platform.node(),
+        "device": world.kind,
+        "world_size": world.grid.topology.world_size,
+    }
+
+
+def commit() -> str:
+    """Return the code's git commit, with "+changes" where files differ from it, or "unknown" without git."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5, check=True)
+    return done.stdout.strip()
+
+
+def _has(name: str) -> bool:
+    try:
+        metadata.version(name)
+        return True
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str).encode() + b"\n"

@@ -1,0 +1,42 @@
+"""SaveStatus: when a run last saved, how long the training waited for it, and whether it failed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from megatron.errors import CheckpointError
+
+
+@dataclass
+class SaveStatus:
+    """The last save of a run, on every rank.
+
+    Attributes:
+        last_time: ``time.monotonic()`` of the last save, which may have failed, or of the start of the run.
+        stalled_s: seconds for which the training has waited for saves since ``drain_stalled_s``.
+        failure: the error of the last save, None if it has not failed; ``failed_step``: its step.
+    """
+
+    last_time: float = field(default_factory=time.monotonic)
+    stalled_s: float = 0.0
+    failure: CheckpointError | None = None
+    failed_step: int = -1
+
+    def record_stall(self, stall_s: float) -> float:
+        """Count a save that stalled the training for ``stall_s``; return the share of the time since the last save."""
+        self.stalled_s += stall_s
+        now = time.monotonic()
+        share = stall_s / max(now - self.last_time, stall_s, 1e-9)
+        self.last_time = now
+        return share
+
+    def drain_stalled_s(self) -> float:
+        """Return and reset ``stalled_s``."""
+        stalled_s, self.stalled_s = self.stalled_s, 0.0
+        return stalled_s
+
+    def record_failure(self, error: CheckpointError, step: int) -> None:
+        """Record that the save of ``step`` failed; --save-interval-minutes counts from now."""
+        self.failure, self.failed_step = error, step
+        self.last_time = time.monotonic()

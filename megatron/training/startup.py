@@ -1,0 +1,229 @@
+"""Start-up of a run, from top to bottom: command line, ranks, process groups, data, model and engine, trainer.
+
+``pretrain`` is the function that scripts call. It imports neither torch nor DeepSpeed until the configuration is
+known, so that --help and --dry-run answer at once. ``run`` is the second half, for a process group that exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import log
+from megatron.arguments import parse, resolve_dtype
+from megatron.arguments.elastic_fit import fit_to_ranks
+from megatron.arguments.scan import Scan
+from megatron.config import Config, elastic
+from megatron.errors import JobError
+from megatron.runtime import rank_status
+from megatron.runtime.exit_guard import guard, trace_crashes
+from megatron.runtime.exit_signals import StopRequests
+from megatron.runtime.rank_env import has_world, name_of, raise_own, set_rank_environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.training.data import DatasetsProvider
+    from megatron.training.step_engine import ForwardStep
+    from megatron.training.trainer import Callback
+    from megatron.training.world import World
+
+
+def pretrain(
+    train_valid_test_datasets_provider: Callable[[list[int]], tuple[Any, Any, Any]],
+    model_provider: Callable[[], Any],
+    forward_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]],
+    *,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    family: str = "gpt2",
+    accepts_model: bool = False,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
+
+    Args:
+        train_valid_test_datasets_provider: given the number of samples of the three splits, returns three data sets
+            (or None); a data set has an item for every index. Called only on ranks that read data.
+        model_provider: returns the model: a module or, with 2 or more stages, a PipelineModule.
+        forward_step: given (data iterator or None, model), returns (loss, named losses). Not used with a pipeline.
+        extra_args_provider: adds the script's own flags to an argparse parser.
+        args_defaults: defaults of the script by flag name; flags of the user replace them.
+        name: of the run folder, ``runs/<name>-<time>``; None: the script's name without ``pretrain_``. With
+            ``--model`` of another family, the name of that family.
+        family: "gpt2", "t5", "llama", "mpt" or "bert"; decides which flags exist. A model of your own takes the flags
+            of the family that it resembles.
+        accepts_model: ``--model`` may name another decoder than ``family``: for providers that build any of them.
+        callbacks: ``megatron.training.Callback`` objects of the script, constructed alike on every rank.
+    """
+    rank_problem = set_rank_environment(os.environ)  # before anything reads RANK
+    start_time = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this host
+    rank_name = name_of(os.environ)
+    stop = StopRequests()
+
+    def run_name(trained_family: str) -> str:
+        if trained_family != family:
+            return trained_family
+        return name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
+
+    def main() -> None:
+        nonlocal rank_name
+
+        # Command line: all sources of flags to one configuration. --dry-run ends here.
+        if not has_world(os.environ):
+            raise_own(rank_problem)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        span = elastic.span_of(os.environ)
+        try:
+            config = parse(
+                sys.argv[1:],
+                world_size=span.most if span else world_size,
+                extra_args_provider=extra_args_provider,
+                defaults=dict(args_defaults or {}),
+                family=family,
+                accepts_model=accepts_model,
+                checkpoint_args=partial(_checkpoint_args, run_name=run_name),
+            )
+        except JobError:
+            if "--dry-run" not in sys.argv:  # which starts no ranks
+                raise_own(rank_problem)
+            raise
+        if config.run.dry_run:
+            from megatron.training.dry_run import dry_run  # numpy and rich, which --help does not need
+
+            dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
+            return
+        raise_own(rank_problem)
+
+        # Ranks: an elastic job may have fewer than the configuration was checked for.
+        if span is not None:
+            config, world_size = fit_to_ranks(config, span, world_size)
+            if int(os.environ["RANK"]) >= world_size:
+                rank_status.note_state(rank_status.IDLE)
+                return
+            os.environ["WORLD_SIZE"] = str(world_size)
+        rank_status.note_state(rank_status.RUNNING)
+
+        # Device and process groups.
+        from megatron.training.device_setup import configure_device
+
+        configure_device(config)  # before DeepSpeed is imported
+        import megatron.training.setup  # noqa: F401 - DeepSpeed, before ranks wait for each other
+        from megatron import device
+        from megatron.training import initialize
+
+        world = initialize.start(config, lambda: stop.signal_name)
+        rank_name = world.name
+        rank_status.name_rank(rank_name)
+        log.configure(world.rank)
+        limits = config.run
+        stop.limit(limits.exit_interval, limits.exit_duration_in_mins, start_time, limits.kill_switch_path)
+        config = resolve_dtype(config, device.default_precision(world.kind))
+
+        # Data, model, engine, trainer.
+        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
+        run(config, world, *providers, run_name(config.family), stop, callbacks)
+        initialize.stop()
+        rank_status.note_state("")
+
+    stop.listen()
+    trace_crashes()
+    rank_status.open_page()
+    guard(main, lambda: rank_name)
+
+
+def run(
+    config: Config,
+    world: World,
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    name: str,
+    stop: StopRequests,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Train with a configuration and a world that exist already. Collective.
+
+    Args:
+        name: of a new run folder, ``runs/<name>-<time>``.
+        stop: requests to stop early, by signals or limits.
+        callbacks: of the script.
+    """
+    # Imported here, so that --help and --dry-run need neither torch nor DeepSpeed.
+    from megatron import device
+    from megatron.config.parallel import TRACE_IN_RUN
+    from megatron.training import auto_placement, global_vars, run_callbacks, run_folder, run_lock, start_table
+    from megatron.training.callbacks.checkpointer import Checkpointer
+    from megatron.training.data import open_data
+    from megatron.training.setup import build_engine, make_streams
+    from megatron.training.timeouts import OPENING_DATA, Sections
+    from megatron.training.trainer import Trainer
+    from megatron.training.vocabulary import with_tokenizer
+
+    with closing(Sections(world, config)) as phases:
+        # Tokenizer, layout of the chunks, dropout streams: what scripts read by get_args and its relatives.
+        tokenizer, config = with_tokenizer(config, world.grid.host)
+        if auto_placement.is_free(config):
+            limit, dtype = auto_placement.smallest_usable_bytes(world), config.precision.dtype or ""
+            config = auto_placement.with_placement(config, world.grid.topology, dtype, limit)
+        streams = make_streams(config, world)
+        global_vars.set_current(config, tokenizer, streams)
+
+        # Data.
+        with phases.over(OPENING_DATA):
+            data = open_data(datasets_provider, config, world)
+
+        # Model and engine.
+        paths = None
+        if config.parallel.pipeline_trace == TRACE_IN_RUN:  # the engine is built with the folder of its trace
+            paths = run_folder.choose(config, name, world)
+            config = replace(config, parallel=replace(config.parallel, pipeline_trace=str(paths.folder / "trace")))
+        bytes_before_model = device.peak_memory_bytes(world.kind)
+        engine = build_engine(config, world, streams, model_provider, forward_step)
+        debuggers = run_callbacks.make_callbacks(run_callbacks.debugging_callbacks(config, world, engine, streams))
+        phases.follow(engine)
+        # Weights that a model draws itself need the same generator on all ranks. From here on dropout of a user's own
+        # must differ between replicas and between stages.
+        rank = world.grid.topology.coordinate(world.rank)
+        device.seed(hash((config.run.seed, rank.data, rank.pipe)) % 2**63)
+
+        # Run folder. It is chosen after everything that may fail, which would leave an empty folder.
+        paths = paths or run_folder.choose(config, name, world)
+        config = run_folder.with_checkpoint_format(config, paths)
+        if config.checkpoint.is_deepspeed:
+            engine.use_deepspeed()
+
+        # Trainer. The checkpointer resumes in on_train_start (training/resume.py).
+        with run_lock.held(paths.folder, world):
+            num_parameters = start_table.count_parameters(engine.module, world)
+            step_callbacks = run_callbacks.step_callbacks(config, num_parameters, bytes_before_model)
+            reporting_callbacks = run_callbacks.reporting_callbacks(config, num_parameters)
+            all_callbacks = [
+                Checkpointer(paths, getattr(tokenizer, "identity", None)),
+                *debuggers,
+                *run_callbacks.make_callbacks(step_callbacks),
+                *callbacks,
+                *run_callbacks.make_callbacks(reporting_callbacks),
+            ]
+            Trainer(config, world, engine, data, paths.folder, all_callbacks, stop=stop, phases=phases).fit()
+
+
+def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
+    """Return the sizes and data settings of the run or checkpoint that --load or --resume names.
+
+    Args:
+        run_name: returns the name of a run, given the family of its model.
+    """
+    from megatron.checkpoint import checkpoint_args, run_data  # 10 ms, which --help does not need
+
+    name = run_name(found.family)
+    return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}

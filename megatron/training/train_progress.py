@@ -1,0 +1,63 @@
+"""TrainProgress: the counters of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from megatron.checkpoint import former
+
+
+@dataclass
+class TrainProgress:
+    """The position of the run.
+
+    A skipped step counts as a step and its samples as consumed, but the learning rate does not advance: it follows
+    ``updates``, or ``samples_updated`` if the lengths of its schedule are samples. The same holds for samples that a
+    rollback leaves out.
+
+    A checkpoint also stores the number of tokens consumed, which counts each sample with --seq-length tokens, whatever
+    the schedule of lengths.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        updates: steps that updated the weights.
+        samples_consumed: samples read, or left out after a rollback; the position in the data.
+        samples_skipped: samples consumed in steps without an update.
+    """
+
+    step: int = 0
+    updates: int = 0
+    samples_consumed: int = 0
+    samples_skipped: int = 0
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], tokens_per_sample: int) -> TrainProgress:
+        """Return the position at which a run resumes from a checkpoint with this metadata.
+
+        If the length of samples has changed, the run resumes at the first sample that begins at or after the number of
+        tokens consumed.
+        """
+        saved = former.progress(metadata)
+        progress = cls(**{field.name: saved[field.name] for field in fields(cls)})
+        if "tokens_consumed" in saved:
+            progress.samples_consumed = -(-saved["tokens_consumed"] // tokens_per_sample)
+            ratio = Fraction(progress.samples_consumed, max(saved["samples_consumed"], 1))
+            progress.samples_skipped = round(progress.samples_skipped * ratio)
+        return progress
+
+    def to_metadata(self, tokens_per_sample: int) -> dict[str, int]:
+        """Return the entry ``progress`` of a checkpoint's metadata."""
+        return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
+
+    @property
+    def samples_updated(self) -> int:
+        """Number of samples that updated the weights."""
+        return self.samples_consumed - self.samples_skipped
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return self.step - self.updates

@@ -1,0 +1,24 @@
+"""Tests over the rows of a table: one test that names every failing row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
+
+
+def check_rows(rows: Iterable[Row], check: Callable[[Row], Any]) -> None:
+    """Call ``check`` with each row; a test per row would take longer to set up than to run.
+
+    Raises:
+        AssertionError: If ``check`` raised for some row; the message names each such row with its error.
+    """
+    failures, rows = [], list(rows)
+    assert rows, "the table is empty"
+    for row in rows:
+        try:
+            check(row)
+        except Exception as error:
+            failures.append(f"{row}: {type(error).__name__}: {error}")
+    assert not failures, f"{len(failures)} of {len(rows)} rows fail:\n" + "\n".join(failures)
