@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.deepspeed_alias import follow, install
+from tds.deepspeed.alias import follow, install
 
 follow(
     __name__,
     {
-        "PipelineEngine": "tds.engine.engine",
-        "PipelineModule": "tds.module",
+        "PipelineEngine": "tds.deepspeed.engine",
+        "PipelineModule": "tds.deepspeed.module",
         "Weighted": "tds.loss",
-        "initialize": "tds.engine",
-        "quiet": "tds.deepspeed_alias",
+        "initialize": "tds.deepspeed.initialize",
+        "quiet": "tds.deepspeed.alias",
         "reduce_gradients": "tds.gradients",
     },
 )
@@ -30,11 +30,11 @@ install()
 if TYPE_CHECKING:
     from tds import pipe as pipe
     from tds import runtime as runtime
-    from tds.deepspeed_alias import quiet as quiet
-    from tds.engine import initialize as initialize
-    from tds.engine.engine import PipelineEngine as PipelineEngine
+    from tds.deepspeed.alias import quiet as quiet
+    from tds.deepspeed.engine import PipelineEngine as PipelineEngine
+    from tds.deepspeed.initialize import initialize as initialize
+    from tds.deepspeed.module import PipelineModule as PipelineModule
     from tds.gradients import reduce_gradients as reduce_gradients
     from tds.loss import Weighted as Weighted
-    from tds.module import PipelineModule as PipelineModule
 
     def __getattr__(name: str) -> Any: ...

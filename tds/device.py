@@ -1,30 +1,79 @@
-"""Device calls of tds (get_accelerator asked inside the functions), host allocator setting: the one copy,
-megatron.device calls it.
-"""
+"""Device calls of tds, and the host allocator setting that ``megatron.device`` shares."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tds import torch_api
-from tds.deepspeed_alias import theirs
 
 # Every device call of tds goes through here: to ``torch.accelerator`` and torch's events, and so to any device.
 
 
+class TorchAccelerator:
+    """The methods of DeepSpeed's accelerator that tds calls, by torch, for a process without DeepSpeed."""
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return the type of the device, with its index if that is given; the CPU has none."""
+        return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed for the device."""
+        return dist.get_default_backend_for_device(self._type)
+
+    def is_synchronized_device(self) -> bool:
+        """Return True if a call returns after its work is done."""
+        return self._type in ("cpu", "mps")
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the random number generator of the current device."""
+        state: torch.Tensor = self._module().get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the state of the random number generator of the current device."""
+        self._module().set_rng_state(state)
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor`` in pinned memory; for the CPU ``tensor`` itself."""
+        return tensor if self._type == "cpu" else tensor.pin_memory()
+
+    def _module(self) -> Any:
+        return torch if self._type == "cpu" else torch.get_device_module(self._type)
+
+
 def get_accelerator() -> Any:
-    """Return DeepSpeed's accelerator, which DeepSpeed chooses when it is first asked for."""
-    return theirs("deepspeed.accelerator").get_accelerator()
+    """Return DeepSpeed's accelerator if DeepSpeed is loaded, where a plug-in may have replaced it, otherwise torch's.
+
+    Both read the environment variable DS_ACCELERATOR.
+    """
+    loaded = sys.modules.get("deepspeed.accelerator")
+    if loaded is not None and hasattr(loaded, "get_accelerator"):
+        return loaded.get_accelerator()
+    if name := os.environ.get("DS_ACCELERATOR"):
+        return _torch_accelerator(name)
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return _torch_accelerator("cpu" if current is None else current.type)
+
+
+@functools.cache
+def _torch_accelerator(device_type: str) -> TorchAccelerator:
+    return TorchAccelerator(device_type)
 
 
 def own(local_rank: int) -> torch.device:
-    """Return the device of this rank, as DeepSpeed's accelerator names it."""
+    """Return the device of this rank."""
     return torch.device(get_accelerator().device_name(local_rank))
 
 
@@ -55,7 +104,7 @@ def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor
 
 
 def sends_over_host() -> bool:
-    """Return whether the device's own collectives are those of the host, gloo, as DeepSpeed's accelerator has it."""
+    """Return True if the collectives of the device are those of the host (gloo)."""
     return get_accelerator().communication_backend_name() == "gloo"
 
 

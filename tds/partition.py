@@ -18,6 +18,11 @@ from tds.schedule.validate import run
 
 Bounds = list[int]
 
+
+class PartitionError(ValueError):
+    """Layers that cannot be split into stages as ``partition_method`` says."""
+
+
 # The one dynamic program: the cheapest of all cuts into runs.
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from tds.deepspeed_alias import follow
-from tds.deepspeed_api import LayerSpec as LayerSpec
-from tds.deepspeed_api import TiedLayerSpec as TiedLayerSpec
-from tds.module import PipelineModule as PipelineModule
-from tds.shared_layers import Shared as Shared
-from tds.shared_layers import SharingLayerSpec as SharingLayerSpec
+from tds.deepspeed.alias import follow
+from tds.deepspeed.api import LayerSpec as LayerSpec
+from tds.deepspeed.api import TiedLayerSpec as TiedLayerSpec
+from tds.deepspeed.module import PipelineModule as PipelineModule
+from tds.deepspeed.shared_layers import Shared as Shared
+from tds.deepspeed.shared_layers import SharingLayerSpec as SharingLayerSpec
 
 follow(
-    __name__, {"PipelineModule": "tds.module", "Shared": "tds.shared_layers", "SharingLayerSpec": "tds.shared_layers"}
+    __name__,
+    {
+        "PipelineModule": "tds.deepspeed.module",
+        "Shared": "tds.deepspeed.shared_layers",
+        "SharingLayerSpec": "tds.deepspeed.shared_layers",
+    },
 )

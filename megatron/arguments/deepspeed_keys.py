@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tds.schedule import PLACEMENTS
 from tds.schedule.simulate import SCHEDULES
@@ -17,6 +18,9 @@ class Key:
         is_ignored: the key is accepted without effect and listed in the start table; ``about`` is the reason.
         holds: values with which it is ignored; empty: all of them.
         otherwise: reason for rejecting other values, and the alternative.
+        needs_deepspeed: returns True for a value on which only DeepSpeed's engine acts. A run without a pipeline then
+            trains on DeepSpeed's engine; with a pipeline the engine of tds passes the key to DeepSpeed.
+        without_pipeline: reason why the key has no effect in a run without a pipeline.
     """
 
     kind: str
@@ -26,6 +30,8 @@ class Key:
     is_ignored: bool = False
     holds: tuple[object, ...] = ()
     otherwise: str = ""
+    needs_deepspeed: Callable[[Any], bool] | None = None
+    without_pipeline: str = ""
 
 
 POSITIVE = "a positive integer"
@@ -210,26 +216,78 @@ SECTIONS = {
 }  # fmt: skip
 """Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: the others are ours."""
 
+
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
+def _is_stated(value: Any) -> bool:
+    return value is not None and value != "auto"
+
+
+def _is_enabled(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _times_throughput(section: Any) -> bool:
+    """Return True if "timers" has a section "throughput" that is not disabled; DeepSpeed enables it by default."""
+    return isinstance(section, Mapping) and section.get("throughput", {"enabled": False}).get("enabled") is not False
+
+
+_ANY_OPTIMIZER = "ZeRO accepts every optimizer of --optimizer"
 PASSED = {
-    "steps_per_print": Key(POSITIVE, about='steps between DeepSpeed\'s own lines; "auto": --log-interval'),
-    "wall_clock_breakdown": Key(
-        BOOLEAN, about="times of forward, backward, reduction and step; without a pipeline with --verbose-deepspeed"
+    "steps_per_print": Key(
+        POSITIVE,
+        about='steps between DeepSpeed\'s own lines; "auto": --log-interval',
+        without_pipeline="DeepSpeed's lines appear with --verbose-deepspeed only",
     ),
-    "memory_breakdown": Key(BOOLEAN, about="DeepSpeed's memory lines, seen with --verbose-deepspeed"),
-    "dump_state": Key(BOOLEAN, about="DeepSpeed prints its configuration, seen with --verbose-deepspeed"),
-    "disable_python_gc": Key(BOOLEAN, about="DeepSpeed turns Python's garbage collection off"),
-    "log_level": Key(TEXT, about="level of DeepSpeed's log, seen with --verbose-deepspeed"),
-    "zero_allow_untested_optimizer": Key(BOOLEAN, about="lets DeepSpeed take an optimizer of ours with ZeRO"),
-    "tensorboard": Key(OBJECT, about="DeepSpeed's monitor"),
-    "wandb": Key(OBJECT, about="DeepSpeed's monitor"),
-    "csv_monitor": Key(OBJECT, about="DeepSpeed's monitor"),
-    "comet": Key(OBJECT, about="DeepSpeed's monitor"),
-    "pipeline": Key(OBJECT, about="pipeline engine only (--pipe-parallel-size 2 or more)"),
-    "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline"),
-    "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication"),
-    "timers": Key(OBJECT, about="DeepSpeed's timers; throughput, for which it waits for the device, only if stated"),
+    "wall_clock_breakdown": Key(
+        BOOLEAN,
+        about="times of forward, backward, reduction and step; without a pipeline with --verbose-deepspeed",
+        needs_deepspeed=_is_true,
+    ),
+    "memory_breakdown": Key(
+        BOOLEAN, about="DeepSpeed's memory lines, seen with --verbose-deepspeed", needs_deepspeed=_is_true
+    ),
+    "dump_state": Key(
+        BOOLEAN, about="DeepSpeed prints its configuration, seen with --verbose-deepspeed", needs_deepspeed=_is_true
+    ),
+    "disable_python_gc": Key(
+        BOOLEAN, about="DeepSpeed turns Python's garbage collection off", needs_deepspeed=_is_true
+    ),
+    "log_level": Key(TEXT, about="level of DeepSpeed's log, seen with --verbose-deepspeed", needs_deepspeed=_is_stated),
+    "zero_allow_untested_optimizer": Key(
+        BOOLEAN, about="lets DeepSpeed take an optimizer of ours with ZeRO", without_pipeline=_ANY_OPTIMIZER
+    ),
+    "tensorboard": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "wandb": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "csv_monitor": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "comet": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "pipeline": Key(
+        OBJECT,
+        about="pipeline engine only (--pipe-parallel-size 2 or more)",
+        without_pipeline="there is no pipeline (--pipe-parallel-size 2 or more)",
+    ),
+    "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline", needs_deepspeed=_is_enabled),
+    "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication", needs_deepspeed=_is_enabled),
+    "timers": Key(
+        OBJECT,
+        about="DeepSpeed's timers; throughput, for which it waits for the device, only if stated",
+        needs_deepspeed=_times_throughput,
+    ),
 }
-"""Keys that are handed to DeepSpeed's engine as they are."""
+"""Keys that are handed to DeepSpeed's engine as they are, where there is one: with a pipeline, or if a key of a run
+without one needs it (``needs_deepspeed``)."""
+
+
+def engine_features(json: Mapping[str, Any]) -> list[str]:
+    """Return the keys of ``json`` on whose values only DeepSpeed's engine acts."""
+    return [
+        name
+        for name, value in json.items()
+        if (key := PASSED.get(name)) and key.needs_deepspeed is not None and key.needs_deepspeed(value)
+    ]
+
 
 NOT_READ = {
     "stages": "stages are set by --pipe-parallel-size",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.arguments.deepspeed_keys import FP16, NOT_READ
+from megatron.arguments.deepspeed_keys import FP16, NOT_READ, PASSED, engine_features
 from megatron.config.config import Config
 from megatron.config.data import EACH, OWN_DATA, PATHS
 from megatron.config.data_paths import parse_paths, parse_schedule
 from megatron.config.debug import DEBUG_IN_TRAINING, DUMP_ONLY
 from megatron.config.logging import LOGGING_IN_TRAINING
+from megatron.config.option import LARGEST_INT
 from megatron.config.parallel import ParallelConfig
 
 # Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
@@ -315,14 +316,27 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
             "--gradient-accumulation-fusion has no effect in bf16 on a CPU, which has no product of bf16 with a sum in "
             "fp32; with --fp32 it has"
         )
-    if json.get("pipeline") and not parallel.has_pipeline:
-        yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
-    elif parallel.has_pipeline:
+    if not parallel.has_pipeline:
+        yield from _single_stage_notes(config)
+    else:
         for name in json.get("pipeline", {}):
             if name in NOT_READ:
                 yield f"the JSON's pipeline.{name} has no effect: {NOT_READ[name]}"
     if json.get("flops_profiler", {}).get("enabled", False) is True and parallel.has_pipeline:
         yield 'the JSON\'s "flops_profiler" has no effect with a pipeline; progress lines show FLOP/s'
+
+
+def _single_stage_notes(config: Config) -> Iterator[str]:
+    """Yield keys of the JSON that have no effect without a pipeline."""
+    json = config.deepspeed
+    if json.get("pipeline"):
+        yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
+    is_stated = json.get("steps_per_print", "auto") not in ("auto", LARGEST_INT)  # the latter: never
+    if is_stated and not (config.run.verbose_deepspeed or engine_features(json)):
+        yield f'the JSON\'s "steps_per_print" has no effect: {PASSED["steps_per_print"].without_pipeline}'
+    if json.get("zero_allow_untested_optimizer") is False:
+        about = PASSED["zero_allow_untested_optimizer"].without_pipeline
+        yield f'the JSON\'s "zero_allow_untested_optimizer" false has no effect: {about}'
 
 
 def scaling_notes(config: Config) -> Iterator[str]:

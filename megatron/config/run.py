@@ -61,7 +61,9 @@ class RunConfig:
         "drop unknown flags and keys of --config with a warning that names the nearest known flag, misspelt flags "
         "included; without it they are errors",
     )
-    verbose_deepspeed: bool = option(False, "let DeepSpeed's own messages through")
+    verbose_deepspeed: bool = option(
+        False, "let DeepSpeed's own messages through; a run without a pipeline then uses its engine"
+    )
     dry_run: bool = option(
         False,
         "print the start table and stop, without starting processes or reading data",

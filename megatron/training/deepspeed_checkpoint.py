@@ -34,7 +34,6 @@ from megatron.training.loss_scale_resume import restore_scaler
 from megatron.training.restore_options import RestoreOptions
 from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
-from tds.engine.safe_load import make_safe
 
 CLIENT = "megatron"
 _CUTS = ("pipeline_chunks", "partition_method")
@@ -170,6 +169,8 @@ def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | N
 
 def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
     """Let the engine load the files, none of which can run code, and return the client state."""
+    from tds.deepspeed.safe_load import make_safe  # it imports DeepSpeed
+
     make_safe(engine.checkpoint_engine)
     _, client = engine.load_checkpoint(
         str(path.parent), tag=path.name, load_optimizer_states=takes_optimizer, load_lr_scheduler_states=False,

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from megatron import device
 from megatron.checkpoint import named_parameters
@@ -33,6 +32,8 @@ def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim
     Raises:
         ConfigError: it cannot be compiled here.
     """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     try:
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     except Exception as error:  # whatever the compiler, its loader or their files say

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from megatron.config.batch import Share
-from megatron.models.common.router import Routers
-from megatron.mpu.groups import Grid
-from megatron.mpu.random import DropoutKey, DropoutStreams
+from megatron.mpu.random import DropoutKey
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.loss_forms import (
     mean_of_micro_batch,
@@ -21,6 +19,7 @@ from megatron.training.loss_forms import (
 )
 from megatron.training.step_engine import (
     DataIterator,
+    StepSettings,
     as_data_error,
     busy_seconds,
     loss_values,
@@ -38,18 +37,16 @@ from tds.user_functions import LossFn
 class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
-    def __init__(
-        self, engine: Any, *, grid: Grid, streams: DropoutStreams, share: Share, micro_batch_tokens: int,
-        averages_micro_batches: bool = False, routers: Routers | None = None,
-    ) -> None:  # fmt: skip
-        """As ``SingleStageEngine``."""
+    def __init__(self, engine: Any, settings: StepSettings) -> None:
+        """Set up ``engine``, a ``tds.PipelineEngine``, for training."""
+        share, micro_batch_tokens = settings.share, settings.micro_batch_tokens
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
-        self.grid, self.streams = grid, streams
+        self.grid, self.streams = settings.grid, settings.streams
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
-        self.averages_micro_batches = averages_micro_batches
-        self.routers, self.device = routers, torch.device(engine.device)
+        self.averages_micro_batches = settings.averages_micro_batches
+        self.routers, self.device = settings.routers, torch.device(engine.device)
         self._step, self._first, self._micro_batch = 0, share.first, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -85,6 +82,9 @@ class PipelineStepEngine:
         with as_data_error():
             self.engine.eval_batch(data, num_micro_batches=self.share.num_micro_batches)
         return loss_values(self.engine.means)[0]  # already on the host, unlike the result of eval_batch
+
+    def use_deepspeed(self) -> None:
+        """Do nothing: the engine of tds reads and writes DeepSpeed's checkpoints."""
 
     def bubble(self) -> float | None:
         """Return the share of time that stages idled in the training steps since the last call. Collective.

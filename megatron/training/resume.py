@@ -124,6 +124,7 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed 
 
         # Weights, optimizer, loss scale, random states, counters.
         if deepspeed_folders.is_of_this_format(checkpoint):
+            trainer.engine.use_deepspeed()
             trainer.progress = deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, config, world, options)
         else:
             trainer.progress = restore_run(trainer, checkpoint, options)

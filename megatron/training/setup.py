@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-import tds
 from megatron import log
-from megatron.arguments.deepspeed_json import engine_dict
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.common.router import Routers
 from megatron.models.registry import model_parts
-from megatron.mpu.groups import groups_by_ranks
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import (
@@ -25,19 +23,24 @@ from megatron.optim import (
 )
 from megatron.training import fused_kernels
 from megatron.training.compile import compile_layers
-from megatron.training.deepspeed_mpu import DeepSpeedMpu
+from megatron.training.deepspeed_engine import (
+    build_deepspeed_engine,
+    initialize_loaded_deepspeed,
+    reasons_for_deepspeed,
+    sharing_groups_of,
+)
 from megatron.training.device_setup import check_agreement
 from megatron.training.kernel_rows import dropout_warning
 from megatron.training.layout_checks import check_context_is_cut, check_sequence_is_cut
+from megatron.training.model_engine import ModelEngine, broadcast_from_first_replica
 from megatron.training.optimizer_setup import check_rates, make_optimizer
 from megatron.training.pipeline_engine import PipelineStepEngine
 from megatron.training.single_stage_engine import SingleStageEngine
-from megatron.training.step_engine import ForwardStep, StepEngine
+from megatron.training.step_engine import ForwardStep, StepEngine, StepSettings
 from megatron.training.world import World
-from megatron.training.zero3_init import build, is_asked_for, not_sent, param_init_of
-from tds.deepspeed_api import sharing_groups
+from megatron.training.zero3_init import build, is_asked_for, param_init_of
 from tds.device import move
-from tds.module import PartitionError
+from tds.partition import PartitionError
 from tds.schedule import LOOP
 
 
@@ -62,30 +65,41 @@ def build_engine(
     forward_step: ForwardStep,
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
-    check_agreement(world.kind)
-    shared = groups_by_ranks(world.grid)
-    with sharing_groups(shared):
+    has_pipeline = config.parallel.has_pipeline
+    if has_pipeline:
+        check_agreement(world.kind)
+    with sharing_groups_of(world.grid) if has_pipeline else nullcontext():
         module, optimizer = build_weights(config, world, streams, model_provider)
-    settings = engine_dict(config, world.grid.topology.world_size)
-    mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
-    tds.quiet(not config.run.verbose_deepspeed)
-    with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups(shared):
-        engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
-    optimizer.store.shard_weights(module)
-    batch, replicas = config.batch, world.grid.data.size
-    numbers: dict[str, Any] = {
-        "share": batch.share(replicas, world.grid.data.rank),
-        "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
-        "averages_micro_batches": config.model.loss_average == "micro-batch",
-    }
-    if config.model.num_experts:
-        numbers["routers"] = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
-    built: StepEngine
-    if config.parallel.has_pipeline:
-        built = PipelineStepEngine(engine, grid=world.grid, streams=streams, **numbers)
+    to_deepspeed = partial(build_deepspeed_engine, config, world, module, optimizer)
+    batch, replicas = config.batch, world.grid.data_context
+    if has_pipeline or reasons_for_deepspeed(config, module):
+        engine = to_deepspeed()
     else:
-        built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
-    return built
+        initialize_loaded_deepspeed(world.kind)
+        broadcast_from_first_replica(module, replicas, are_sharded=is_asked_for(config, world))
+        engine = ModelEngine(
+            module,
+            optimizer,
+            world.device,
+            micro_batch_size=batch.batch_size,
+            gas=batch.gas,
+            num_replicas=replicas.size,
+        )
+    optimizer.store.shard_weights(module)
+    routers = None
+    if config.model.num_experts:
+        routers = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
+    settings = StepSettings(
+        grid=world.grid,
+        streams=streams,
+        share=batch.share(world.grid.data.size, world.grid.data.rank),
+        micro_batch_tokens=batch.batch_size * world.grid.data.size * config.loss_tokens_per_sample,
+        averages_micro_batches=config.model.loss_average == "micro-batch",
+        routers=routers,
+    )
+    if has_pipeline:
+        return PipelineStepEngine(engine, settings)
+    return SingleStageEngine(engine, forward_step, settings, to_deepspeed)
 
 
 def build_weights(

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config.batch import Share
-from megatron.models.common.router import Routers
-from megatron.mpu.groups import Grid
-from megatron.mpu.random import DropoutKey, DropoutStreams
+from megatron.mpu.random import DropoutKey
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.loss_forms import (
     as_weighted,
@@ -25,9 +23,11 @@ from megatron.training.loss_forms import (
     token_weight,
     with_router_losses,
 )
+from megatron.training.model_engine import COUNTERS, ModelEngine
 from megatron.training.step_engine import (
     DataIterator,
     ForwardStep,
+    StepSettings,
     busy_seconds,
     loss_values,
     set_micro_batches,
@@ -42,42 +42,27 @@ from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 
 
 class SingleStageEngine:
-    """A model without a pipeline on DeepSpeed's engine, which runs backward() and step().
+    """A model without a pipeline. Its engine, a ``ModelEngine`` or DeepSpeed's, runs ``backward`` and ``step``.
 
     Gradient reduction, norm, clipping and loss scaling are those of ``MixedPrecisionOptimizer``.
     """
 
     def __init__(
-        self,
-        engine: Any,
-        forward_step: ForwardStep,
-        *,
-        grid: Grid,
-        streams: DropoutStreams,
-        share: Share,
-        micro_batch_tokens: int,
-        averages_micro_batches: bool = False,
-        routers: Routers | None = None,
+        self, engine: Any, forward_step: ForwardStep, settings: StepSettings, to_deepspeed: Callable[[], Any]
     ) -> None:
         """Set up the engine for training.
 
         Args:
-            engine: DeepSpeed's engine.
+            engine: a ``ModelEngine``, or DeepSpeed's engine.
             forward_step: the user's function of (data iterator, engine) to (loss, reported values).
-            share: this replica's micro-batches in a step that names no other share, and in an evaluation.
-            micro_batch_tokens: predicted tokens of one micro-batch on all replicas together. In the backward, a sum
-                over tokens is divided by the nominal weight of a step's tokens.
-            averages_micro_batches: train on the mean of the micro-batches' means (--loss-average micro-batch).
-            routers: the routers of this rank's layers with experts; None for a dense model.
+            to_deepspeed: returns DeepSpeed's engine over the same model and optimizer. Collective.
         """
-        self.engine = engine
-        self.module: torch.nn.Module = engine.module
-        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.forward_step = forward_step
-        self.grid, self.streams = grid, streams
-        self.share, self.micro_batch_tokens = share, micro_batch_tokens
-        self.averages_micro_batches = averages_micro_batches
-        self.routers = routers
+        self.grid, self.streams = settings.grid, settings.streams
+        self.share, self.micro_batch_tokens = settings.share, settings.micro_batch_tokens
+        self.averages_micro_batches, self.routers = settings.averages_micro_batches, settings.routers
+        self._to_deepspeed = to_deepspeed
+        self._set_engine(engine)
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
@@ -85,7 +70,20 @@ class SingleStageEngine:
         self.has_weighted_loss: bool | None = None
         self._clock = clock_for(self.device)
         self._busy = BubbleTimer(self._clock)
-        engine.enable_backward_allreduce = False
+
+    def _set_engine(self, engine: Any) -> None:
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        engine.enable_backward_allreduce = False  # of DeepSpeed's engine
+
+    def use_deepspeed(self) -> None:
+        """Continue on DeepSpeed's engine, which reads and writes its own checkpoints. Collective."""
+        if isinstance(self.engine, ModelEngine):
+            counters = {name: getattr(self.engine, name) for name in COUNTERS}
+            self._set_engine(self._to_deepspeed())
+            for name, value in counters.items():
+                setattr(self.engine, name, value)
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of one training step and update the weights. Collective.

@@ -16,6 +16,7 @@ from megatron.models import registry
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.training import determinism, device_setup, fused_kernels, kernel_rows
+from megatron.training.deepspeed_engine import reasons_for_deepspeed
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import simulated_bubble
 from megatron.training.world import World
@@ -58,6 +59,8 @@ def start_rows(
     bounds = bounds_of(config, module)
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     yield from device_setup.device_rows(world.kind)
+    if not config.parallel.has_pipeline and (reasons := reasons_for_deepspeed(config, module)):
+        yield "engine", f"DeepSpeed's, for {', '.join(reasons)}"
     yield from fused_kernels.fused_kernel_rows(config, world.kind)
     yield from kernel_rows.dropout_rows(config, world.kind)
     yield from kernel_rows.attention_rows(config, world.device)

@@ -199,6 +199,8 @@ def run(
         # Run folder. It is chosen after everything that may fail, which would leave an empty folder.
         paths = paths or run_folder.choose(config, name, world)
         config = run_folder.with_checkpoint_format(config, paths)
+        if config.checkpoint.is_deepspeed:
+            engine.use_deepspeed()
 
         # Trainer. The checkpointer resumes in on_train_start (training/resume.py).
         with run_lock.held(paths.folder, world):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from megatron.config.batch import Share
 from megatron.errors import DataError
+from megatron.models.common.router import Routers
+from megatron.mpu.groups import Grid
+from megatron.mpu.random import DropoutStreams
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.step_result import StepResult
 from tds.bubble_timer import Row
@@ -20,11 +24,31 @@ DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """What both engines need for a training step.
+
+    Args:
+        share: this replica's micro-batches in a step that names no other share, and in an evaluation.
+        micro_batch_tokens: predicted tokens of one micro-batch on all replicas together. In the backward, a sum over
+            tokens is divided by the nominal weight of a step's tokens.
+        averages_micro_batches: train on the mean of the micro-batches' means (--loss-average micro-batch).
+        routers: the routers of this rank's layers with experts; None for a dense model.
+    """
+
+    grid: Grid
+    streams: DropoutStreams
+    share: Share
+    micro_batch_tokens: int
+    averages_micro_batches: bool = False
+    routers: Routers | None = None
+
+
 class StepEngine(Protocol):
     """The interface of an engine to the training loop.
 
     Attributes:
-        engine: the engine of DeepSpeed or tds.
+        engine: a ``ModelEngine``, or the engine of DeepSpeed or tds.
         on_loss: called on every rank with the mean loss of a step, before the update.
         on_activity: called with a description of each action of a step, before the action.
         micro_losses: losses (or sums of losses) of the last step by micro-batch, on the last stage of this replica.
@@ -46,6 +70,8 @@ class StepEngine(Protocol):
     def bubble(self) -> float | None: ...
 
     def busy(self) -> tuple[float, int]: ...
+
+    def use_deepspeed(self) -> None: ...
 
 
 def set_micro_batches(engine: Any, number: int) -> None:

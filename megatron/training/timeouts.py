@@ -30,7 +30,6 @@ from megatron.errors import PeerError
 from megatron.mpu.groups import Grid
 from megatron.runtime import exit_guard, rank_status
 from megatron.training.world import World
-from tds.engine.engine import PipelineEngine
 from tds.p2p.collective_scope import collective_scope
 from tds.p2p.process_groups import limit_groups
 from tds.watchdog.alarm import Alarms, own_store
@@ -91,7 +90,7 @@ class Sections:
         """Let the watch see what ``engine``, one of ``engines``, is at, and bound its waits by the phases' limits."""
         if self._watch is None:
             return
-        if isinstance(engine.engine, PipelineEngine):
+        if self._grid.pipe.size > 1:
             self._watch.exchange = engine.engine.let_watch()
             self._limit_waits = engine.engine.set_wait_limit
         self._limit(self._limit_of(self.name))

@@ -1,38 +1,14 @@
-"""What eval_batch returns, and what it must leave alone."""
+"""The arguments and the mean output of ``eval_batch``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tds.deepspeed_api import checkpointing
-from tds.device import random_numbers_kept
-from tds.engine import step_report
-from tds.engine.engine_parts import EngineParts
-from tds.engine.stage_call import Call
-from tds.loss import LossMeter
-from tds.loss_reduction import LossReduction, all_reduce_loss
-from tds.module import forwards_uncounted
-from tds.p2p.collective_scope import collective_scope
-
-# What eval_batch returns, and what it must leave alone.
-
-
-@contextmanager
-def preserve_training_state(module: Any, device: torch.device) -> Iterator[None]:
-    """Put random numbers and the module's counts of forwards (which seed layers) back as they were."""
-    tracker = checkpointing.get_cuda_rng_tracker()
-    states = tracker.get_states()
-    try:
-        with random_numbers_kept(device), forwards_uncounted(module):
-            yield
-    finally:
-        tracker.set_states(states)
-        checkpointing.reset()
+from tds.engine.grid import PipelineGrid
 
 
 def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
@@ -48,26 +24,7 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
         raise ValueError(f"num_micro_batches must be a whole number of 1 or more, got {num_micro_batches!r}")
 
 
-def evaluation_result(
-    engine: EngineParts, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
-) -> Any:
-    """Return the loss or the outputs as ``eval_batch`` promises. Collective."""
-    check_arguments(reduce_output, len(call.outputs) or 1)
-    is_last = engine.is_last_stage()
-    if not compute_loss:
-        if not is_last or reduce_output is None:
-            return call.outputs if is_last else None
-        return mean_output(call.outputs, engine.grid)
-    engine.means = means = agree(engine, call.meter).means()
-    step_report.write_evaluation(engine, means)
-    if reduce_output is None:
-        return call.outputs if is_last else None
-    if not (bcast_loss or is_last):
-        return None
-    return means.loss if len(means.own) == 1 else means.own
-
-
-def mean_output(outputs: Sequence[Any], grid: Any) -> Any:
+def mean_output(outputs: Sequence[Any], grid: PipelineGrid) -> Any:
     """Return the mean of the model's outputs over micro-batches and replicas, tensor by tensor. Collective.
 
     Raises:
@@ -88,18 +45,3 @@ def mean_output(outputs: Sequence[Any], grid: Any) -> Any:
         dist.all_reduce(mean, group=grid.get_data_parallel_group())
         mean = mean / grid.data_parallel_size
     return mean
-
-
-def agree(engine: EngineParts, meter: LossMeter) -> LossReduction:
-    """Return what the losses of all replicas came to, the same on every rank. Collective."""
-    grid = engine.grid
-    with collective_scope(engine.stage_id, "agreeing on the loss"):
-        return all_reduce_loss(
-            meter if engine.is_last_stage() else None,
-            torch.device(engine.device),
-            data_group=grid.get_data_parallel_group(),
-            data_size=grid.data_parallel_size,
-            pipe_group=grid.get_pipe_parallel_group(),
-            pipe_size=grid.pipe_parallel_size,
-            last_rank=grid.stage_to_global(engine.loss_stage),
-        )

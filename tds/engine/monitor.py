@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,61 +16,84 @@ import torch.distributed as dist
 from tds.action_times import Recorder, Work
 from tds.bubble_timer import BubbleTimer, Row
 from tds.clocks import clock_for, offset_to_wall_ns
-from tds.deepspeed_api import places_of
 from tds.engine import auto_schedule
-from tds.engine.engine_parts import EngineParts
+from tds.engine.grid import PipelineGrid
+from tds.engine.pipeline_json import PipelineSettings
+from tds.engine.schedule_plan import SchedulePlan
+from tds.engine.stage import Stage
 from tds.engine.stage_table import gathered_bubble, write
-from tds.engine.trace_window import Tracing, asked_window
+from tds.engine.trace_window import Tracing
 from tds.watchdog import watchdog
 from tds.watchdog.alarm import own_store
 
 _log = logging.getLogger("tds")
 
 
-# What an engine shows of itself: the bubble, traces, the watchdog, what "auto" chose, the table of stages.
+@dataclass(frozen=True)
+class Names:
+    """Names of the ranks of the job, by rank, and of the layers of the model; without layers there is no table."""
+
+    ranks: Sequence[str]
+    layers: Sequence[str] = ()
 
 
 class EngineMonitor:
-    """Made by the engine once its stage stands. Collective over all ranks.
+    """The bubble, the trace, the watchdog, the schedule "auto" and the table of stages of an engine.
+
+    Made by the engine once its stage is built. Collective over all ranks.
 
     Args:
-        stage, plan: the engine's; a schedule that is measured to be better is set in ``plan``.
+        owner: the trace is drawn at the latest when this object is deleted.
+        plan: the engine's; a schedule that is measured to be better is set in it.
+        world_group: all ranks of the engine.
+        num_micro_batches: of a replica in a step, as the engine is built.
     """
 
-    def __init__(self, engine: EngineParts, stage: Any, plan: Any) -> None:
-        self._engine, self._plan = engine, plan
-        self._stage = stage
+    def __init__(
+        self,
+        owner: Any,
+        stage: Stage,
+        plan: SchedulePlan,
+        grid: PipelineGrid,
+        settings: PipelineSettings,
+        names: Names,
+        world_group: Any,
+        num_micro_batches: int,
+    ) -> None:
+        self._plan, self._stage, self.grid, self._settings, self._names = plan, stage, grid, settings, names
+        self._world_group, self._num_micro_batches = world_group, num_micro_batches
         self._exchange = stage.exchange
-        self._device = torch.device(engine.device)
+        self._device = stage.device
         self._exchange.clock = clock_for(self._device)
         self._recorder = Recorder(self._exchange)
         self._bubble = BubbleTimer(self._exchange.clock)
         offset_ns = offset_to_wall_ns()
         origin_ns = self._agreed_time_ns(offset_ns)
         self.watchdog = self._make_watchdog(origin_ns)
-        self._tracing = self._make_tracing(origin_ns, offset_ns)
+        self._tracing = self._make_tracing(owner, origin_ns, offset_ns)
         self._auto = self._make_auto()
-        write(engine.module, engine.stage_id, engine.grid.get_pipe_parallel_group(), self._device)
+        write(stage.module, names.layers, stage.index, grid.get_pipe_parallel_group(), self._device)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Watch and measure one train_batch, and record it where that is asked for."""
+    def step(self, step: int, num_micro_batches: int) -> Iterator[None]:
+        """Watch and measure one train_batch, the update ``step``, and record it if that is asked for."""
         self._stage.span = None
         has_readers = self._tracing is not None or self._auto is not None
-        with self.watchdog.over("in train_batch"), self._recording() if has_readers else nullcontext():
+        recording = self._recording(step, num_micro_batches) if has_readers else nullcontext()
+        with self.watchdog.over("in train_batch"), recording:
             yield
             if self._stage.span is not None:
                 began, ended = self._stage.span
                 self._bubble.note(began, ended, list(self._exchange.waits))
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Record the actions of a step for the trace and "auto"; an error loses nothing of what was recorded."""
+    def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
+        """Record the actions of a step for the trace and "auto"; an error loses no recorded action."""
         if self._auto is not None:
-            self._auto.before_step(self._engine.micro_batches)
+            self._auto.before_step(num_micro_batches)
         is_traced = self._tracing is not None and self._tracing.records_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
-        about = {"step": self._engine.global_steps, "schedule": self._plan.name}
+        schedule = self._plan.name
         self._stage.recorder = self._recorder if is_recorded else None
         work: list[Work] | None = None
         is_whole = False
@@ -81,9 +105,9 @@ class EngineMonitor:
             if is_recorded:
                 work = self._recorder.take(is_whole=is_whole)
             if is_traced and work is not None and self._tracing is not None:
-                self._tracing.write(work, num_micro_batches=self._engine.micro_batches, **about)
+                self._tracing.write(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches)
         if self._auto is not None:
-            self._auto.observe(work, self._engine.micro_batches)
+            self._auto.observe(work, num_micro_batches)
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:
@@ -101,9 +125,9 @@ class EngineMonitor:
 
         Collective over the pipeline.
         """
-        group = self._engine.grid.get_pipe_parallel_group()
+        group = self.grid.get_pipe_parallel_group()
         with self.watching("measuring the bubble"):
-            return gathered_bubble(self._bubble.drain(reader), self._engine.stage_id, group, self._device)
+            return gathered_bubble(self._bubble.drain(reader), self._stage.index, group, self._device)
 
     def rows(self, reader: str) -> list[Row]:
         """Return the times of the training steps since this reader's last call."""
@@ -122,31 +146,30 @@ class EngineMonitor:
         return int(now)
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
-        grid, limit = self._engine.grid, self._exchange.links.timeout
-        names = [watchdog.name_of(rank, place) for rank, place in enumerate(places_of(grid))]
+        names, limit = list(self._names.ranks), self._exchange.links.timeout
         store = own_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
         return watchdog.EngineWatchdog(self._exchange, store, dist.get_rank(), names, limit_s)
 
-    def _make_tracing(self, origin_ns: int, offset_ns: int) -> Tracing | None:
-        asked = asked_window(self._engine.pipeline_section)
-        if asked is None:
+    def _make_tracing(self, owner: Any, origin_ns: int, offset_ns: int) -> Tracing | None:
+        if self._settings.trace is None:
             return None
-        engine, grid = self._engine, self._engine.grid
+        stage, grid = self._stage, self.grid
         about = {
-            "stage": engine.stage_id, "num_stages": engine.num_stages, "num_chunks": self._stage.num_chunks,
-            "placement": self._stage.placement.kind,
-            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name,
+            "stage": stage.index, "num_stages": stage.num_stages, "num_chunks": stage.num_chunks,
+            "placement": stage.placement.kind,
+            "num_micro_batches": self._num_micro_batches, "schedule": self._plan.name,
             "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
         }  # fmt: skip
-        return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
+        folder, num_steps = self._settings.trace
+        return Tracing(owner, folder, num_steps, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
 
     def _make_auto(self) -> auto_schedule.Auto | None:
-        engine, placement = self._engine, self._stage.placement
-        asked = auto_schedule.asked_for(engine.pipeline_section.get("schedule"))
+        placement = self._stage.placement
+        asked = auto_schedule.asked_for(self._settings.schedule)
         if asked is None:
             return None
         return auto_schedule.Auto(
-            self._plan.set, auto_schedule.choices(asked, placement), placement=placement, stage=engine.stage_id,
-            group=engine.module.world_group, device=self._device,
+            self._plan.set, auto_schedule.choices(asked, placement), placement=placement, stage=self._stage.index,
+            group=self._world_group, device=self._device,
         )  # fmt: skip

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tds.module import PipelineModule
+import torch
+
+from tds.engine.trace_window import asked_window
 from tds.p2p import process_groups
 from tds.schedule import LOOP, FileSchedule, Placement, read_schedule
 
@@ -31,6 +34,65 @@ UNSUPPORTED = {
 """Sections of the JSON that act in the forward and backward of DeepSpeed's own engine, and what to do without them."""
 
 
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Settings of a pipeline engine, from the section "pipeline" of the JSON.
+
+    Args:
+        schedule: name or function; None: the default of the placement.
+        group_size: micro-batches that pass through a chunk before the next chunk's turn; 0: the number of stages.
+        timeout: time limit of each wait for another rank; None: none.
+        checks_data: compare checksums of the data that the ranks of a replica have read.
+        overlaps_reduction: start all-reduces over replicas during the backward pass.
+        max_ctas: CTAs of a message on a GPU; 0: as NCCL chooses.
+        splits_by_graph: defer what autograd's graph allows in a split backward; None: where linear layers have less
+            than half of the weights.
+        trace: (folder, number of steps) of a trace.
+        reduce_bucket_size: elements of a bucket of gradients; 0: by the number of replicas.
+        sums_dtype: type in which gradients are all-reduced; None: their own.
+        gradient_clipping: maximum norm of the gradients; 0: none.
+    """
+
+    schedule: Any = None
+    group_size: int = 0
+    timeout: timedelta | None = None
+    checks_data: bool = False
+    overlaps_reduction: bool = True
+    max_ctas: int = process_groups.MAX_CTAS
+    splits_by_graph: bool | None = False
+    trace: tuple[str, int] | None = None
+    reduce_bucket_size: int = 0
+    sums_dtype: torch.dtype | None = None
+    gradient_clipping: float = 0.0
+
+
+def settings_of(
+    given: Mapping[str, Any], section: Mapping[str, Any], module: Any, placement: Placement, timeout: timedelta | None
+) -> PipelineSettings:
+    """Return the settings of the JSON ``given``.
+
+    Args:
+        section: its section "pipeline", with defaults.
+        module: the model; recompute is configured.
+        timeout: the default time limit.
+
+    Raises:
+        ValueError: a key or a value that is not valid.
+    """
+    check_keys(section)
+    return PipelineSettings(
+        schedule=chosen_schedule(section, module),
+        group_size=group_size(section, placement),
+        timeout=wait_limit(section, timeout),
+        checks_data=compares_data(section),
+        overlaps_reduction=overlaps_reduction(section),
+        max_ctas=max_ctas(section),
+        splits_by_graph=splits_by_graph(section, module),
+        trace=asked_window(section),
+        reduce_bucket_size=reduce_bucket_size(given),
+    )
+
+
 def check_keys(section: Mapping[str, Any]) -> None:
     """Raise ValueError for keys that nobody reads."""
     unknown = [key for key in section if key not in KEYS]
@@ -51,7 +113,7 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
         ScheduleError: a file that holds no order, or one that cannot run.
         ValueError: chunks, a placement or an interleaved schedule that do not agree with the module.
     """
-    has_chunks = isinstance(module, PipelineModule)
+    has_chunks = hasattr(module, "chunks")
     chunks, placement = (module.chunks, module.placement) if has_chunks else (1, LOOP)
     asked, schedule = section.get("chunks", chunks), section.get("schedule")
     if not has_chunks and (asked != 1 or schedule == "interleaved"):

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tds.deepspeed_api import checkpointing
 from tds.device import to_device
 from tds.engine.batch_structure import describe_structure
 from tds.engine.micro_batches import stage_inputs
-from tds.engine.recompute import Recompute
+from tds.engine.recompute import NoRecompute, Recompute
+from tds.engine.report import BACKWARD, FORWARD
 from tds.engine.stage_call import Call, InFlight, action_key, program_of
-from tds.engine.step_report import BACKWARD, FORWARD
 from tds.engine.weight_grad_store import WeightGradStore
 from tds.gradients import GradientSource
 from tds.loss import NO_LOSS_FN, has_loss_function
@@ -41,7 +40,12 @@ class Stage:
     """
 
     def __init__(
-        self, module: Any, exchange: P2PCommunicator, device: torch.device, by_graph: bool | None = False
+        self,
+        module: Any,
+        exchange: P2PCommunicator,
+        device: torch.device,
+        by_graph: bool | None = False,
+        recompute: Recompute | None = None,
     ) -> None:
         self.module = module
         self.exchange = exchange
@@ -51,7 +55,7 @@ class Stage:
         self.placement = exchange.placement
         self.num_chunks = self.placement.num_chunks
         self.splitter = WeightGradStore(module, self._forward_of, by_graph=by_graph)
-        self.recompute = Recompute()
+        self.recompute: Recompute = NoRecompute() if recompute is None else recompute
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
@@ -140,7 +144,7 @@ class Stage:
         with call.part(FORWARD), noting, self._splitting(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
-            checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
+            self.recompute.discard()
         if outgoing is None:
             self._finish_forward(action, call, output, labels, leaves)
             return

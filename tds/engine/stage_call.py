@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tds.engine.micro_batches import BatchSource
-from tds.engine.step_report import untimed
+from tds.engine.report import untimed
 from tds.gradient_reducer import GradientReducer
 from tds.gradients import GradientSource
 from tds.loss import LossMeter

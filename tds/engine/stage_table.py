@@ -12,14 +12,28 @@ import torch
 import torch.distributed as dist
 
 from tds.bubble_timer import Row
-from tds.deepspeed_api import layer_specs
-from tds.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
 from tds.p2p.collective_scope import collective_scope
 from tds.schedule import LOOP, Placement
 
 _log = logging.getLogger("tds")
 MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one micro-batch; times are means over the ranks."""
+
+    name: str
+    parameters: int
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    shapes: str = ""
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
@@ -67,13 +81,19 @@ def format_layers(names: Sequence[str], start: int) -> str:
     return f"{span} " + ", ".join(name if number == 1 else f"{name} x {number}" for name, number in runs)
 
 
-def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
-    """Write the table of ``module`` on rank 0: to be seen after a probe, else as information. Collective."""
+def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, device: torch.device) -> None:
+    """Write the table of ``module`` on rank 0: a visible line after a probe, otherwise at level INFO. Collective.
+
+    Args:
+        layer_names: of all layers of the model; empty: there is no table.
+    """
+    if not layer_names:
+        return
     num_chunks = getattr(module, "chunks", 1)
     counts = _gathered(module, stage, num_chunks, group, device)
     placement = Placement(len(counts), num_chunks, getattr(module, "placement", LOOP))
     cut = getattr(module, "profile", None)
-    names = [name_of_layer(spec) for spec in layer_specs(module)]
+    names = layer_names
     pieces = []
     for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
         chunk, owner = index // len(counts), placement.stage_of(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tds.deepspeed_alias import follow
+from tds.deepspeed.alias import follow
 from tds.runtime import pipe as pipe
 
 follow(__name__, {})

@@ -188,7 +188,7 @@ READ_IN = {
     "strict_flags": "arguments/parser.py",
     "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",
-    "verbose_deepspeed": "training/setup.py",
+    "verbose_deepspeed": "training/deepspeed_engine.py",
     "dry_run": "training/startup.py",
     "check_paths": "training/dry_run.py",
     "progress": "training/run_callbacks.py",

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tds
+from tds.deepspeed.shared_layers import held_in
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
-from tds.shared_layers import held_in
 
 Tensors = dict[str, torch.Tensor]
 

@@ -30,10 +30,10 @@ USERS_ORDER = "tests/tds/test_parity.py::test_a_users_own_order_equals_one_proce
 FAILED_STEP = "tests/tds/engine/test_engine.py::test_a_step_that_raises_counts_for_nothing_and_adds_to_no_later_batch"
 OWN_OPTIMIZER = "tests/tds/engine/test_engine.py::test_an_optimizer_that_scales_and_clips_itself_is_left_to_it"
 WRONG_USE = "tests/tds/engine/test_engine.py::test_mistakes_are_told_with_what_to_do"
-DEEPSPEED_OPTIMIZERS = "tests/tds/engine/test_optimizers.py"
+DEEPSPEED_OPTIMIZERS = "tests/tds/deepspeed/test_optimizers.py"
 EVALUATION = "tests/tds/engine/test_evaluation.py"
 DATA = "tests/tds/engine/test_data_agreement.py"
-RECOMPUTE = "tests/tds/engine/test_recompute.py"
+RECOMPUTE = "tests/tds/deepspeed/test_recompute.py"
 GRAPH_SPLIT = "tests/tds/engine/test_graph_split.py"
 IN_A_V = "tests/tds/engine/test_v.py::test_the_order_of_a_file_equals_one_process"
 ORDERS = "tests/tds/schedule/test_orders.py"
@@ -89,16 +89,14 @@ def tied_gradients_ignore_the_communication_data_type(original: Any) -> Any:
     return lambda weights, gradient_of, dtype=None: original(weights, gradient_of)
 
 
-@mutant("tds.engine.engine:add_up_tied", SHARED)
+@mutant("tds.engine.engine:ScheduleEngine._reduce_tied", SHARED)
 def engine_does_not_sum_tied_gradients(original: Any) -> Any:
-    return lambda engine, gradients: None
+    return lambda self, gradients: None
 
 
-@mutant("tds.engine.engine:add_up_replicas", TWO_REPLICAS)
+@mutant("tds.engine.engine:ScheduleEngine._reduce_over_replicas", TWO_REPLICAS)
 def gradients_are_divided_by_the_number_of_micro_batches_again(original: Any) -> Any:
-    return lambda engine, gradients, reducer, factor: original(
-        engine, gradients, reducer, factor / engine.micro_batches
-    )
+    return lambda self, gradients, reducer, factor: original(self, gradients, reducer, factor / self.micro_batches)
 
 
 # The gradient norm and clipping.
@@ -135,7 +133,7 @@ def clipping_shrinks_gradients_within_the_bound(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.optimizers:FP16Gradients.before_step",
+    "tds.deepspeed.optimizers:FP16Gradients.before_step",
     f"{DEEPSPEED_OPTIMIZERS}::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale",
 )
 def norm_of_fp16_optimizers_counts_tied_weights_twice(original: Any) -> Any:
@@ -277,38 +275,38 @@ def inputs_share_memory_with_the_data_set(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.engine:discarding_gradients_on_error",
+    "tds.engine.engine:ScheduleEngine._discarding_gradients_on_error",
     "tests/tds/engine/test_engine.py::test_an_error_in_the_middle_leaves_nothing_for_the_next_batch[1]",
 )
 def gradients_of_a_failed_batch_are_added_to_the_next(original: Any) -> Any:
-    return lambda engine, gradients: nullcontext()
+    return lambda self: nullcontext()
 
 
-@mutant("tds.engine.engine:take_step", FAILED_STEP)
+@mutant("tds.engine.engine:ScheduleEngine._take_step", FAILED_STEP)
 def gradients_of_a_failed_step_are_added_to_the_next_batch(original: Any) -> Any:
-    def take_step(engine: Any, gradients: Any) -> None:
+    def take_step(self: Any, gradients: Any) -> None:
         try:
-            original(engine, gradients)
+            original(self, gradients)
         finally:
-            engine._has_untaken_gradients = False
+            self._has_untaken_gradients = False
 
     return take_step
 
 
-@mutant("tds.engine.optimizers:Gradients.loss_scale", OWN_OPTIMIZER)
+@mutant("tds.deepspeed.optimizers:Gradients.loss_scale", OWN_OPTIMIZER)
 def loss_is_not_scaled_before_the_backward(original: Any) -> Any:
     return lambda self: 1.0
 
 
 @mutant(
-    "tds.engine.optimizers:BF16Gradients.before_backward",
+    "tds.deepspeed.optimizers:BF16Gradients.before_backward",
     f"{DEEPSPEED_OPTIMIZERS}::test_each_optimizer_trains_as_with_deepspeeds_engine_to_the_bit",
 )
 def bf16_gradients_of_earlier_micro_batches_are_accumulated_again(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("tds.engine.engine:PipelineEngine.gradient_accumulation_steps", TWO_STAGES)
+@mutant("tds.deepspeed.engine:PipelineEngine.gradient_accumulation_steps", TWO_STAGES)
 def last_micro_batch_is_dropped(original: Any) -> Any:
     return lambda self: max(original(self) - 1, 1)
 
@@ -348,7 +346,8 @@ def stages_may_read_different_samples(original: Any) -> Any:
 
 
 @mutant(
-    "tds.engine.micro_batches:training_loader", f"{DATA}::test_middle_stages_open_no_sample_and_replicas_share_them"
+    "tds.deepspeed.training_loader:training_loader",
+    f"{DATA}::test_middle_stages_open_no_sample_and_replicas_share_them",
 )
 def replicas_read_the_same_samples(original: Any) -> Any:
     def training_loader(data: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
@@ -396,7 +395,7 @@ def recompute_draws_new_dropout_masks(original: Any) -> Any:
     return lambda states: nullcontext()
 
 
-@mutant("tds.engine.recompute:Recompute._keep", f"{RECOMPUTE}::test_a_tensor_that_a_run_changes_is_kept_for_each")
+@mutant("tds.deepspeed.recompute:Recompute._keep", f"{RECOMPUTE}::test_a_tensor_that_a_run_changes_is_kept_for_each")
 def recompute_starts_from_the_first_value_of_an_input_changed_in_place(original: Any) -> Any:
     def keep(self: Any, x: torch.Tensor) -> Any:
         _, kept = self._kept.get(x, (None, None))
@@ -406,7 +405,8 @@ def recompute_starts_from_the_first_value_of_an_input_changed_in_place(original:
 
 
 @mutant(
-    "tds.module:forwards_uncounted", f"{EVALUATION}::test_evaluation_between_steps_changes_nothing_in_training[2-4]"
+    "tds.deepspeed.module:forwards_uncounted",
+    f"{EVALUATION}::test_evaluation_between_steps_changes_nothing_in_training[2-4]",
 )
 def evaluation_advances_the_seeds_of_layers(original: Any) -> Any:
     return lambda module: nullcontext()
@@ -420,7 +420,7 @@ def evaluation_advances_the_random_generator(original: Any) -> Any:
     return lambda device: nullcontext()
 
 
-@mutant("tds.module:PipelineModule.eval", "tests/training/test_loop.py::test_evaluation_drops_nothing")
+@mutant("tds.deepspeed.module:PipelineModule.eval", "tests/training/test_loop.py::test_evaluation_drops_nothing")
 def evaluation_applies_dropout(original: Any) -> Any:
     return lambda self: self.train()
 
@@ -650,7 +650,7 @@ def order_in_a_file_is_not_validated(original: Any) -> Any:
 
 
 @mutant(
-    "tds.module:PipelineModule.forward",
+    "tds.deepspeed.module:PipelineModule.forward",
     "tests/tds/engine/test_v.py::test_a_larger_group_of_micro_batches_equals_one_process",
 )
 def chunks_of_a_stage_run_in_reverse(original: Any) -> Any:
@@ -662,17 +662,17 @@ def stages_have_equal_layers_whatever_they_cost(original: Any) -> Any:
     return lambda costs, parts: original([1.0] * len(costs), parts)
 
 
-@mutant("tds.module:check_bounds", WRONG_USE)
+@mutant("tds.deepspeed.module:check_bounds", WRONG_USE)
 def bounds_may_leave_layers_out(original: Any) -> Any:
     return lambda bounds, num_layers, num_pieces: list(bounds)
 
 
-@mutant("tds.shared_layers:index_shared_modules", SHARED)
+@mutant("tds.deepspeed.shared_layers:index_shared_modules", SHARED)
 def gradients_of_shared_modules_are_not_summed_over_stages(original: Any) -> Any:
     return lambda module: original(module) and {}
 
 
-@mutant("tds.shared_layers:index_shared_modules", SHARED)
+@mutant("tds.deepspeed.shared_layers:index_shared_modules", SHARED)
 def norm_counts_shared_modules_on_each_stage(original: Any) -> Any:
     def index_shared_modules(module: Any) -> Any:
         found = original(module)
@@ -683,13 +683,13 @@ def norm_counts_shared_modules_on_each_stage(original: Any) -> Any:
     return index_shared_modules
 
 
-@mutant("tds.shared_layers:_lend", "tests/tds/test_sharing.py::test_each_chunk_knows_what_it_shares")
+@mutant("tds.deepspeed.shared_layers:_lend", "tests/tds/test_sharing.py::test_each_chunk_knows_what_it_shares")
 def each_layer_has_a_copy_of_a_shared_module(original: Any) -> Any:
     return lambda layer, name, module: original(layer, name, copy.deepcopy(module))
 
 
 @mutant(
-    "tds.module:PipelineModule.synchronize_tied_weights",
+    "tds.deepspeed.module:PipelineModule.synchronize_tied_weights",
     "tests/tds/test_sharing.py::test_all_holders_start_with_one_copy_of_the_same_weights",
 )
 def copies_of_a_tied_weight_start_with_different_values(original: Any) -> Any:

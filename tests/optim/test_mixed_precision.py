@@ -15,7 +15,7 @@ from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.param_groups import decay_groups
-from tds.engine.optimizers import Gradients, gradients_of
+from tds.deepspeed.optimizers import Gradients, gradients_of
 from tds.gradients import GradientSource
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import random
@@ -104,7 +104,7 @@ def test_many_tiny_gradients_add_up_in_fp32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itself(dtype):
-    """tds.engine.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the
+    """tds.deepspeed.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the
     same.
     """
     parameter, optimizer = one_weight(dtype, scaler=GradScaler(4.0))

@@ -43,9 +43,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from tds import deepspeed_api, torch_api
-from tds.deepspeed_alias import SPEAKERS
-from tds.deepspeed_api import GRID_GROUPS
+from tds import torch_api
+from tds.deepspeed import api as deepspeed_api
+from tds.deepspeed.alias import SPEAKERS
+from tds.deepspeed.api import GRID_GROUPS
 from tds.engine.pipeline_json import KEYS
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
@@ -253,7 +254,7 @@ def _kind_of_grid(rank: int) -> tuple[str, bool]:
 
 
 def test_pipeline_modules_have_our_grid_and_deepspeeds_module_is_as_it_was() -> None:
-    assert run_ranks(1, _kind_of_grid) == [("tds.deepspeed_api", True)]
+    assert run_ranks(1, _kind_of_grid) == [("tds.deepspeed.api", True)]
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:

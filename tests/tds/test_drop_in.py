@@ -18,11 +18,11 @@ import torch
 
 import tds
 import tds.pipe
-from tds.deepspeed_alias import check_torch, check_versions
+from tds.deepspeed.alias import check_torch, check_versions
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, check_equal, make_engine, train
 
-initialize_module: Any = importlib.import_module("tds.engine")
+initialize_module: Any = importlib.import_module("tds.deepspeed.initialize")
 OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}
 """And names that DeepSpeed does not have."""
 

@@ -16,7 +16,7 @@ import deepspeed
 import pytest
 
 import tds
-from tds.deepspeed_alias import name_loaded, theirs_of
+from tds.deepspeed.alias import name_loaded, theirs_of
 
 FOLLOWING = ["tds.pipe", "tds.runtime", "tds.runtime.pipe", "tds.runtime.pipe.engine"]
 LATE = ["moe.layer", "ops.lion", "checkpoint.ds_to_universal", "utils.zero_to_fp32", "sequence.layer", "linear"]

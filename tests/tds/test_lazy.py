@@ -12,7 +12,7 @@ import tds.schedule
 WITHOUT_TORCH = (
     "tds",
     "tds.partition",
-    "tds.deepspeed_alias",
+    "tds.deepspeed.alias",
     *(info.name for info in pkgutil.iter_modules(tds.schedule.__path__, "tds.schedule.")),
 )
 WITHOUT_DEEPSPEED = (
@@ -69,7 +69,7 @@ for ask in (lambda: tds.zero, lambda: tds.initialize, lambda: tds.PipelineEngine
 def test_the_import_alone_reads_no_versions() -> None:
     """``importlib.metadata`` with its mail parser would take longer than the rest of a tool's ``--help``."""
     found = _printed("import sys; before = {*sys.modules}; import tds; print({*sys.modules} - before)")
-    assert "tds.deepspeed_alias" in found and "importlib.metadata" not in found
+    assert "tds.deepspeed.alias" in found and "importlib.metadata" not in found
 
 
 def test_names_that_need_them_are_there_all_the_same_whatever_comes_first() -> None:
@@ -78,7 +78,7 @@ def test_names_that_need_them_are_there_all_the_same_whatever_comes_first() -> N
         """
 import tds as deepspeed
 from tds import schedule, pipe
-from tds.engine import initialize
+from tds.deepspeed.initialize import initialize
 assert deepspeed.initialize is initialize and deepspeed.schedule is schedule
 assert deepspeed.runtime.pipe.engine.PipelineEngine is deepspeed.PipelineEngine is not None
 assert deepspeed.pipe is pipe and pipe.PipelineModule is deepspeed.PipelineModule

@@ -19,7 +19,7 @@ import tds
 TDS = Path(tds.__file__).parent
 THEIRS = Path(deepspeed.__file__).parent
 CONTRACT = (Path(__file__).parent / "test_deepspeed_contract.py").read_text()
-APIS = ("deepspeed_api.py", "torch_api.py")
+APIS = ("api.py", "torch_api.py")
 ELSEWHERE = {
     "host_copies.py": "a process group, made of what torch calls on any",
     "boundary_layers.py": "of the messages between stages, which do without DeepSpeed",
@@ -82,7 +82,7 @@ def _own() -> set[str]:
 
 def _overridden() -> set[str]:
     """Return the private methods of DeepSpeed's classes that ours have, too."""
-    nodes = [node for tree in _trees("deepspeed_api.py") for node in ast.walk(tree)]
+    nodes = [node for tree in _trees("api.py") for node in ast.walk(tree)]
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and _is_private(node.name)}
 
 

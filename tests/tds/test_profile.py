@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tds
-from tds.engine.stage_table import Piece, format_layers, table
-from tds.layer_profiler import LayerCost, even_out, profile_layers, profiled_cut
+from tds.deepspeed.layer_profiler import even_out, profile_layers, profiled_cut
+from tds.engine.stage_table import LayerCost, Piece, format_layers, table
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine

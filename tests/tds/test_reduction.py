@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
-from tds.engine.optimizers import Gradients
+from tds.deepspeed.optimizers import Gradients
 from tds.gradient_reducer import ChunkOrder, GradientReducer
 from tds.gradients import GradientBucket, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule

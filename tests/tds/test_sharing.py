@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import tds
-from tds.engine.checkpointing import CheckpointError
-from tds.module import layer_parameters
+from tds.deepspeed.checkpointing import CheckpointError
+from tds.deepspeed.module import layer_parameters
+from tds.deepspeed.shared_layers import held_in, sharing_layers
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
-from tds.shared_layers import held_in, sharing_layers
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
 

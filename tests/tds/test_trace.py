@@ -213,7 +213,7 @@ def _train_without_a_folder(rank: int, place: str, breaks_at: int) -> tuple[list
         if rank and step == breaks_at:
             (folder / "trace-rank1.json").unlink(missing_ok=True) if step else None
         engine.train_batch(iter(toy.batches()))
-        wants.append(engine._seeing._tracing.records_step)
+        wants.append(engine._monitor._tracing.records_step)
     return [line for line in heard if "without a trace" in line], wants
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
-from tds.engine.safe_load import load_safely
+from tds.deepspeed.safe_load import load_safely
 from tests.helpers.runs import flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 

@@ -28,7 +28,7 @@ from megatron.training.restore_options import EVERYTHING
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import TOKENIZER
-from tests.tds.engine.test_safe_loading import Bomb
+from tests.tds.deepspeed.test_safe_loading import Bomb
 
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 STATE = {

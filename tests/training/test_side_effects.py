@@ -107,7 +107,8 @@ def digest(values: Any) -> str:
     made = hashlib.sha256()
     for value in values:
         is_tensor = isinstance(value, torch.Tensor)
-        made.update(value.detach().contiguous().view(-1).numpy().tobytes() if is_tensor else repr(value).encode())
+        bits = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else b""
+        made.update(bits or repr(value).encode())
     return made.hexdigest()[:12]
 
 
@@ -128,7 +129,11 @@ def state_of(this: Trainer) -> dict[str, Any]:
         "Python's generator": digest([random.getstate()]),
         "counters of the engine": (engine.global_steps, engine.micro_steps, engine.global_samples),
         "forwards": getattr(module, "micro_offset", 0),
-        "hooks": sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()),
+        "hooks": sum(
+            not hook.__module__.startswith("deepspeed")
+            for each in module.modules()
+            for hook in [*each._forward_hooks.values(), *each._forward_pre_hooks.values()]
+        ),
         "trained": sum(p.requires_grad for p in module.parameters()),
         "torch's settings": (
             torch.is_grad_enabled(),

@@ -21,7 +21,7 @@ from megatron.training import global_vars, initialize, world
 from megatron.training.mock_data import mock_tokenizer
 from megatron.training.setup import build_engine, make_streams
 from megatron.training.timeouts import AXES
-from tds.deepspeed_api import groups_of
+from tds.deepspeed.api import groups_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import flags, parse_as
 

@@ -6,8 +6,8 @@ engine trains it too.
 
 from __future__ import annotations
 
-from tds.deepspeed_alias import follow
-from tds.module import PipelineModule as PipelineModule
+from tds.deepspeed.alias import follow
+from tds.deepspeed.module import PipelineModule as PipelineModule
 from tds.runtime.pipe import engine as engine
 
-follow(__name__, {"PipelineModule": "tds.module"})
+follow(__name__, {"PipelineModule": "tds.deepspeed.module"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tds.deepspeed_alias import follow
-from tds.engine.engine import PipelineEngine as PipelineEngine
-from tds.module import PipelineModule as PipelineModule
+from tds.deepspeed.alias import follow
+from tds.deepspeed.engine import PipelineEngine as PipelineEngine
+from tds.deepspeed.module import PipelineModule as PipelineModule
 
-follow(__name__, {"PipelineEngine": "tds.engine.engine", "PipelineModule": "tds.module"})
+follow(__name__, {"PipelineEngine": "tds.deepspeed.engine", "PipelineModule": "tds.deepspeed.module"})

@@ -17,7 +17,7 @@ from megatron.models.registry import FAMILIES
 from megatron.models.t5 import pipeline as t5_pipeline
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import is_partial, shard_of
-from tds.shared_layers import held_in
+from tds.deepspeed.shared_layers import held_in
 from tests.models.common.test_sequence_parallel import cases
 
 PAIR = Group((0, 1), 0)

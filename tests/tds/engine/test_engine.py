@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.module import PipelineError
 import tds
 from tds.engine.data_consistency import DataEnded
 from tds.gradients import GradientBucket
-from tds.module import PartitionError
 from tds.p2p.boundary import BoundaryError
+from tds.partition import PartitionError
 from tds.pipe import PipelineModule
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train

@@ -11,7 +11,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 import tds
-from tds.engine.engine import PipelineEngine
+from tds.deepspeed.engine import PipelineEngine
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, reference, train

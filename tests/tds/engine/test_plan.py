@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tds.engine.build import log_unused_settings
+from tds.deepspeed.checks import log_unused_settings
 from tds.engine.pipeline_json import max_ctas
 from tds.engine.schedule_plan import SchedulePlan
 from tds.p2p.process_groups import MAX_CTAS

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tds
+from tds.deepspeed.module import layer_numbers
 from tds.engine.auto_schedule import best, trials
-from tds.module import PartitionError, layer_numbers
+from tds.partition import PartitionError
 from tds.pipe import LayerSpec, PipelineModule
 from tds.schedule import Costs, Placement, V, schedule_named, write_schedule
 from tests.helpers.harness import run_ranks
@@ -45,7 +46,7 @@ def _auto(rank: int) -> tuple[list[str], str]:
     for _ in range(len(TRIED) + 1):
         engine.train_batch(iter(Toy("chain", 7, micro_batches=4).batches()) if rank == 0 else None)
         names.append(engine._plan.name)
-    return names, engine._seeing._auto.choice
+    return names, engine._monitor._auto.choice
 
 
 def test_auto_chooses_among_the_schedules_of_a_v() -> None:

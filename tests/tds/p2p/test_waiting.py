@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 import tds
-from tds.deepspeed_api import GRID_GROUPS, groups_of
+from tds.deepspeed.api import GRID_GROUPS, groups_of
 from tds.pipe import PipelineModule
 from tds.torch_api import default_timeout
 from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks

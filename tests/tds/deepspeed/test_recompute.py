@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import tds
-from tds.engine.recompute import Recompute, _Kept, recomputes_reentrantly
+from tds.deepspeed.recompute import Recompute, _Kept, recomputes_reentrantly
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Dense, Tensors, Toy, check_equal, make_engine, train

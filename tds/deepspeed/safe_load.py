@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tds.deepspeed_api import (
+from tds.deepspeed.api import (
     DynamicLossScaler,
     LossScaler,
     ZeroStageEnum,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import tds
-from tds.engine.checkpointing import CheckpointError
-from tds.module import layer_numbers
+from tds.deepspeed.checkpointing import CheckpointError
+from tds.deepspeed.module import layer_numbers
 from tds.pipe import LayerSpec, TiedLayerSpec
 from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.helpers.toys import Toy, _share_groups, preload_zero

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from tds.engine.recompute import keeping_structure
+from tds.deepspeed.recompute import keeping_structure
 from tds.pipe import PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import make_engine, train

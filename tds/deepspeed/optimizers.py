@@ -18,12 +18,11 @@ all skip the same and keep one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tds.deepspeed_api import (
+from tds.deepspeed.api import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     FP16_Optimizer,
@@ -32,63 +31,17 @@ from tds.deepspeed_api import (
     make_contiguous,
     summed_already,
 )
-from tds.gradient_reducer import BucketSchedule
+from tds.engine.optimizer_gradients import OptimizerGradients
 from tds.gradients import GradientSource
 from tds.param_info import copy_attributes
 
 
-class Gradients:
-    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` says."""
-
-    come_in_hooks = True
-    takes_unfrozen = True
-    norm_is_scaled = False
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.are_multiplied_in_step = hasattr(optimizer, "gradient_factor")
-        self._place: Callable[[torch.Tensor], torch.Tensor | None] = getattr(
-            optimizer, "gradient_of", lambda parameter: parameter.grad
-        )
+class Gradients(OptimizerGradients):
+    """Gradients of a user's optimizer, which may clip by itself as DeepSpeed's do."""
 
     @property
     def clips_itself(self) -> bool:
         return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
-
-    def use_buckets(self, order: BucketSchedule) -> None:
-        """Gradients stay where the optimizer has them."""
-
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        gradient = self._place(parameter)
-        if gradient is None:
-            parameter.grad = torch.zeros_like(parameter)
-            gradient = self._place(parameter)
-        if gradient is None:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.gradient_of must return a gradient once param.grad is set, got None "
-                f"for a parameter of shape {list(parameter.shape)}"
-            )
-        return gradient
-
-    def loss_scale(self) -> float:
-        scale = getattr(self.optimizer, "loss_scale", None)
-        return 1.0 if scale is None else float(scale)
-
-    def before_backward(self) -> None:
-        return None
-
-    def after_backward(self) -> None:
-        return None
-
-    def before_step(self) -> None:
-        return None
-
-    def after_step(self) -> None:
-        if hasattr(self.optimizer, "gradient_of"):
-            self.optimizer.zero_grad()
-
-    def forget(self) -> None:
-        self.optimizer.zero_grad()
 
 
 class FP16Gradients(Gradients):

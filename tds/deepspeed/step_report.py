@@ -1,9 +1,9 @@
-"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0.
+"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0, and the events of DeepSpeed's monitors.
 
-"steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
-in any case, as DeepSpeed's do. Both tell means over the steps since the last line. DeepSpeed's monitors (TensorBoard,
-CSV, ...) get every step and every evaluation, under DeepSpeed's names. Where there are stages to wait for, the line
-has the bubble of its steps, and so have the monitors; what ``engine.bubble()`` tells does not change by that.
+"steps_per_print" writes to DeepSpeed's logger, whose level decides whether the line appears; the timers always print,
+as DeepSpeed's do. Both report means over the steps since the last line. DeepSpeed's monitors (TensorBoard, CSV, ...)
+receive every step and every evaluation, under DeepSpeed's names. With several stages the line and the monitors also
+have the bubble of these steps, which does not change the result of ``engine.bubble()``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Any
 
-from tds.deepspeed_api import log_dist
-from tds.deepspeed_api import logger as _deepspeed_logger
-from tds.engine.engine_parts import EngineParts
+from tds.deepspeed.api import log_dist
+from tds.deepspeed.api import logger as _deepspeed_logger
+from tds.engine.report import PARTS, TRAIN_BATCH, untimed
 from tds.loss_reduction import MeanLosses
-
-FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
-PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
-"""What train_batch has beyond the sum of the others is waiting for the other stages."""
-
-
-def untimed(_: str) -> AbstractContextManager[None]:
-    """Measure nothing."""
-    return nullcontext()
 
 
 class StepReport:
@@ -35,7 +27,7 @@ class StepReport:
         bubble: returns that of the steps since it was last called. Collective over the pipeline.
     """
 
-    def __init__(self, engine: EngineParts, bubble: Callable[[], float | None]) -> None:
+    def __init__(self, engine: Any, bubble: Callable[[], float | None]) -> None:
         self._engine, self._measured = engine, bubble
         self._num_steps = 0
         self._elapsed_s = 0.0
@@ -87,24 +79,25 @@ class StepReport:
                 ranks=[0],
             )
 
+    def write_training(self, means: MeanLosses) -> None:
+        """Write the losses of a step, the learning rate and, with fp16, the loss scale to the monitors."""
+        engine = self._engine
+        if not engine.monitor.enabled:
+            return
+        loss, *others = means.numbers.items()
+        values = {"train_loss": loss[1]} | dict(others)
+        values["lr"] = engine.get_lr()[0]
+        if engine.fp16_enabled():
+            values["loss_scale"] = engine.optimizer.loss_scale
+        _write_events(engine, values)
 
-def write_training(engine: EngineParts, means: MeanLosses) -> None:
-    """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
-    loss, *others = means.numbers.items()
-    values = {"train_loss": loss[1]} | dict(others)
-    values["lr"] = engine.get_lr()[0]
-    if engine.fp16_enabled():
-        values["loss_scale"] = engine.optimizer.loss_scale
-    _write_events(engine, values)
+    def write_evaluation(self, means: MeanLosses) -> None:
+        """Write the losses of an evaluation to the monitors."""
+        loss, *others = means.numbers.items()
+        _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
 
 
-def write_evaluation(engine: EngineParts, means: MeanLosses) -> None:
-    """Tell the monitors the losses of an evaluation."""
-    loss, *others = means.numbers.items()
-    _write_events(engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
-
-
-def _write_events(engine: EngineParts, values: dict[str, float]) -> None:
+def _write_events(engine: Any, values: dict[str, float]) -> None:
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 
 import tds
-from tds.engine.checkpointing import CheckpointError
+from tds.deepspeed.checkpointing import CheckpointError
 from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.helpers.toys import Toy, _share_groups, preload_zero
 

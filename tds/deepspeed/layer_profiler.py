@@ -24,34 +24,19 @@ import torch
 import torch.distributed as dist
 
 from tds.clocks import Clock, clock_for
-from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
+from tds.deepspeed.api import LayerSpec, TiedLayerSpec, checkpointing
+from tds.deepspeed.shared_layers import held_in, layer_parameters
 from tds.device import random_numbers_kept, to_device
+from tds.engine.stage_table import LayerCost
 from tds.loss import Weighted, named_losses
 from tds.param_info import copy_infos
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
-from tds.shared_layers import held_in, layer_parameters
 
 PASSES = 3
 """Timed passes over each layer, after one to warm up; the fastest counts."""
 NOISE = 0.25
 """Layers that look alike and differ by a smaller share than this are taken for the same."""
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer costs for one micro-batch; times are means over the ranks."""
-
-    name: str
-    parameters: int
-    forward_s: float
-    backward_s: float
-    activation_bytes: int
-    shapes: str = ""
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds.deepspeed_api import (
+from tds.deepspeed.api import (
     BF16_Optimizer,
 )
-from tds.engine.layer_files import layers_to_load, save_tied_rest
-from tds.engine.safe_load import UnsafeFileError, make_safe, weights_only
-from tds.module import layer_numbers
+from tds.deepspeed.layer_files import layers_to_load, save_tied_rest
+from tds.deepspeed.module import layer_numbers
+from tds.deepspeed.safe_load import UnsafeFileError, make_safe, weights_only
 from tds.torch_api import has_rates
 
 _log = logging.getLogger("tds")

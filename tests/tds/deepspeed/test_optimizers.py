@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import tds
-from tds.engine.optimizers import gradients_of
+from tds.deepspeed.optimizers import gradients_of
 from tds.loss import Weighted
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, preload_zero

@@ -122,7 +122,7 @@ def spare_the_compiler(deepspeed: ModuleType) -> None:
 # imported at the first name that is asked of it.
 
 OURS, THEIRS = "tds", "deepspeed"
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 
 
 class Finder(MetaPathFinder, Loader):

@@ -1,9 +1,9 @@
-"""DeepSpeed as tds knows it: no other file imports it, and none knows its private names.
+"""The names of DeepSpeed that tds uses. No other file imports DeepSpeed or uses its private names.
 
-DeepSpeed's version is checked ahead of all imports. What is private there has a function or a method here, by a name of
-ours, and a line in tests/tds/test_deepspeed_contract.py: a new version of DeepSpeed changes this file. What ours does
-in place of a private method of DeepSpeed's, it does in the method of ``BaseEngine`` or ``BaseModule`` that stands for
-it. torch's private names are in ``tds.torch_api``.
+DeepSpeed's version is checked before all imports. Each private name has a function or a method here, under a name of
+ours, and a line in tests/tds/test_deepspeed_contract.py: a new version of DeepSpeed changes only this file. To replace
+a private method of DeepSpeed, override the method of ``BaseEngine`` or ``BaseModule`` that calls it. torch's private
+names are in ``tds.torch_api``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.deepspeed_alias import theirs
+from tds.deepspeed.alias import theirs
 from tds.p2p.process_groups import limit_groups
 from tds.torch_api import default_timeout
 

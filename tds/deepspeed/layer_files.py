@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from tds.deepspeed_api import (
+from tds.deepspeed.api import (
     TiedLayerSpec,
     grid_of,
     layer_specs,
     weight_named,
 )
-from tds.module import layer_numbers
-from tds.shared_layers import sharing_layers
+from tds.deepspeed.module import layer_numbers
+from tds.deepspeed.shared_layers import sharing_layers
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tds.deepspeed_api import LayerSpec, TiedLayerSpec, deepspeed, grid_of, layer_specs
+from tds.deepspeed.api import LayerSpec, TiedLayerSpec, deepspeed, grid_of, layer_specs
 from tds.param_info import mark_tied_copy
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.deepspeed_alias import without_prints
-from tds.deepspeed_api import (
+from tds.deepspeed.alias import without_prints
+from tds.deepspeed.api import (
     BaseModule,
     LayerRun,
     deepspeed,
@@ -21,10 +21,10 @@ from tds.deepspeed_api import (
     limit_waits,
     sharing_groups,
 )
-from tds.layer_profiler import ProfiledCut, profiled_cut
-from tds.partition import chunks_on
+from tds.deepspeed.layer_profiler import ProfiledCut, profiled_cut
+from tds.deepspeed.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
+from tds.partition import PartitionError, chunks_on
 from tds.schedule import LOOP, Placement
-from tds.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
 from tds.user_functions import BatchFn
 
 
@@ -40,10 +40,6 @@ def index_in_one_run(module: Any, local_index: int) -> int:
 
 
 # The layers of a pipeline and how they are cut into stages and chunks.
-
-
-class PartitionError(ValueError):
-    """Layers that cannot be cut as ``partition_method`` says."""
 
 
 class PipelineModule(BaseModule):

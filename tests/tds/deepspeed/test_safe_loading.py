@@ -14,10 +14,10 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from tds.engine.checkpointing import CheckpointError
-from tds.engine.safe_load import SafeLoad, UnsafeFileError, load_safely, make_safe, weights_only
+from tds.deepspeed.checkpointing import CheckpointError
+from tds.deepspeed.safe_load import SafeLoad, UnsafeFileError, load_safely, make_safe, weights_only
 from tests.helpers.harness import run_ranks
-from tests.tds.engine.test_saving import _engine, _weights
+from tests.tds.deepspeed.test_saving import _engine, _weights
 
 ROOT = Path(__file__).resolve().parents[3]
 

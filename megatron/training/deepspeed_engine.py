@@ -1,0 +1,74 @@
+"""DeepSpeed's engine for a run without a pipeline, and the engine of tds for a pipeline."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tds
+from megatron.arguments.deepspeed_json import engine_dict
+from megatron.arguments.deepspeed_keys import engine_features
+from megatron.config import Config
+from megatron.mpu.groups import Grid, groups_by_ranks
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.deepspeed_mpu import DeepSpeedMpu
+from megatron.training.device_setup import check_agreement
+from megatron.training.world import World
+from megatron.training.zero3_init import is_asked_for, not_sent
+from tds.deepspeed.alias import theirs
+
+
+def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
+    """Return why a run without a pipeline trains on DeepSpeed's engine; empty if it needs nothing of DeepSpeed."""
+    reasons = engine_features(config.deepspeed)
+    if config.run.verbose_deepspeed:
+        reasons.append("--verbose-deepspeed")
+    if config.checkpoint.is_deepspeed:
+        reasons.append("--checkpoint-format deepspeed")
+    if any(hasattr(each, "set_deepspeed_parallelism") for each in module.modules()):
+        reasons.append("layers of DeepSpeed in the model")
+    return reasons
+
+
+def initialize_loaded_deepspeed(kind: str) -> None:
+    """Initialize DeepSpeed's communication if the script has imported DeepSpeed. Collective.
+
+    A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, whichever engine trains it.
+
+    Args:
+        kind: type of the device of the run.
+
+    Raises:
+        ConfigError: DeepSpeed uses another type of device.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    check_agreement(kind)
+    deepspeed = theirs()
+    tds.quiet()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
+    """Return a context in which DeepSpeed uses the process groups of ``grid`` instead of new ones of the same ranks."""
+    from tds.deepspeed.api import sharing_groups  # it imports DeepSpeed
+
+    return sharing_groups(groups_by_ranks(grid))
+
+
+def build_deepspeed_engine(
+    config: Config, world: World, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer
+) -> Any:
+    """Return the engine of tds for a pipeline, DeepSpeed's engine for any other model. Collective."""
+    check_agreement(world.kind)
+    tds.quiet(not config.run.verbose_deepspeed)
+    settings = engine_dict(config, world.grid.topology.world_size)
+    mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
+    with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups_of(world.grid):
+        engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    return engine

@@ -1,0 +1,77 @@
+"""Checks and settings of DeepSpeed's JSON and module before the pipeline engine is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tds.deepspeed.api import checkpointing, choose_recomputed, layer_specs
+from tds.deepspeed.module import PipelineModule
+from tds.deepspeed.optimizers import gradients_of
+from tds.deepspeed.recompute import is_deepspeeds_reentrant
+from tds.deepspeed.shared_layers import sharing_layers
+from tds.engine.pipeline_json import accepted
+from tds.gradients import GradientSource
+from tds.log import log_rank_0
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise for features of DeepSpeed that this engine would ignore or compute wrongly."""
+    if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
+        raise TypeError(
+            f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
+            f"{type(engine.module).__name__}: there nobody builds what they share"
+        )
+    if engine.has_moe_layers:
+        raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+    accepted(engine.config_given)
+    if engine.torch_autocast_enabled():
+        raise NotImplementedError(
+            'the pipeline engine of tds does not act on "torch_autocast"; use "bf16" or "fp16", or '
+            "torch.autocast inside your layers"
+        )
+    if engine.zero_optimization_stage() >= 2:
+        raise ValueError(
+            f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
+            f"{engine.zero_optimization_stage()}; use 0 or 1"
+        )
+
+
+def log_unused_settings(engine: Any) -> None:
+    """Log on rank 0 the keys of the JSON that take effect only in DeepSpeed's own engine."""
+    given = engine.config_given
+    found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
+    found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
+    if found and engine.global_rank == 0:
+        listed = ", ".join(f'"{key}"' for key in found)
+        log_rank_0(
+            f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
+            "says of each tensor whether it is cut over the tensor group"
+        )
+    if "overlap_forward_backward" in given.get("pipeline", {}) and engine.global_rank == 0:
+        log_rank_0(
+            '"pipeline": {"overlap_forward_backward": ...} in the JSON has no effect: each stage runs one forward or '
+            "backward at a time. Remove the key; losses and gradients stay the same"
+        )
+    if engine.asks_for_flops and engine.global_rank == 0:
+        log_rank_0(
+            '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
+            "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
+        )
+
+
+def configure_recompute(engine: Any) -> None:
+    """Apply the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more state."""
+    section, module = engine.pipeline_section, engine.module
+    if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
+        module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+    if section.get("activation_checkpoint_interval", 0) > 0:
+        module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
+    if module.activation_checkpoint_interval > 0:
+        choose_recomputed(module)
+
+
+def make_gradients(engine: Any) -> GradientSource | None:
+    """Return the gradients of the optimizer; None for an engine that only evaluates."""
+    if engine.optimizer is None:
+        return None
+    return gradients_of(engine.optimizer, engine.zero_optimization_stage())

@@ -1,0 +1,76 @@
+"""``initialize`` with DeepSpeed's signature: pipeline models get our engine, everything else DeepSpeed's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tds.deepspeed.alias import without_prints
+from tds.deepspeed.api import TORCH_DISTRIBUTED_DEFAULT_PORT, deepspeed
+from tds.deepspeed.engine import PipelineEngine
+from tds.engine.pipeline_json import UNSUPPORTED, accepted
+
+
+@functools.wraps(deepspeed.initialize, assigned=("__doc__",))
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Return (engine, optimizer, dataloader, scheduler) as ``deepspeed.initialize`` does. Collective."""
+    given = dict(locals())
+    if not isinstance(model, deepspeed.PipelineModule) or isinstance(model, deepspeed.DualPipeVModule):
+        return deepspeed.initialize(**given)
+    if mpu is not None:
+        raise ValueError(
+            f"mpu must be None for a pipeline model, which brings its own grid, got {type(mpu).__name__}. Leave it out."
+        )
+    given["config"] = _accepted(config)
+    with _our_engine(), without_prints():
+        built = deepspeed.initialize(**given)
+    if not isinstance(built[0], PipelineEngine):
+        raise RuntimeError(
+            f"deepspeed.initialize must build tds.PipelineEngine for a pipeline model, got {type(built[0]).__module__}."
+            f"{type(built[0]).__name__}: deepspeed {deepspeed.__version__} does not take it from where tds puts it, or "
+            "another library has replaced deepspeed.initialize. Import tds ahead of that, or install deepspeed 0.19.8"
+        )
+    return built
+
+
+def _accepted(config: Any) -> Any:
+    """Return the JSON, a dict or the path of a file, without what is switched off and DeepSpeed may no longer know."""
+    given = config
+    if isinstance(config, str) and os.path.isfile(config):
+        with open(config) as file:
+            given = json.load(file)
+    if not isinstance(given, dict) or UNSUPPORTED.keys().isdisjoint(given):
+        return config
+    return accepted(given)
+
+
+@contextmanager
+def _our_engine() -> Iterator[None]:
+    """Return a context in which ``deepspeed.initialize`` builds our engine for a pipeline model.
+
+    DeepSpeed still does everything around the engine: configuration, ZeRO contexts, garbage collection.
+    """
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = PipelineEngine
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock

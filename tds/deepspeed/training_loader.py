@@ -1,0 +1,58 @@
+"""The loader of ``initialize(training_data=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tds.deepspeed.api import RepeatingLoader
+
+
+class TrainingLoader(RepeatingLoader):
+    """DeepSpeed's ``RepeatingLoader``; its curriculum learning reaches the sampler and the post-processing
+    of the loader within through it."""
+
+    loader: Any
+
+    @property
+    def data_sampler(self) -> Any:
+        """The sampler of the loader."""
+        return self.loader.data_sampler
+
+    @property
+    def post_process_func(self) -> Callable[[Any, Any], Any] | None:
+        """What the loader does to each micro-batch, given the state of the sampler."""
+        return self.loader.post_process_func
+
+    @post_process_func.setter
+    def post_process_func(self, function: Callable[[Any, Any], Any] | None) -> None:
+        self.loader.post_process_func = function
+
+
+def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, has_curriculum: bool) -> TrainingLoader:
+    """Return a loader over ``data`` that gives each replica its part and starts anew at the end.
+
+    Args:
+        make_loader: of DeepSpeed's engine, from data and a sampler.
+        has_curriculum: the JSON asks for DeepSpeed's curriculum sampler.
+
+    Raises:
+        NotImplementedError: DeepSpeed's curriculum sampler on several stages.
+    """
+    if has_curriculum and grid.pipe_parallel_size > 1:
+        raise NotImplementedError(
+            "DeepSpeed's curriculum sampler draws on rank 0 for ranks of its own data-parallel group, so it cannot "
+            f"feed the last of {grid.pipe_parallel_size} stages: "
+            '"data_efficiency.data_sampling.curriculum_learning" needs '
+            "one stage. Pass an iterator to train_batch, and cut sequences to the length of DeepSpeed's "
+            "CurriculumScheduler in the batch function (set_batch_fn): shapes may change from call to call."
+        )
+    sampler: Any = torch.utils.data.distributed.DistributedSampler(
+        data,
+        num_replicas=grid.data_parallel_size,
+        rank=grid.get_data_parallel_rank(),
+        shuffle=False,
+    )
+    return TrainingLoader(make_loader(data, data_sampler=sampler))

@@ -1,0 +1,46 @@
+"""PipelineGrid: the process groups of a pipeline, and the position of this rank in them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class PipelineGrid(Protocol):
+    """Ranks arranged by stage, replica and tensor rank. DeepSpeed's ``PipelineParallelGrid`` is one.
+
+    Attributes:
+        pipe_parallel_size, data_parallel_size, model_parallel_size: stages, replicas, tensor ranks.
+        pipe_groups: the global ranks of each pipeline.
+    """
+
+    pipe_parallel_size: int
+    data_parallel_size: int
+    model_parallel_size: int
+    pipe_groups: list[list[int]]
+
+    def get_stage_id(self) -> int:
+        """Return the stage of this rank."""
+
+    def get_global_rank(self) -> int:
+        """Return the global rank of this process."""
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the replica of this rank."""
+
+    def get_slice_parallel_rank(self) -> int:
+        """Return the tensor rank of this rank."""
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """Return the global rank of ``stage_id`` in this rank's pipeline."""
+
+    def get_pipe_parallel_group(self) -> Any:
+        """Return the process group of this rank's pipeline."""
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the process group of the replicas of this rank's stage and shards."""
+
+    def get_slice_parallel_group(self) -> Any:
+        """Return the process group of the tensor ranks of this rank's stage."""
+
+    def get_model_parallel_group(self) -> Any:
+        """Return the process group of all stages and tensor ranks of this rank's replica."""

@@ -1,0 +1,64 @@
+"""The gradients of an optimizer of torch's form, or of one that keeps them elsewhere and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tds.gradient_reducer import BucketSchedule
+
+
+class OptimizerGradients:
+    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` returns them."""
+
+    come_in_hooks = True
+    takes_unfrozen = True
+    norm_is_scaled = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.are_multiplied_in_step = hasattr(optimizer, "gradient_factor")
+        self._gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = getattr(
+            optimizer, "gradient_of", lambda parameter: parameter.grad
+        )
+
+    @property
+    def clips_itself(self) -> bool:
+        return bool(getattr(self.optimizer, "clips_gradients", False))
+
+    def use_buckets(self, order: BucketSchedule) -> None:
+        """Return None: gradients stay where the optimizer has them."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = self._gradient_of(parameter)
+        if gradient is None:
+            parameter.grad = torch.zeros_like(parameter)
+            gradient = self._gradient_of(parameter)
+        if gradient is None:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.gradient_of must return a gradient once param.grad is set, got None "
+                f"for a parameter of shape {list(parameter.shape)}"
+            )
+        return gradient
+
+    def loss_scale(self) -> float:
+        scale = getattr(self.optimizer, "loss_scale", None)
+        return 1.0 if scale is None else float(scale)
+
+    def before_backward(self) -> None:
+        return None
+
+    def after_backward(self) -> None:
+        return None
+
+    def before_step(self) -> None:
+        return None
+
+    def after_step(self) -> None:
+        if hasattr(self.optimizer, "gradient_of"):
+            self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad()

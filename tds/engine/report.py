@@ -1,0 +1,49 @@
+"""Report: what an engine tells about its steps while they run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from tds.loss_reduction import MeanLosses
+
+FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
+PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
+"""Parts of a step. What train_batch has beyond the sum of the others is the wait for other stages."""
+
+
+def untimed(_: str) -> AbstractContextManager[None]:
+    """Measure nothing."""
+    return nullcontext()
+
+
+class Report(Protocol):
+    """Receives the times and losses of an engine."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for one of ``PARTS``."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for one ``train_batch``."""
+
+    def write_training(self, means: MeanLosses) -> None:
+        """Report the losses of a step, after the update."""
+
+    def write_evaluation(self, means: MeanLosses) -> None:
+        """Report the losses of an evaluation."""
+
+
+class NoReport:
+    """Reports nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write_training(self, means: MeanLosses) -> None:
+        return None
+
+    def write_evaluation(self, means: MeanLosses) -> None:
+        return None

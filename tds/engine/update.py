@@ -1,0 +1,46 @@
+"""Update: the optimizer's step as the engine calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+
+class Update(Protocol):
+    """Clips, updates the weights and counts the steps."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of updates so far."""
+
+    def step(self) -> None:
+        """Update the weights from gradients that are complete. Collective."""
+
+    def zero_grad(self) -> None:
+        """Free the gradients of the module's parameters."""
+
+
+class OptimizerUpdate:
+    """The step of an optimizer of torch's form.
+
+    Args:
+        clip: clips the gradients; called before each step. Collective.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], clip: Callable[[], None]
+    ) -> None:
+        self.num_steps = 0
+        self._optimizer, self._parameters, self._clip = optimizer, list(parameters), clip
+
+    def step(self) -> None:
+        self._clip()
+        self._optimizer.step()
+        self.zero_grad()
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
