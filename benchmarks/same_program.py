@@ -48,8 +48,13 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
-from benchmarks import same_program_compare as compare  # noqa: E402
+try:
+    from benchmarks import same_program_compare as compare
+except ModuleNotFoundError as error:  # numpy
+    from megatron.environment import exit_if_outside
+
+    exit_if_outside(error)
+    raise
 from benchmarks.scripts import SCRIPTS  # noqa: E402
 
 FIXTURE_TESTS = ("test_format_1.py", "test_formats.py")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron import log, object_store
 from megatron.config import Config
 from megatron.data import dataset_metadata
 from megatron.errors import DataError
-from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.control_tokens import BY_NAME
 from megatron.tokenizer.identity import is_same
 
+if TYPE_CHECKING:
+    from megatron.mpu.groups import Group
 
-def choose_eod(tokenizer: Tokenizer, config: Config, world: Group = SINGLE) -> None:
+
+def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None) -> None:
     """Set the end-of-document token of ``tokenizer`` for a run, the first of these that there is. Collective.
 
     1. --eod-token NAME, or the token that a resumed run was started with;
@@ -23,7 +26,7 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group = SINGLE) -> N
     3. the tokenizer's choice by its folder (``Tokenizer.eod_name``).
 
     Args:
-        world: all ranks of the run.
+        world: all ranks of the run; None: this process only.
 
     Raises:
         DataError: on all ranks alike. The documents of a token file end with another token (the message names both),
@@ -53,7 +56,7 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group = SINGLE) -> N
             )
 
 
-def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group) -> list[tuple[str, int]]:
+def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
     """Return ``_of_files`` of the first rank on every rank. Collective.
 
     The first rank reads the data. Others, such as those of a pipeline's middle stages, do not, so their hosts need not
@@ -64,12 +67,13 @@ def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group) -> l
     """
     found: list[tuple[str, int]] = []
     problem: str | None = None
-    if world.rank == 0:
+    if world is None or world.rank == 0:
         try:
             found = list(_of_files(tokenizer, config))
         except DataError as error:
             problem = str(error)
-    found, problem = world.broadcast_object((found, problem))
+    if world is not None:
+        found, problem = world.broadcast_object((found, problem))
     if problem is not None:
         raise DataError(problem)
     return found

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron import log
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import data_parts
-from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import build
 from megatron.training.end_of_document import choose_eod
 
+if TYPE_CHECKING:
+    from megatron.mpu.groups import Group
 
-def with_tokenizer(config: Config, world: Group = SINGLE) -> tuple[Any, Config]:
+
+def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Config]:
     """Return the tokenizer, where one is named, and the configuration with its vocabulary. Collective.
 
     Args:
-        world: all ranks of the run.
+        world: all ranks of the run; None: this process only.
     """
     files, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
     if not (files.tokenizer_path or files.vocab_file or is_null):

@@ -59,7 +59,7 @@ def test_a_plain_run_imports_no_deepspeed(corpus: Path, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             timeout=100,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == "False"

@@ -97,7 +97,7 @@ def test_a_pipeline_of_plain_modules_trains_as_one_process_does(tmp_path: Path) 
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )
     assert done.returncode == 0, done.stderr
     results, weights = json.loads((tmp_path / "gpipe-1-0.json").read_text())
