@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tds import torch_api
 from tds.device import is_host
 from tds.gradients import multiply
+from tds.param_info import is_tensor_parallel, is_tied_copy
 
 ROW = 1024
 """Elements of a large tensor whose squares are summed in fp32."""
@@ -65,12 +66,9 @@ def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
     """Return True if this rank counts ``parameter`` in sums over the ranks of a replica.
 
     A parameter that is sharded over the tensor group counts on every rank, a replicated one on the first. A tied copy
-    (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
+    counts on the stage that owns it.
     """
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    is_partitioned = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
-    return tensor_rank == 0 or bool(is_partitioned)
+    return not is_tied_copy(parameter) and (tensor_rank == 0 or is_tensor_parallel(parameter))
 
 
 def global_norm(

@@ -6,7 +6,7 @@ DeepSpeed's functions do not support fp64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tds import torch_api
 from tds.device import is_host
+from tds.param_info import Tensor, info_of, set_info
 
 BUCKET_BYTES = 32 * 2**20
 """Size of a bucket. A larger gradient is sent by itself."""
@@ -236,15 +237,11 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
                 gradient.copy_(summed)
 
 
-def set_reduced_apart(parameter: T) -> T:
-    """Exclude the gradient of ``parameter`` from sums over all replicas: the optimizer sums it itself.
-
-    These are weights of experts, of which the ranks of the data group have different ones.
-    """
-    parameter.is_reduced_apart = True  # type: ignore[attr-defined]
-    return parameter
+def set_reduced_apart(parameter: Tensor) -> Tensor:
+    """Record that ``parameter`` is a weight of an expert: the optimizer reduces its gradient, not the engine."""
+    return set_info(parameter, replace(info_of(parameter), is_expert=True))
 
 
 def is_reduced_apart(parameter: torch.Tensor) -> bool:
-    """Return True if ``parameter`` is excluded from sums over all replicas (``set_reduced_apart``)."""
-    return bool(getattr(parameter, "is_reduced_apart", False))
+    """Return True if the gradient of ``parameter`` is left out of the all-reduce over the replicas (experts)."""
+    return info_of(parameter).is_expert

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from tds.user_functions import LossFn
+
 LOSS_STRUCTURES = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
 NO_LOSS_FN = (
     "the model has no loss_fn, so what its last layer returns is the loss. Give PipelineModule(..., loss_fn=...) a "
@@ -47,9 +49,25 @@ class Weighted:
     count: torch.Tensor | float
 
 
-def has_loss_function(loss_fn: Callable[[Any, Any], Any] | None) -> bool:
-    """False where the last layer's output is the loss; a function around one that is not there has ``is_identity``."""
-    return loss_fn is not None and not getattr(loss_fn, "is_identity", False)
+@dataclass(frozen=True)
+class WrappedLoss:
+    """A loss function that computes the loss of another one, and more.
+
+    Args:
+        function: called with (output, labels).
+        inner: the loss function that ``function`` calls; None: the model has none, its output is the loss.
+    """
+
+    function: LossFn
+    inner: LossFn | None
+
+    def __call__(self, output: Any, labels: Any) -> Any:
+        return self.function(output, labels)
+
+
+def has_loss_function(loss_fn: LossFn | None) -> bool:
+    """Return False if the output of the last layer is the loss."""
+    return has_loss_function(loss_fn.inner) if isinstance(loss_fn, WrappedLoss) else loss_fn is not None
 
 
 @dataclass

@@ -14,6 +14,10 @@ from megatron.config.option import Option
 
 DECODER_PROGRAM, DECODER_FAMILY = "pretrain_gpt2.py", "gpt2"
 """The program that trains every decoder, and the family that it trains without ``--model``."""
+DECODER_MODEL = "megatron.models.common.decoder:MODEL"
+DECODER_PIPELINE = "megatron.models.common.pipeline:DecoderPipe"
+DECODER_COSTS = "megatron.costs.decoder_cost:costs"
+"""The parts of a decoder that is settings of the common one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,10 @@ class FamilyConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFamily:
-    """The line of a family in ``megatron.models.registry``; stands in its folder's config.py as ``FAMILY``.
+    """A family of models: ``FAMILY`` in the config.py of its folder, listed in ``megatron.models.registry``.
+
+    Its parts are dotted names ``module:object``, imported on first use, so that ``--help`` does not import torch. The
+    types of the objects are in ``megatron.models.parts``.
 
     Args:
         name: of its folder, of its section in a configuration, and in checkpoints.
@@ -129,6 +136,14 @@ class ModelFamily:
         variables: variable of its run script -> the field that it sets, beside those that all have.
         benchmark_flags: what the small models that the planner times have beside the recipe; none drops anything.
         layer_lists: kind of unit -> the attribute of the model that holds its layers.
+        model: the model without a pipeline, its sizes and initial weights (``ModelParts``).
+        pipeline: the class of the model over pipeline stages (``PipelineClass``).
+        costs: parameters, FLOPs and memory (``CostsOf``).
+        data: samples that are no runs of tokens (``DataParts``); "": they are.
+        huggingface: the Hugging Face formats, one for each model type; "": none.
+
+    Raises:
+        ValueError: a family that is no decoder lacks a model, a pipeline or costs of its own.
     """
 
     name: str
@@ -144,6 +159,17 @@ class ModelFamily:
     variables: Mapping[str, str] = field(default_factory=dict)
     benchmark_flags: str = ""
     layer_lists: Mapping[str, str] = field(default_factory=lambda: {"layer": "layers"})
+    model: str = DECODER_MODEL
+    pipeline: str = DECODER_PIPELINE
+    costs: str = DECODER_COSTS
+    data: str = ""
+    huggingface: str = ""
+
+    def __post_init__(self) -> None:
+        defaults = {"model": DECODER_MODEL, "pipeline": DECODER_PIPELINE, "costs": DECODER_COSTS}
+        missing = [part for part, default in defaults.items() if getattr(self, part) == default]
+        if missing and self.kind != "decoder":
+            raise ValueError(f"the family {self.name} is no decoder and must name its own {', '.join(missing)}")
 
     @property
     def kind(self) -> str:
@@ -168,16 +194,6 @@ class ModelFamily:
     @property
     def _selection(self) -> str:
         return f" --model {self.name}" if self.program == DECODER_PROGRAM and self.name != DECODER_FAMILY else ""
-
-    @property
-    def package(self) -> str:
-        """The folder that holds its parts, as a dotted name."""
-        return self.config.__module__.rpartition(".")[0]
-
-    @property
-    def prefix(self) -> str:
-        """What the names of its classes begin with: Llama of LlamaConfig, LlamaModel, LlamaModelPipe."""
-        return self.config.__name__.removesuffix("Config")
 
     @property
     def has_section(self) -> bool:

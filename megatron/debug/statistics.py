@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.mpu.shard import Shard
+from tds.param_info import Shard, info_of
 
 # Numbers that describe a tensor and can be added up: those of its parts give those of the whole, however it is cut.
 #
@@ -171,8 +171,8 @@ def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
     """Return where the weight lies that is the module's own, None if it is not cut, and its shape on this rank."""
     held = module._parameters
     weight = held.get("weight") if "weight" in held else held.get("bias")
-    shard = getattr(weight, "shard", None)
-    if weight is None or not isinstance(shard, Shard) or not shard.is_partitioned:
+    shard = None if weight is None else info_of(weight).shard
+    if weight is None or shard is None or not shard.is_partitioned:
         return None, ()
     return shard, tuple(weight.shape)
 

@@ -151,7 +151,7 @@ def _chosen(part: ModelStage, logits: torch.Tensor | None, choose: Choose, rows:
     return tokens.tolist()
 
 
-# Generation with GPT-2 and the other models that go on from a prompt (``GENERATION`` of a family).
+# Generation with decoders (``generation`` of a family's ``ModelParts``).
 
 
 def generate_gpt2(

@@ -20,7 +20,7 @@ from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
-from megatron.models.common.generation import ModelStage
+from megatron.models.common.generation import ModelStage, generation_of
 from megatron.models.common.language_model import Head
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -58,7 +58,7 @@ class StageModel(nn.Module):
             self._build_decoder(sizes, place, numbers)
 
     def _build_decoder(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
-        norm, parts = sizes.num_layers + 1, registry.load(sizes.family, "model").GENERATION
+        norm, parts = sizes.num_layers + 1, generation_of(sizes.family)
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
         layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
         self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
@@ -105,7 +105,7 @@ class StageModel(nn.Module):
         tied = [head] if has_head and not sizes.untie_embeddings else []
         if own or tied:
             is_t5 = isinstance(sizes, T5ModelArgs)
-            whole: Any = T5Embedding if is_t5 else registry.load(sizes.family, "model").GENERATION.embedding
+            whole: Any = T5Embedding if is_t5 else generation_of(sizes.family).embedding
             kind = whole if own else WordTable
             self.embedding = kind(sizes, place)
             self.units.update(dict.fromkeys((*own, *tied), self.embedding))
@@ -227,7 +227,7 @@ def _sizes(config: Config) -> ModelArgs:
     if family.kind not in WRITES:
         raise ConfigError(f"a {family.title} does not write text. Load one of {registry.titles(*WRITES)}")
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
-    sizes: ModelArgs = registry.load(config.family, "model").model_args(replace(config, model=model))
+    sizes: ModelArgs = registry.model_parts(config.family).args(replace(config, model=model))
     return sizes
 
 

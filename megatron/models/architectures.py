@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config.decoder import ARCHITECTURE
 from megatron.config.model import ModelConfig
-from megatron.models.registry import FAMILIES, has_part, load
+from megatron.models.registry import FAMILIES, huggingface_formats
 
 ALIKE = 0.6
 """Least similarity of an unknown name to the name that the message suggests."""
@@ -77,11 +77,8 @@ def _of_family(name: str) -> Architecture:
 
 def _types_of(family: str) -> Iterator[Architecture]:
     """Yield the model types of a family with their settings."""
-    if not has_part(family, "huggingface"):
-        return
-    part = load(family, "huggingface")
-    for one in getattr(part, "FORMATS", None) or (getattr(part, "FORMAT", None),):
-        if one is None or one.architecture is None:
+    for one in huggingface_formats(family):
+        if one.architecture is None:
             continue
         settings = {**_of_family(family).settings, **_parts_of(one.architecture())}
         for name in one.model_types:

@@ -1,30 +1,16 @@
-"""The families of models, a line each, and their parts by name: the one table of families. No torch.
+"""The table of model families, and their parts, imported by name on first use. No torch.
 
-``load(family, part)`` imports a file of the family's folder:
-
-| part | has | of a decoder without the file |
-|---|---|---|
-| cost | ``costs(config, is_on_cpu)``; no torch | ``megatron.costs.decoder_cost`` |
-| model | ``model_args(config)``, ``<Prefix>Model(args, place)``, ``weight_init(config)``, | ``common.decoder`` |
-| | ``example_inputs(config, words)``, of a decoder ``GENERATION`` | |
-| pipeline | ``<Prefix>ModelPipe``, ``layer_specs`` | ``common.pipeline`` |
-| huggingface | ``FORMAT`` | there is none |
-| data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
-| generate | of a family that generates and is no decoder | |
-
-Their classes are ``DecoderModel`` and ``DecoderPipe``. So a decoder that has nothing of its own but settings and names
-is config.py and huggingface.py.
+A family is the object ``FAMILY`` in the config.py of its folder: its section of the configuration, its program and the
+dotted names of its parts, whose types are in ``megatron.models.parts``.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.config.config import SECTIONS
-from megatron.config.family import ModelFamily
+from megatron.config.config import SECTIONS, Config
+from megatron.config.family import DECODER_MODEL, ModelFamily
 from megatron.config.pipeline_layout import layout_bounds, parse_layout
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
@@ -32,32 +18,32 @@ from megatron.models.llama.config import FAMILY as LLAMA
 from megatron.models.mpt.config import FAMILY as MPT
 from megatron.models.t5.config import FAMILY as T5
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.costs.cost import Costs
+    from megatron.models.common.huggingface import HFFormat
+    from megatron.models.common.parallel_context import ParallelContext
+    from megatron.models.parts import CostsOf, DataParts, ModelParts, PipelineClass
+    from megatron.mpu.topology import Topology
+    from tds.user_functions import BatchFn
+
 FAMILIES: dict[str, ModelFamily] = {}
 """Name -> family, in the order of docs/flags.md."""
-COMMON = "megatron.models.common"
-PLAIN = {"model": f"{COMMON}.decoder", "pipeline": f"{COMMON}.pipeline", "cost": "megatron.costs.decoder_cost"}
-"""Part -> what a decoder without such a file has in its place: the plain decoder's."""
 
 
 def register(family: ModelFamily) -> None:
-    """Add a family: its flags are taken from here on, and its parts are looked for beside its section, then in PLAIN.
+    """Add a family: its flags are accepted and its parts are used from here on.
 
     Raises:
-        ValueError: there is one of that name, or a section of every run has it.
+        ValueError: its name is that of another family or of a section of every run.
     """
     if family.name in FAMILIES or family.name in SECTIONS:
         raise ValueError(f"a family needs a name of its own, got {family.name}, which is taken. Rename it")
     FAMILIES[family.name] = family
 
 
-_OWN = (
-    GPT2,
-    T5,
-    LLAMA,
-    MPT,
-    BERT,
-)
-for _family in _OWN:
+for _family in (GPT2, T5, LLAMA, MPT, BERT):
     register(_family)
 
 
@@ -73,96 +59,88 @@ def family_of(name: str) -> ModelFamily:
 
 
 def titles(*kinds: str) -> str:
-    """Return the families of ``kinds``, of all where none are given, as messages list them."""
+    """Return the titles of the families of ``kinds``, of all families without ``kinds``, as messages list them."""
     return ", ".join(family.title for family in FAMILIES.values() if not kinds or family.kind in kinds)
 
 
-def load(family: str, part: str) -> ModuleType:
-    """Return the module with a part of a family: "cost", "model", "pipeline", "huggingface", "data", "generate".
-
-    It is the file of its folder; a decoder that has none there has the plain decoder's, by ``PLAIN``.
-
-    Raises:
-        ValueError: there is no such family.
-        ModuleNotFoundError: it has no such part.
-    """
-    return importlib.import_module(_module_of(family_of(family), part))
-
-
-def has_part(family: str, part: str) -> bool:
-    """Return whether the family has such a part; imports nothing but folders."""
-    return importlib.util.find_spec(_module_of(family_of(family), part)) is not None
-
-
-def _module_of(family: ModelFamily, part: str) -> str:
-    own = f"{family.package}.{part}"
-    is_plain = family.kind == "decoder" and part in PLAIN and importlib.util.find_spec(own) is None
-    return PLAIN[part] if is_plain else own
-
-
 def is_common_decoder(family: str) -> bool:
-    """Return whether a model of ``family`` is the common decoder with settings that others may have as well."""
+    """Return True if a model of ``family`` is the common decoder with settings that other families may have too."""
     line = FAMILIES.get(family)
-    if line is None or line.kind != "decoder" or line.has_section:
-        return False
-    return _module_of(line, "model") == PLAIN["model"]
+    return line is not None and line.kind == "decoder" and not line.has_section and line.model == DECODER_MODEL
 
 
-def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:
-    """Return the ``Costs`` of the model of ``config``, a ``Config``, at the lengths of its samples.
+# The parts of a family.
+
+
+def model_parts(family: str) -> ModelParts[Any]:
+    """Return the model of a family without a pipeline, its sizes and its initial weights."""
+    parts: ModelParts[Any] = _imported(family_of(family).model)
+    return parts
+
+
+def pipeline_class(family: str) -> PipelineClass:
+    """Return the class of a family's model over pipeline stages."""
+    pipeline: PipelineClass = _imported(family_of(family).pipeline)
+    return pipeline
+
+
+def data_parts(family: str) -> DataParts[Any] | None:
+    """Return the samples of a family; None: they are runs of tokens."""
+    name = family_of(family).data
+    parts: DataParts[Any] | None = _imported(name) if name else None
+    return parts
+
+
+def huggingface_formats(family: str) -> tuple[HFFormat, ...]:
+    """Return the Hugging Face formats of a family, one for each model type; none: ()."""
+    name = family_of(family).huggingface
+    formats: tuple[HFFormat, ...] = _imported(name) if name else ()
+    return formats
+
+
+def costs_of(config: Config, *, is_on_cpu: bool = False) -> Costs:
+    """Return the costs of the model of ``config`` at the lengths of its samples.
 
     Args:
-        is_on_cpu: where it is trained; what it keeps depends on that.
+        is_on_cpu: the model is trained on a CPU, which saves other activations for backward.
     """
-    return load(config.family, "cost").costs(config, is_on_cpu)
+    costs: CostsOf = _imported(family_of(config.family).costs)
+    return costs(config, is_on_cpu)
 
 
-def bounds_of(config: Any, stages: int) -> list[int]:
-    """Return the bounds of the pieces in layers as the pipeline counts them: as --pipeline-model-parallel-layout says,
-    else balanced."""
+def _imported(name: str) -> Any:
+    """Return the object ``module:attribute``."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+# The model of a run.
+
+
+def bounds_of(config: Config, stages: int) -> list[int]:
+    """Return the bounds of the pipeline's chunks in layers: --pipeline-model-parallel-layout, otherwise balanced."""
     parallel = config.parallel
     if parallel.pipeline_layout is not None and stages > 1:
         return layout_bounds(parse_layout(parallel.pipeline_layout))
-    bounds: list[int] = costs_of(config).stage_bounds(stages, parallel.chunks, parallel.placement)
-    return bounds
+    return costs_of(config).stage_bounds(stages, parallel.chunks, parallel.placement)
 
 
-def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: Any = None) -> Any:
-    """Return the model of ``config``, cut over the tensor group of ``place``.
-
-    Without ``topology`` it is whole, in one module. With it, the ``Topology`` of the run, it is what the run trains: it
-    recomputes what ``config`` says, and with a pipeline it is the stage of this rank.
+def build_model(
+    config: Config, context: ParallelContext, topology: Topology | None = None, batch_fn: BatchFn | None = None
+) -> nn.Module:
+    """Return the model of ``config``, sharded over the tensor-parallel group of ``context``.
 
     Args:
-        get_batch_pipe: given a micro-batch, what the first stage takes and what the loss takes.
+        topology: of the run that trains the model: the model recomputes activations as ``config`` says and, with a
+            pipeline, is this rank's stage. None: the full model, without recomputation.
+        batch_fn: with a pipeline, converts a micro-batch.
     """
-    if topology is None:
-        return _class_of(config.family, "model")(load(config.family, "model").model_args(config), place)
-    switches = importlib.import_module(f"{COMMON}.transformer").recompute_switches(config)
-    args, parallel, batch = load(config.family, "model").model_args(config, **switches), config.parallel, config.batch
-    if not parallel.has_pipeline:
-        return _class_of(config.family, "model")(args, place)
-    partition = parallel.partition_method
-    if partition == "balanced":
-        partition = bounds_of(config, topology.pipe)
-    kind = _class_of(config.family, "pipeline")
-    stages = kind(
-        args,
-        place,
-        topology,
-        partition=partition,
-        chunks=parallel.chunks,
-        placement=parallel.placement,
-        probe=(batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None,
-        **kind.beside(config),
+    parts = model_parts(config.family)
+    args = parts.args(config, recomputes=topology is not None)
+    if topology is None or not config.parallel.has_pipeline:
+        return parts.model(args, context)
+    method = config.parallel.partition_method
+    partition = bounds_of(config, topology.pipe) if method == "balanced" else method
+    return pipeline_class(config.family).for_run(
+        config, args, context, topology, partition=partition, batch_fn=batch_fn
     )
-    stages._megatron_batch_fn = get_batch_pipe
-    return stages
-
-
-def _class_of(family: str, part: str) -> Any:
-    """Return the class of the whole model or of the pipeline's: ``T5Model``, ``T5ModelPipe``; ``PLAIN``'s by name."""
-    module, ending = load(family, part), {"model": "Model", "pipeline": "ModelPipe"}[part]
-    if module.__name__ == PLAIN[part]:
-        return getattr(module, {"model": "DecoderModel", "pipeline": "DecoderPipe"}[part])
-    return getattr(module, f"{FAMILIES[family].prefix}{ending}")

@@ -21,16 +21,21 @@ _NAMES = {
         "build_grid",
         "single_grid",
     ),
-    "megatron.mpu.shard": (
+    "tds.param_info": (
         "Shard",
+        "Matrices",
+        "ParamInfo",
+        "info_of",
+        "set_info",
         "set_shard",
-        "shard_of",
         "set_partial",
         "is_partial",
+    ),
+    "megatron.mpu.shard": (
+        "shard_of",
         "global_norm",
     ),
     "megatron.mpu.matrices": (
-        "Matrices",
         "set_matrices",
         "matrices_of",
     ),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tds.linear
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import (
@@ -23,7 +24,8 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
-from tds.fused_linear import fused_linear
+from tds.linear import is_deferring_weight_grads
+from tds.param_info import info_of
 
 # A product with a weight and a bias; in compiled layers on a CPU the bias by itself.
 #
@@ -52,7 +54,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if bias is not None and _stands_alone(x):
         return plus_bias(F.linear(x, weight), bias)
-    return (fused_linear if hasattr(weight, "add_product") else F.linear)(x, weight, bias)
+    return tds.linear.linear(x, weight, bias)
 
 
 BESIDE, WHOLE_TILES = 8, 64
@@ -125,15 +127,12 @@ _in_every_row.register_autograd(_gradient)
 # one receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
 # queues. The sums are the same then and may start later.
 #
-# A schedule that puts the gradients of weights off (``tds.engine.weight_grad_store``) does so by swapping
-# ``torch.nn.functional.linear``. There is no product then to hide a message behind, and it must see the call: the plain
-# functions run, one after another. So they do in a compiled layer, whose compiler orders them itself. With the sequence
-# cut their graph keeps the joined input, s b h numbers in place of s b h / t, for attention and for the feed-forward
-# half.
+# While a schedule defers weight gradients (``tds.engine.weight_grad_store``) no product is left to overlap with a
+# collective, so the plain functions run one after another. They also run in a compiled layer, whose compiler orders
+# them itself. With sequence parallelism their graph keeps the gathered input, s b h numbers instead of s b h / t, for
+# attention and for the feed-forward half.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
-
-_OWN_LINEAR = F.linear
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 """A weight and its bias."""
@@ -148,8 +147,7 @@ def column_products(
         x      [s, b, input_size], or [s/t, b, input_size] where ``sequence_parallel``
         output [s, b, output_size/t] each
     """
-    is_swapped = F.linear is not _OWN_LINEAR
-    if group.size == 1 or is_swapped or torch.compiler.is_compiling():
+    if group.size == 1 or is_deferring_weight_grads() or torch.compiler.is_compiling():
         x = enter_tensor_region(x, group, sequence_parallel)
         return tuple(linear(x, weight, bias) for weight, bias in pairs)
     weights, biases = zip(*pairs, strict=True)
@@ -193,13 +191,15 @@ def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], S
     return needs[0], needs[3 : 3 + number], needs[3 + number :]
 
 
-def _of_weight(weight: Any, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``weight`` as autograd makes it: of one whose rows lie apart by the transposed product.
+def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of ``weight`` as autograd computes it; None where the product accumulates it in place.
 
-    The two need not be the same bits (MKL on AMD's processors). None where the product adds it to where it lies.
+    Of a weight whose rows are not contiguous autograd computes the transposed product, which need not have the same
+    bits (MKL on AMD's processors).
     """
-    if hasattr(weight, "add_product"):
-        weight.add_product(rows, inputs)
+    add_product = info_of(weight).add_product
+    if add_product is not None:
+        add_product(rows, inputs)
         return None
     is_whole = weight.stride() == (weight.shape[1], 1)
     return rows.t().mm(inputs) if is_whole else inputs.t().mm(rows).t()

@@ -13,9 +13,9 @@ import torch
 
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.matrices import Matrices
 from megatron.optim.matrix_owners import Held, MatrixPartition, from_owners, owners, runs_of, to_owners
 from megatron.torch_compat import newton_schulz
+from tds.param_info import Matrices
 
 # One step on a matrix W [m, n] with gradient G:
 #

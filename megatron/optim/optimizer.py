@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from megatron.optim.gradients.make_reducer import make_reducer
 from megatron.optim.param_store import ParamStore
 from megatron.optim.state import load_state, state_of
 from megatron.optim.step_policy import StepPolicy
-from tds.fused_linear import can_add_products
 from tds.grad_norm import accurate_dtype, is_counted_in_norm
+from tds.linear import can_add_products
+from tds.param_info import info_of, set_info
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -49,7 +51,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model, tensor: the ranks of one replica, and its tensor-parallel ranks.
         store: an empty store for the parameters; None for a single replica without ZeRO and offload.
         overlap_grad_reduce, has_pipeline: see ``make_reducer``.
-        fuses_accumulation: with ZeRO 0 and 1, layers with ``tds.fused_linear`` add products to accumulated gradients.
+        fuses_accumulation: with ZeRO 0 and 1, layers with ``tds.linear`` add products to accumulated gradients.
 
     Attributes:
         store, reducer, policy, inner: the parts.
@@ -102,7 +104,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         main_param = self.store.register(parameter, dtype)
         self.reducer.register(parameter)
         if self._fuses_accumulation and can_add_products(parameter, accurate_dtype(dtype)):
-            parameter.add_product = functools.partial(self.reducer.add_product, parameter)  # type: ignore[attr-defined]
+            add_product = functools.partial(self.reducer.add_product, parameter)
+            set_info(parameter, replace(info_of(parameter), add_product=add_product))
         return main_param
 
     @torch.no_grad()

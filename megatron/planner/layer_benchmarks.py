@@ -18,7 +18,7 @@ from megatron.arguments import parse
 from megatron.config import Config
 from megatron.costs.memory import State
 from megatron.models import ParallelContext, registry
-from megatron.models.registry import FAMILIES, build_model, load
+from megatron.models.registry import FAMILIES, build_model, model_parts
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
@@ -63,8 +63,7 @@ def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.n
     built = build_model(config, ParallelContext(group))
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    module: torch.nn.Module = built.to(place)
-    return module
+    return built.to(place)
 
 
 def optimizer_of(module: torch.nn.Module, dtype: str) -> MixedPrecisionOptimizer:
@@ -79,7 +78,7 @@ def micro_batch(config: Config, place: torch.device) -> dict[str, torch.Tensor]:
     def words(length: int) -> torch.Tensor:
         return torch.randint(VOCABULARY, (samples, length), device=place)
 
-    inputs: dict[str, torch.Tensor] = load(config.family, "model").example_inputs(config, words)
+    inputs = model_parts(config.family).example_inputs(config, words)
     written = config.loss_tokens_per_sample
     ends = {"labels": words(written), "loss_mask": torch.ones(samples, written, device=place)}
     return inputs | ends

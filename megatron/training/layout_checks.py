@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.errors import ConfigError
+from megatron.models.common.parallel_context import context_of
 
 
 def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
@@ -27,8 +28,9 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
 
 
 def _cuts(module: torch.nn.Module) -> bool:
-    place = getattr(module, "place", None)
-    return bool(getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False))
+    context = context_of(module)
+    has_context = context is not None and context.sequence_parallel
+    return has_context or bool(getattr(module, "sequence_parallel", False))  # of layers of megatron.mpu
 
 
 def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
@@ -37,7 +39,8 @@ def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
     Raises:
         ConfigError: it is not: tokens of other ranks would not be seen.
     """
-    built = {place.context.size for each in module.modules() if (place := getattr(each, "place", None)) is not None}
+    contexts = map(context_of, module.modules())
+    built = {each.context.size for each in contexts if each is not None}
     if size > 1 and built != {size}:
         raise ConfigError(
             f"--context-parallel-size {size} acts on layers that are built for it, got "

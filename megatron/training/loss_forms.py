@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,8 @@ from megatron.models.common.router import Routers
 from megatron.mpu.groups import Grid
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.step_result import StepResult
-from tds.loss import (
-    Weighted,
-    named_losses,
-)
+from tds.loss import Weighted, WrappedLoss, named_losses
+from tds.user_functions import LossFn
 
 
 def as_weighted(loss: Any) -> Any:
@@ -29,14 +27,13 @@ def as_weighted(loss: Any) -> Any:
     return Weighted(*loss) if is_pair else loss
 
 
-def reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
-    """Return a loss function that gives what ``loss_fn`` does (None: the output), a plain pair as ``Weighted``."""
+def reading_pairs(loss_fn: LossFn | None) -> WrappedLoss:
+    """Return ``loss_fn`` (None: the output is the loss) with plain pairs converted to ``Weighted``."""
 
     def read(output: Any, labels: Any) -> Any:
         return as_weighted(output if loss_fn is None else loss_fn(output, labels))
 
-    read.is_identity = loss_fn is None  # type: ignore[attr-defined]
-    return read
+    return WrappedLoss(read, loss_fn)
 
 
 def mean_of_micro_batch(loss: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.data.mock_dataset import MockTokenizer, MockTokens, RandomDocuments
-from megatron.models.registry import has_part, load
+from megatron.models.registry import data_parts
 from megatron.training.vocabulary import tokens_of
 
 
@@ -26,7 +26,8 @@ def random_data(config: Config, seed: int | None = None, tokenizer: Any = None) 
     """
     tokenizer = tokenizer or mock_tokenizer(config)
     seed = config.run.seed if seed is None else seed
-    if not has_part(config.family, "data"):
+    data = data_parts(config.family)
+    if data is None:
         return MockTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
-    texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)
-    return load(config.family, "data").random_dataset(config, texts, tokens, seed)
+    texts = RandomDocuments(tokenizer.vocab_size, seed)
+    return data.random_dataset(config, texts, data.special_tokens(tokenizer, config), seed)

@@ -27,10 +27,11 @@ from megatron.training.step_engine import (
 )
 from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
 from tds.loss import (
-    has_loss_function,
+    WrappedLoss,
     is_weighted,
     named_losses,
 )
+from tds.user_functions import LossFn
 
 
 class PipelineStepEngine:
@@ -101,8 +102,8 @@ class PipelineStepEngine:
         self._micro_batch = micro_batch
         self.streams.position = DropoutKey(self._step, micro_batch, self._first)
 
-    def _recording_losses(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
+    def _recording_losses(self, loss_fn: LossFn) -> WrappedLoss:
+        """Return ``loss_fn`` that also records the loss of each micro-batch of a step."""
 
         def noted(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
@@ -115,8 +116,7 @@ class PipelineStepEngine:
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
             return loss
 
-        noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
-        return noted
+        return WrappedLoss(noted, loss_fn)
 
     @property
     def _trains_on_means(self) -> bool:

@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.common.router import Routers
-from megatron.models.registry import load
+from megatron.models.registry import model_parts
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import (
@@ -168,5 +168,4 @@ def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
 
 def weight_rule(config: Config) -> Rule:
     """Return the scale of initial weights, by name, for the family of ``config``."""
-    rule: Rule = load(config.family, "model").weight_init(config)
-    return rule
+    return model_parts(config.family).weight_init(config)

@@ -20,9 +20,9 @@ from megatron.training.deepspeed_engine import reasons_for_deepspeed
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import simulated_bubble
 from megatron.training.world import World
-from tds.fused_linear import share_of
 from tds.grad_norm import is_counted_in_norm
 from tds.gradients import is_reduced_apart
+from tds.linear import share_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:

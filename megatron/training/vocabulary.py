@@ -8,7 +8,7 @@ from typing import Any
 from megatron import log
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.models.registry import has_part, load
+from megatron.models.registry import data_parts
 from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import build
 from megatron.training.end_of_document import choose_eod
@@ -62,6 +62,6 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
 
 
 def tokens_of(tokenizer: Any, config: Config) -> Any:
-    """Return the ids that samples of the family hold: ``vocab_size`` counts them all."""
-    has_own = has_part(config.family, "data")
-    return load(config.family, "data").special_tokens(tokenizer, config) if has_own else tokenizer
+    """Return the ids in samples of the family, a ``Vocabulary``, with those that it adds to the tokenizer's."""
+    data = data_parts(config.family)
+    return tokenizer if data is None else data.special_tokens(tokenizer, config)

@@ -27,6 +27,7 @@ from megatron.optim import (
 )
 from megatron.training.world import World
 from tds.gradients import is_reduced_apart
+from tds.param_info import excluded_from_broadcast
 
 CHUNK_BYTES = 32 * 2**20
 """Of the values that are sent at a time."""
@@ -89,13 +90,7 @@ def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None
 
 @contextmanager
 def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Keep DeepSpeed from sending weights that are cut, or of experts, to the replicas: it leaves what has a mark."""
+    """Keep DeepSpeed from broadcasting sharded weights and weights of experts to the replicas."""
     parameters = list(module.parameters())
-    cut = [p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)]
-    for parameter in cut:
-        parameter.ds_optim_param = True  # type: ignore[attr-defined]
-    try:
+    with excluded_from_broadcast(p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)):
         yield
-    finally:
-        for parameter in cut:
-            del parameter.ds_optim_param  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from tds.deepspeed.shared_layers import held_in, layer_parameters
 from tds.device import random_numbers_kept, to_device
 from tds.engine.stage_table import LayerCost
 from tds.loss import Weighted, named_losses
+from tds.param_info import copy_infos
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
 
@@ -101,7 +102,9 @@ def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Call
             module = spec.build().to(device)
         shared.to(device)
     elif isinstance(spec, torch.nn.Module):
-        module = copy.deepcopy(spec).to(device)  # the user's own must not collect gradients or statistics
+        module = copy.deepcopy(spec)  # the user's own must not collect gradients or statistics
+        copy_infos(spec, module)
+        module.to(device)
     else:
         return None, spec
     module.train()

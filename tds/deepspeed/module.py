@@ -25,6 +25,7 @@ from tds.deepspeed.layer_profiler import ProfiledCut, profiled_cut
 from tds.deepspeed.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
 from tds.partition import PartitionError, chunks_on
 from tds.schedule import LOOP, Placement
+from tds.user_functions import BatchFn
 
 
 def layer_numbers(module: Any) -> list[int]:
@@ -61,6 +62,8 @@ class PipelineModule(BaseModule):
 
     parts: list[int]
     num_stages: int
+    _megatron_batch_fn: BatchFn | None = None
+    """Converts a micro-batch on the stages that read data; a script may set it, as may ``engine.set_batch_fn``."""
 
     def __init__(
         self, layers: Any, *args: Any, chunks: int = 1, placement: str = LOOP,

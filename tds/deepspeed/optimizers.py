@@ -33,6 +33,7 @@ from tds.deepspeed.api import (
 )
 from tds.engine.optimizer_gradients import OptimizerGradients
 from tds.gradients import GradientSource
+from tds.param_info import copy_attributes
 
 
 class Gradients(OptimizerGradients):
@@ -56,9 +57,7 @@ class FP16Gradients(Gradients):
         """Let gradients say what their parameters do: FP16_UnfusedOptimizer takes its norm over the former alone, and
         would count tied weights twice and slices of a tensor group not at all."""
         for parameter in (p for group in self.optimizer.fp16_groups for p in group):
-            gradient = self.of(parameter)
-            for mark in ("ds_pipe_replicated", "model_parallel", "tensor_model_parallel"):
-                setattr(gradient, mark, getattr(parameter, mark, False))
+            copy_attributes(parameter, self.of(parameter))
 
     def after_step(self) -> None:
         return None

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tds.deepspeed.api import LayerSpec, TiedLayerSpec, deepspeed, grid_of, layer_specs
+from tds.param_info import mark_tied_copy
 
 
 class Shared:
@@ -148,7 +149,7 @@ def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
             names = [name for name, _ in held.named_parameters()]
             found[key] = {"ranks": ranks, "group": group, "weight_attr": names, "module": held}
             for parameter in held.parameters():
-                parameter.ds_pipe_replicated = module.global_rank != ranks[0]
+                mark_tied_copy(parameter, module.global_rank != ranks[0])
     return found
 
 

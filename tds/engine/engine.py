@@ -34,6 +34,7 @@ from tds.p2p.collective_scope import collective_scope
 from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.process_groups import limit_groups
 from tds.schedule import Action
+from tds.user_functions import BatchFn
 
 
 class ScheduleEngine:
@@ -108,7 +109,7 @@ class ScheduleEngine:
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.grad_norm: float | torch.Tensor | None = None
         self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = getattr(module, "_megatron_batch_fn", None)
+        self.batch_fn: BatchFn | None = getattr(module, "_megatron_batch_fn", None)
         self.settings = settings
         self.report: Report = NoReport() if report is None else report
         self._recompute: Recompute = NoRecompute() if recompute is None else recompute
@@ -283,7 +284,7 @@ class ScheduleEngine:
             self.training_dataloader = loader
             self.data_iterator = iter(loader)
 
-    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+    def set_batch_fn(self, fn: BatchFn | None) -> None:
         """Make (inputs, labels) from an item of the iterator by ``fn``; called with None where nothing is read."""
         self.batch_fn = fn
 

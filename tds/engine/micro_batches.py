@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from tds.device import tuple_like, upload
 from tds.engine.batch_structure import no_pair, refuse_input
 from tds.engine.data_consistency import ENDED, NO_READER, READY, DataConsistency, DataEnded, checksum
 from tds.p2p.local_boundary import entered
+from tds.user_functions import BatchFn
 
 
 @dataclass
@@ -31,7 +32,7 @@ class BatchSource:
     """
 
     iterator: Iterator[Any] | None
-    batch_fn: Callable[[Any], Any] | None
+    batch_fn: BatchFn | None
     stage: int
     agreement: DataConsistency | None = None
     ended_at: int | None = field(default=None, init=False)

@@ -2,15 +2,19 @@
 
 Three kinds of work wait in a ``WeightGradStore`` from a ``BackwardInput`` to its ``BackwardWeight``:
 
-* calls of ``torch.nn.functional.linear`` on a weight that is a leaf: the input and the gradient of the output are kept;
+* calls of ``tds.linear.linear`` in our layers, and of ``torch.nn.functional.linear`` in the user's, on a leaf weight:
+  the input and the gradient of the output are kept;
 * modules with ``backward_dw()``, as Transformer Engine's and Megatron's layers and our experts have it;
 * with "backward_split": "graph" what autograd's graph allows (``graph_split``): the whole graph is kept.
 
-The name ``linear`` in torch's module is swapped while a store is active: ``F.linear`` (so ``nn.Linear``, and every
-parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the gradient
-of its input alone and notes what the weight's needs. Each gradient comes through its weight's ``AccumulateGrad`` node,
-so that hooks and sums are as ever, to the bit. A user's model is not changed. A ``TorchFunctionMode`` would be off
-inside ``backward``, where recompute runs layers again, and on GPUs that happens in another thread.
+While a store is active, both run as an autograd function of ours. In a ``BackwardInput`` it returns the gradient of its
+input only and keeps what the gradients of weight and bias need. Each gradient is accumulated through its weight's
+``AccumulateGrad`` node, so that hooks and sums are the usual ones, to the bit.
+
+``tds.linear.linear`` asks for the active store. Users' layers, ``nn.Linear`` above all, call
+``torch.nn.functional.linear``: the name in torch's module is replaced meanwhile, so that a user's model needs no
+change. A ``TorchFunctionMode`` would be off inside ``backward``, where recompute runs layers again, and on GPUs that
+happens in another thread.
 
 A module's ``backward_dw()`` computes the gradients of its weights for the oldest of its backwards that waits, and
 leaves them in ``grad``. It is called once for each forward in a micro-batch, of the outermost module that has it. One
@@ -38,7 +42,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.fused_linear import is_plain_product, share_of
+from tds.linear import deferring_weight_grads, is_plain_product, share_of
+from tds.param_info import info_of
 
 Key = tuple[int, int]
 
@@ -66,7 +71,7 @@ class _LinearCall:
         return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
 
     def run(self) -> None:
-        """Take the products that autograd itself would take, or those of ``tds.fused_linear``.
+        """Take the products that autograd itself would take, or those of ``tds.linear``.
 
         Shapes:
             x    [..., input_size]
@@ -77,8 +82,8 @@ class _LinearCall:
         for leaf in self.leaves():
             if leaf is self.bias:
                 made[leaf] = rows.sum(0)
-            elif hasattr(leaf, "add_product"):
-                leaf.add_product(rows, inputs)
+            elif (add_product := info_of(leaf).add_product) is not None:
+                add_product(rows, inputs)
             else:
                 made[leaf] = rows.t().mm(inputs)
         torch.autograd.backward([get_gradient_edge(leaf) for leaf in made], list(made.values()))
@@ -193,19 +198,24 @@ class WeightGradStore:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let linear layers within be ones that can be split; needed in a backward that recomputes, too."""
+        """Split linear layers in the block where possible; needed around backward passes that recompute, too."""
         self.plain, F.linear = F.linear, self.linear
         try:
-            with self.modules.delaying():
+            with deferring_weight_grads(self), self.modules.delaying():
                 yield
         finally:
             F.linear = self.plain
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
-        """``torch.nn.functional.linear``, to be split where it can be."""
+        """The replacement of ``torch.nn.functional.linear`` for layers of users."""
         if torch.is_grad_enabled() and is_plain_product(input, weight, bias):
-            return _SplitLinear.apply(input, self._anchor, (weight, bias), self)
+            return self.split_linear(input, weight, bias)
         return self.plain(input, weight, bias)
+
+    def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x W^T + b``; its backward pass keeps what the gradients of ``weight`` and ``bias`` need."""
+        product: torch.Tensor = _SplitLinear.apply(x, self._anchor, (weight, bias), self)
+        return product
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:

@@ -28,7 +28,7 @@ def _load(rank, root, size):
     checkpoint.load(records)
     for record, expected in zip(records, records_for(rank, size), strict=True):
         assert torch.equal(record.tensor, expected.tensor), record.name
-    return checkpoint.step, checkpoint.state
+    return checkpoint.step, checkpoint.metadata
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 4])

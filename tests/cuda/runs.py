@@ -25,7 +25,7 @@ from megatron.checkpoint import shard_file
 from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.config import parse
 from megatron.config.batch import Share
-from megatron.models.registry import FAMILIES, has_part, load
+from megatron.models.registry import FAMILIES
 from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
 from megatron.training import capture, global_vars, initialize, setup, train_progress
@@ -75,9 +75,9 @@ def import_all() -> None:
     deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # of a compiler that costs 3 s to import
     for family in FAMILIES:
         program_of(family)
-        for part in ("model", "pipeline", "cost", "data"):
-            if has_part(family, part):
-                load(family, part)
+        for part in (FAMILIES[family].model, FAMILIES[family].pipeline, FAMILIES[family].costs, FAMILIES[family].data):
+            if part:
+                importlib.import_module(part.partition(":")[0])
 
 
 LEFT_IN = ("megatron", "tds", "deepspeed", "torch.distributed")

@@ -19,7 +19,7 @@ from megatron.config import Config
 from megatron.models.common.huggingface import HFFormat
 from megatron.models.registry import build_model
 from megatron.mpu.groups import Group
-from megatron.mpu.shard import shard_of
+from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim import build_optimizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
@@ -91,7 +91,7 @@ class Against:
         weights = self.form.to_ours(before, config)
         assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.shard = shard_of(parameter)  # type: ignore[attr-defined]
+            set_shard(parameter, shard_of(parameter))
             fill(parameter, weights[name])
         with torch.no_grad():
             logits = model(text(0)[0])

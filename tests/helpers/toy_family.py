@@ -39,7 +39,12 @@ class ToyConfig(FamilyConfig):
             yield "--toy-size must not be 7"
 
 
-FAMILY = ModelFamily(name="toy", title="Toy", config=ToyConfig)
+FAMILY = ModelFamily(
+    name="toy",
+    title="Toy",
+    config=ToyConfig,
+    huggingface="toy_family.huggingface:FORMATS",
+)
 ''',
     "huggingface.py": '''"""Names and fields of a toy in Hugging Face's files."""
 
@@ -94,16 +99,22 @@ def values(theirs):
 FORMAT = HFFormat(
     model_types=("toy",), problems=problems, fields=fields, values=values, word="words.weight", **by_recipes(recipes)
 )
+FORMATS = (FORMAT,)
 ''',
 }
 
 
 @contextmanager
-def toy_family(folder: Path, **more: str) -> Iterator[None]:
-    """Write the family into ``folder`` and register it; ``more``: texts of further files, by part."""
+def toy_family(folder: Path, costs: str = "") -> Iterator[None]:
+    """Write the family into ``folder`` and register it; ``costs``: the text of a file with costs of its own."""
     package = folder / "toy_family"
     package.mkdir()
-    for name, text in {"__init__.py": "", **FILES, **{f"{part}.py": text for part, text in more.items()}}.items():
+    files = {"__init__.py": "", **FILES}
+    if costs:
+        files["cost.py"] = costs
+        named = '    costs="toy_family.cost:costs",\n'
+        files["config.py"] = files["config.py"].replace("    huggingface=", f"{named}    huggingface=")
+    for name, text in files.items():
         (package / name).write_text(text)
     assert all_options()  # which a family that comes later must not miss
     sys.path.insert(0, str(folder))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import shard_of
 
 
 def whole_world(rank: int, size: int) -> Group:
@@ -22,4 +23,5 @@ def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Put this rank's part of the logical tensor ``whole`` into ``parameter``; padding is zero."""
     with torch.no_grad():
         parameter.zero_()
-        parameter.shard.unpadded(parameter).copy_(parameter.shard.cut(whole))
+        shard = shard_of(parameter)
+        shard.unpadded(parameter).copy_(shard.cut(whole))

@@ -1,4 +1,4 @@
-"""A family is one folder and one line: what each has, that no other file lists them, and a family from outside."""
+"""A family is one folder and one object: the parts that it names, and a family from outside."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
-from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
+from megatron.models.bert.config import BertConfig
+from megatron.models.common.generation import generation_of
+from megatron.models.common.pipeline import ModelPipe
+from megatron.models.registry import (
+    FAMILIES,
+    build_model,
+    costs_of,
+    data_parts,
+    huggingface_formats,
+    model_parts,
+    pipeline_class,
+)
 from megatron.mpu.topology import Topology
 from tests.helpers.toy_family import toy_family
 
 ROOT = Path(__file__).parents[2]
-HAS = {
-    "config": ("{}Config", "FAMILY"),
-    "cost": ("costs",),
-    "model": ("model_args", "weight_init", "example_inputs"),
-    "pipeline": ("layer_specs",),
-    "huggingface": ("FORMAT",),
-    "data": ("special_tokens", "random_dataset"),
-}
-"""Part -> the names that it must have; ``{}``: what the family's classes begin with."""
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 96}
 PROGRAM = """
 import sys
@@ -46,30 +48,31 @@ print(sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("part", HAS)
-def test_a_family_has_the_names_of_each_part(name: str, part: str) -> None:
-    if part == "data" and not has_part(name, part):
-        assert FAMILIES[name].kind == "decoder", "a family without samples of its own takes those of decoders"
-        return
-    module = importlib.import_module(f"{FAMILIES[name].package}.config") if part == "config" else load(name, part)
-    missing = [each.format(FAMILIES[name].prefix) for each in HAS[part]]
-    assert [each for each in missing if not hasattr(module, each)] == []
+def test_a_family_names_the_parts_that_it_has(name: str) -> None:
+    from megatron.models.common.huggingface import HFFormat
+    from megatron.models.parts import DataParts, ModelParts
+
+    data, pipeline = data_parts(name), pipeline_class(name)
+    assert isinstance(model_parts(name), ModelParts)
+    assert isinstance(pipeline, type) and issubclass(pipeline, ModelPipe)
+    assert isinstance(data, DataParts) or (data is None and FAMILIES[name].kind == "decoder")
+    assert all(isinstance(each, HFFormat) for each in huggingface_formats(name)) and huggingface_formats(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_the_line_of_its_folder(name: str) -> None:
+def test_a_family_is_the_object_of_its_folder(name: str) -> None:
     family = FAMILIES[name]
-    assert family.name == name == family.package.rpartition(".")[2]
-    assert importlib.import_module(f"{family.package}.config").FAMILY is family
+    assert family.name == name
+    assert importlib.import_module(f"megatron.models.{name}.config").FAMILY is family
     assert (ROOT / family.program).is_file() and (ROOT / family.run_script).is_file()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_writes_text_says_how(name: str) -> None:
-    kind = FAMILIES[name].kind
-    assert hasattr(load(name, "model"), "GENERATION") == (kind == "decoder")
-    if kind == "encoder-decoder":
-        assert has_part(name, "generate")
+def test_a_decoder_names_the_layers_that_generate(name: str) -> None:
+    assert (model_parts(name).generation is not None) == (FAMILIES[name].kind == "decoder")
+    if FAMILIES[name].kind != "decoder":
+        with pytest.raises(ValueError, match=f"the family {name} is no decoder that generates"):
+            generation_of(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -77,10 +80,10 @@ def test_the_parts_agree_on_a_model(name: str) -> None:
     from megatron.models import ParallelContext
 
     config = config_from_values(SMALL, family=name)
-    model = build_model(config, ParallelContext())
+    model: Any = build_model(config, ParallelContext())
     assert model.sizes.family == name
     assert costs_of(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    rule = load(name, "model").weight_init(config)
+    rule = model_parts(name).weight_init(config)
     assert rule("layers.0.mlp.up.weight", (64, 16)) is not None
 
 
@@ -94,7 +97,9 @@ def test_the_model_of_a_run_recomputes_what_the_run_says_and_one_that_is_looked_
 
 
 class _Stages:
-    """Keeps what it is built with."""
+    """Records the arguments that it is built with."""
+
+    for_run = classmethod(ModelPipe.for_run.__func__)  # type: ignore[attr-defined]
 
     def __init__(self, args: Any, place: Any, topology: Any, **how: Any) -> None:
         self.args, self.place, self.topology, self.how = args, place, topology, how
@@ -109,11 +114,11 @@ class _Stages:
 def test_the_stages_of_a_run_are_cut_as_it_says(
     name: str, method: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_class_of", lambda family, part: {"pipeline": _Stages}[part])
+    monkeypatch.setattr(registry, "pipeline_class", lambda family: _Stages)
     words = f"--pipe-parallel-size 2 --partition-method {method} --vocab-size 96 --batch-size 3"
     config = parse(words.split(), world_size=2, env={}, family=name)
     place, topology, batches = object(), Topology(pipe=2, data=1, tensor=1), object()
-    stages = build_model(config, place, topology, batches)
+    stages: Any = build_model(config, place, topology, batches)  # type: ignore[arg-type]
     lengths = config.own.sequence_lengths(config.batch)
     assert (stages.place, stages.topology, stages._megatron_batch_fn) == (place, topology, batches)
     assert stages.args.family == name
@@ -142,7 +147,8 @@ def test_the_stages_of_a_run_are_cut_as_it_says(
 )
 def test_what_travels_beside_hidden_states(name: str, words: str, beside: dict[str, bool]) -> None:
     config = parse(f"--vocab-size 96 {words}".split(), world_size=1, env={}, family=name)
-    assert registry._class_of(name, "pipeline").beside(config) == beside
+    pipeline: Any = pipeline_class(name)
+    assert pipeline.beside(config) == beside
 
 
 def test_costs_of_every_family_need_no_torch() -> None:
@@ -227,26 +233,21 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert parse(["--num-query-groups", "1"], world_size=1, env={}, family="toy").model.num_query_groups == 1
 
 
-def test_a_decoder_without_a_file_has_the_plain_decoders_part(toy: None) -> None:
-    for part, home in PLAIN.items():
-        assert has_part("toy", part) and load("toy", part).__name__ == load("gpt2", part).__name__ == home
-    assert not has_part("toy", "data")
-    with pytest.raises(ModuleNotFoundError):
-        load("toy", "data")
+def test_a_decoder_that_names_no_part_has_those_of_the_common_decoder(toy: None) -> None:
+    assert model_parts("toy") is model_parts("gpt2") and pipeline_class("toy") is pipeline_class("gpt2")
+    assert data_parts("toy") is None and not registry.is_common_decoder("toy"), "it has flags of its own"
+    assert [each.model_types for each in huggingface_formats("toy")] == [("toy",)]
 
 
-def test_a_part_of_its_own_comes_first(tmp_path: Path) -> None:
-    with toy_family(tmp_path, cost="def costs(config, is_on_cpu=False):\n    return is_on_cpu, 'its own'\n"):
+def test_a_part_that_a_family_names_is_used(tmp_path: Path) -> None:
+    with toy_family(tmp_path, costs="def costs(config, is_on_cpu=False):\n    return is_on_cpu, 'its own'\n"):
         assert costs_of(config_from_values({}, family="toy"), is_on_cpu=True) == (True, "its own")
-        assert load("toy", "model").__name__ == PLAIN["model"]
+        assert model_parts("toy") is model_parts("gpt2")
 
 
-def test_what_is_no_decoder_must_have_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with toy_family(tmp_path):
-        monkeypatch.setattr(FAMILIES["toy"].config, "KIND", "encoder")
-        assert not any(has_part("toy", part) for part in PLAIN)
-        with pytest.raises(ModuleNotFoundError, match=r"toy_family\.model"):
-            load("toy", "model")
+def test_a_family_that_is_no_decoder_must_name_its_parts() -> None:
+    with pytest.raises(ValueError, match="the family kite is no decoder and must name its own pipeline, costs"):
+        registry.ModelFamily(name="kite", title="Kite", config=BertConfig, model="kite.model:MODEL")
 
 
 def test_a_family_from_outside_leaves_nothing_behind() -> None:
@@ -261,8 +262,6 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
         registry.register(family)
 
 
-def test_an_unknown_family_or_part_is_an_error() -> None:
+def test_an_unknown_family_is_an_error() -> None:
     with pytest.raises(ValueError, match=f"family must be {' or '.join(FAMILIES)}, got 'opt'"):
-        load("opt", "cost")
-    with pytest.raises(ModuleNotFoundError):
-        load("gpt2", "wings")
+        model_parts("opt")

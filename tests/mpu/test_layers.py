@@ -9,6 +9,7 @@ import torch
 
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.shard import shard_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import fill, random, whole_world
 
@@ -29,7 +30,7 @@ def column_then_row(rank, size):
     y = down(torch.tanh(up(x)))
     y.backward(UPSTREAM)
     gradients = {
-        name: (p.shard, p.grad)
+        name: (shard_of(p), p.grad)
         for layer in (up, down)
         for name, p in ((f"{type(layer).__name__}.{n}", p) for n, p in layer.named_parameters())
     }
@@ -74,10 +75,10 @@ def test_shards_of_all_ranks_make_up_the_weight_once():
             [ColumnParallelLinear(H, F, group=g) for g in groups],
             [RowParallelLinear(F, H, group=g) for g in groups],
         )
-        assert torch.equal(torch.cat([layer.weight.shard.cut(A) for layer in up], dim=0), A)
-        assert torch.equal(torch.cat([layer.weight.shard.cut(C) for layer in down], dim=1), C)
-        assert torch.equal(torch.cat([layer.bias.shard.cut(BIAS_A) for layer in up]), BIAS_A)
-        assert all(not layer.bias.shard.is_partitioned and layer.weight.shard.is_partitioned for layer in down)
+        assert torch.equal(torch.cat([shard_of(layer.weight).cut(A) for layer in up], dim=0), A)
+        assert torch.equal(torch.cat([shard_of(layer.weight).cut(C) for layer in down], dim=1), C)
+        assert torch.equal(torch.cat([shard_of(layer.bias).cut(BIAS_A) for layer in up]), BIAS_A)
+        assert all(not shard_of(layer.bias).is_partitioned and shard_of(layer.weight).is_partitioned for layer in down)
 
 
 def test_without_bias_there_is_none():

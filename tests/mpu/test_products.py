@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.mpu import layers, mappings
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.shard import is_partial
+from megatron.mpu.shard import is_partial, shard_of
 from megatron.torch_compat import name_of
 from tds.engine.weight_grad_store import WeightGradStore
+from tds.param_info import info_of, set_info
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import fill, random, whole_world
 
@@ -69,9 +72,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, adds: 
     group = Group((0, 1), 0, "stand-in")
     layer = ColumnParallelLinear(H, 2 * COLUMNS, group=group, sequence_parallel=sequence_parallel)
     if adds:
-        layer.weight.add_product = lambda rows, inputs: events.append(
-            f"{[*rows.shape]} and {[*inputs.shape]} are added"
-        )
+
+        def add_product(rows: torch.Tensor, inputs: torch.Tensor) -> None:
+            events.append(f"{[*rows.shape]} and {[*inputs.shape]} are added")
+
+        set_info(layer.weight, replace(info_of(layer.weight), add_product=add_product))
     x = torch.zeros(S // 2 if sequence_parallel else S, B, H, requires_grad=True)
     y = layer(x)
     events.clear()
@@ -112,7 +117,6 @@ def everything(x: torch.Tensor, pairs: Any, group: Group, cuts: bool) -> list[to
 def both_ways(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
     """Return, for each type and kind of layer, which tensors are the same bits, and whether the product is ours."""
     group, found = whole_world(rank, size), []
-    plain = F.linear
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for cuts in (False, True):
             for ways, has_bias in ((1, True), (1, False), (2, True)):
@@ -122,9 +126,8 @@ def both_ways(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
                 biases = [random(20 + rank, COLUMNS).to(dtype).requires_grad_() if has_bias else None] * ways
                 pairs = list(zip(weights, biases, strict=True))
                 at_once = everything(x, pairs, group, cuts)
-                F.linear = lambda *args: plain(*args)  # as tds.engine.weight_grad_store does
-                one_by_one = everything(x, pairs, group, cuts)
-                F.linear = plain
+                with mock.patch.object(layers, "is_deferring_weight_grads", lambda: True):
+                    one_by_one = everything(x, pairs, group, cuts)
                 same = [torch.equal(a, b) for a, b in zip(at_once, one_by_one, strict=True)]
                 y = layers.column_products(x, pairs, group, cuts)[0]
                 found.append((f"{dtype} {cuts} {ways} {has_bias}", same, "_ColumnProducts" in y.grad_fn.name()))
@@ -179,7 +182,7 @@ def column_then_row(rank, size):
     y = down(torch.tanh(up(x)))
     y.backward(UPSTREAM.chunk(size)[rank])
     partial = [is_partial(p) for layer in (up, down) for p in (layer.weight, layer.bias)]
-    gradients = [(p.shard, p.grad) for layer in (up, down) for p in (layer.weight, layer.bias)]
+    gradients = [(shard_of(p), p.grad) for layer in (up, down) for p in (layer.weight, layer.bias)]
     return y.detach(), x.grad, gradients, partial
 
 

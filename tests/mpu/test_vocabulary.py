@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
+from megatron.mpu.shard import shard_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.whole import fill, random, whole_world
 
@@ -35,7 +36,7 @@ def embed(group, vocab, divisible_by):
     fill(layer.weight, random(1, vocab, H))
     y = layer(tokens_of(vocab, 2))
     y.backward(random(3, *SHAPE, H))
-    return layer.weight.shard, y.detach(), layer.weight.grad
+    return shard_of(layer.weight), y.detach(), layer.weight.grad
 
 
 def entropy(group, vocab, divisible_by):

@@ -11,12 +11,13 @@ from torch import nn
 
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.models.common.decoder import DecoderModel
-from megatron.mpu.matrices import Matrices, matrices_of, set_matrices
+from megatron.mpu.matrices import matrices_of, set_matrices
 from megatron.optim import MuonArgs, build_optimizer
 from megatron.optim.matrix_owners import MatrixPartition, owners, runs_of
 from megatron.optim.muon import SCALES as SCALE_MODES
 from megatron.optim.param_rates import ParamRate
 from megatron.torch_compat import newton_schulz
+from tds.param_info import Matrices
 from tests.helpers.model_samples import filled, small_sizes
 from tests.helpers.whole import random
 

@@ -17,6 +17,7 @@ import pretrain_gpt2
 from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.models.common.router import Router
+from megatron.mpu.shard import set_uninitialized
 from megatron.optim.gradients import buffer as grad_buffer
 from megatron.optim.zero import param_gather
 from megatron.training import initialize
@@ -146,7 +147,7 @@ def provider(kind: str) -> torch.nn.Module:
             router.expert_bias.data.copy_(torch.tensor(BIASES[kind]))
             if kind == "ties":
                 router.weight.data.zero_()
-                router.weight.is_uninitialized = False  # type: ignore[attr-defined]
+                set_uninitialized(router.weight, False)
     return model
 
 

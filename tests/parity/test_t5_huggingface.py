@@ -16,7 +16,7 @@ from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutStreams
-from megatron.mpu.shard import Shard
+from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.mpu.topology import Topology
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import worst_relative
@@ -78,7 +78,7 @@ def _filled(kind: tuple[str, str], grid: Grid) -> T5ModelPipe:
     module = T5ModelPipe(sizes, place, grid.topology, partition="uniform", has_segments=True).to(DTYPES[kind[0]])
     weights = to_ours(before, HEADS, is_untied=sizes.untie_embeddings)
     for name, parameter in named_parameters(module):
-        parameter.shard = getattr(parameter, "shard", Shard(tuple(parameter.shape)))  # type: ignore[attr-defined]
+        set_shard(parameter, shard_of(parameter))
         fill(parameter, weights[name])
     return module
 

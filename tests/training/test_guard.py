@@ -181,7 +181,7 @@ def judge_alone(rank: int) -> list[Any]:
     guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
     guard.losses, guard.norms = RunningStatistics(4, 3.0, [1.0] * 4), RunningStatistics(4, 3.0, [1.0] * 4)
     thrown_away: list[None] = []
-    optimizer: Any = SimpleNamespace(zero_grad=lambda: thrown_away.append(None))
+    optimizer: Any = SimpleNamespace(policy=SimpleNamespace(), zero_grad=lambda: thrown_away.append(None))
     attach(guard, optimizer, build_grid(Topology.of_world(2, tensor=1, pipe=1), rank))
     allowed = []
     for loss, norm in ((1.0, 1.0), (1.0, 1.0 + rank), (9.0 - 8.0 * rank, 1.0), (math.nan if rank else 1.0, 1.0)):

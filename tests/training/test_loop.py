@@ -44,7 +44,8 @@ class CountingEngine:
         self.calls, self.skipped = calls, skipped
         self.module = torch.nn.Identity()
         self.optimizer: Any = SimpleNamespace(
-            param_groups=[{"lr": -1.0}, {"lr": -1.0}], kept=lambda parameter: parameter
+            param_groups=[{"lr": -1.0}, {"lr": -1.0}],
+            store=SimpleNamespace(persistent_storage=lambda parameter: parameter),
         )
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.on_loss = print

@@ -16,7 +16,7 @@ from megatron.config.changed_defaults import former_defaults
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
-from megatron.models.registry import FAMILIES, has_part, is_common_decoder, load
+from megatron.models.registry import FAMILIES, huggingface_formats, is_common_decoder
 
 # The files of a folder that say what it holds.
 
@@ -89,7 +89,7 @@ def copies(config: Config) -> tuple[str, ...]:
 
 
 def formats_of(family: str) -> tuple[HFFormat, ...]:
-    """Return the formats of ``family`` there: its FORMAT, or its FORMATS, one for each model type.
+    """Return the Hugging Face formats of ``family``, one for each model type.
 
     Raises:
         CheckpointError: it has none.
@@ -99,10 +99,7 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
         title = FAMILIES[family].title if family in FAMILIES else family
         have = ", ".join(FAMILIES[name].title for name in known)
         raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
-    part = load(family, "huggingface")
-    if hasattr(part, "FORMATS"):
-        return tuple(part.FORMATS)
-    return (part.FORMAT,)
+    return huggingface_formats(family)
 
 
 def format_of(config: Config, model_type: str | None = None) -> HFFormat:
@@ -144,7 +141,7 @@ def _relatives(family: str) -> list[str]:
     """
     if not is_common_decoder(family):
         return [family] if formats_of(family) else []
-    own = [family] if has_part(family, "huggingface") else []
+    own = [family] if family in families_with_format() else []
     return own + [name for name in families_with_format() if name != family and is_common_decoder(name)]
 
 
@@ -154,8 +151,8 @@ def types_of(family: str) -> list[str]:
 
 
 def families_with_format() -> list[str]:
-    """Return the families that have a format there."""
-    return [family for family in FAMILIES if has_part(family, "huggingface")]
+    """Return the families that have a Hugging Face format."""
+    return [name for name, family in FAMILIES.items() if family.huggingface]
 
 
 def family_by_type() -> dict[str, str]:

@@ -26,7 +26,7 @@ from megatron.checkpoint.huggingface.origin import (
 )
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
-from megatron.models.registry import load
+from megatron.models.registry import data_parts
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template, special_names
@@ -127,8 +127,8 @@ def vocabulary_of(
     eod_token = named.eod_token
     if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
         tokenizer.use_eod(eod_token)
-    has_more = config.own.is_encoder_decoder
-    t5 = load(config.family, "data").special_tokens(tokenizer, config) if has_more else None
+    data = data_parts(config.family) if config.own.is_encoder_decoder else None
+    t5 = None if data is None else data.special_tokens(tokenizer, config)
     size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
     if t5 is None and size > rows >= tokenizer.text_vocab_size:
         tokenizer.num_rows = rows  # the others are special tokens, which text never becomes

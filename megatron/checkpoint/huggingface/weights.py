@@ -53,7 +53,7 @@ def build_model(config: Config) -> torch.nn.Module:
     """Return the model of ``config`` without dropout, in one piece; its weights are not initialised."""
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     try:
-        return registry.build_model(replace(config, model=model), ParallelContext())  # type: ignore[no-any-return]
+        return registry.build_model(replace(config, model=model), ParallelContext())
     except ValueError as error:
         raise CheckpointError(f"no model has these sizes: {error}") from error
 

@@ -96,4 +96,9 @@ FAMILY = ModelFamily(
     length=512,
     vocabulary=30592,
     benchmark_flags="--attention-dropout 0 --hidden-dropout 0",
+    model="megatron.models.bert.model:MODEL",
+    pipeline="megatron.models.bert.pipeline:BertModelPipe",
+    costs="megatron.models.bert.cost:costs",
+    data="megatron.models.bert.data:DATA",
+    huggingface="megatron.models.bert.huggingface:FORMATS",
 )

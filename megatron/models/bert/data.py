@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces
 from megatron.errors import DataError
+from megatron.models.parts import DataParts
 
 # The control tokens that BERT's samples are framed and masked with: the tokenizer's own, or appended ones.
 
@@ -407,6 +408,9 @@ def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) ->
         short_seq_prob=own.short_seq_prob,
         word_starts=every_third if own.whole_word_masking else None,
     )
+
+
+DATA = DataParts(special_tokens=special_tokens, random_dataset=random_dataset)
 
 
 # The three data sets of a BERT run, with every check that can be made before training starts.

@@ -191,3 +191,4 @@ FORMAT = HFFormat(
     our_logits=our_logits,
     their_logits=their_logits,
 )
+FORMATS = (FORMAT,)

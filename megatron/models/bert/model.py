@@ -25,13 +25,15 @@ from megatron.models.common.model_args import ModelArgs, fields_held
 from megatron.models.common.norms import LayerNorm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule
-from megatron.models.common.transformer import MLP, Recompute, run_layers
+from megatron.models.common.transformer import MLP, Recompute, recompute_switches, run_layers
+from megatron.models.parts import ModelParts
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.mappings import all_reduce, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import segment_mask
 from megatron.ops.document_attention import document_starts, document_stops, way_of
+from tds.linear import linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -245,7 +247,7 @@ class WholeLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, fuse=False)
 
 
 class Transform(nn.Module):
@@ -369,22 +371,26 @@ class BertModel(nn.Module):
         return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)
 
 
-def model_args(config: Config, **switches: Any) -> BertModelArgs:
-    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
+    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    switches = recompute_switches(config) if recomputes else {}
     return bert_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return how the initial weights scale."""
+    """Return the standard deviation of the initial weights, by name."""
     return bert_rule(config.model.init_method_std)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    """Return the inputs of a BERT without labels; ``words(length)`` draws tokens [b, length]."""
     tokens = words(config.batch.seq_length)
     nothing = torch.zeros_like(tokens)
     inputs = {"tokens": tokens, "token_types": nothing, "is_random": nothing[:, 0]}
     return inputs | ({"segments": nothing.int()} if config.own.pads_samples else {})
+
+
+MODEL = ModelParts(args=model_args, model=BertModel, weight_init=weight_init, example_inputs=example_inputs)
 
 
 def bert_fields(

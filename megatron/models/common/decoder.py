@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.generation import Decoder
 from megatron.models.common.language_model import Embedding, Head, head_output, materialize_logits, model_loss
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, model_args_from
 from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule, gpt2_rule
-from megatron.models.common.transformer import Recompute, TransformerLayer, run_layers
+from megatron.models.common.transformer import Recompute, TransformerLayer, recompute_switches, run_layers
+from megatron.models.parts import DecoderLayers, ModelParts
 
 
 class DecoderModel(nn.Module):
@@ -88,19 +87,20 @@ class DecoderModel(nn.Module):
             )
 
 
-def model_args(config: Config, **switches: Any) -> ModelArgs:
-    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return model_args_from(config.model, **{"family": config.family, **switches})
+def model_args(config: Config, *, recomputes: bool = False) -> ModelArgs:
+    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    switches = recompute_switches(config) if recomputes else {}
+    return model_args_from(config.model, family=config.family, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return how the initial weights scale."""
+    """Return the standard deviation of the initial weights, by name."""
     model = config.model
     return gpt2_rule(model.init_method_std, model.num_layers, model.width_multiplier)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a decoder takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    """Return the inputs of a decoder without labels; ``words(length)`` draws tokens [b, length]."""
     tokens = words(config.batch.seq_length)
     if not config.model.has_position_ids:
         return {"tokens": tokens}
@@ -108,4 +108,10 @@ def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict
     return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}
 
 
-GENERATION = Decoder(embedding=Embedding, layer=TransformerLayer, norm=make_norm)
+MODEL = ModelParts(
+    args=model_args,
+    model=DecoderModel,
+    weight_init=weight_init,
+    example_inputs=example_inputs,
+    generation=DecoderLayers(embedding=Embedding, layer=TransformerLayer, norm=make_norm),
+)

@@ -18,7 +18,8 @@ from megatron.models.common.language_model import Head, Logits, logits_of, mater
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.models.registry import load
+from megatron.models.parts import DecoderLayers
+from megatron.models.registry import model_parts
 from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on
 from tds.schedule import Placement
@@ -272,23 +273,19 @@ class CachedModel(ABC):
         """Return the logits [s, b, v/t] of a head that is the word table."""
 
 
-# The parts of a decoder that goes on from a prompt.
+# Generation with a decoder.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """The parts with which a family goes on from a prompt: ``GENERATION`` in the file of its model.
+def generation_of(family: str) -> DecoderLayers:
+    """Return the layers with which a family of decoders generates.
 
-    Args:
-        embedding: built from (sizes, place); its table is ``word``, its ``forward`` takes tokens and positions [b, s].
-        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask, cache, positions and the
-            mask of a window, and finds the positions of the pass in ``cache.slots.positions``.
-        norm: makes the last norm of the sizes.
+    Raises:
+        ValueError: the family has none.
     """
-
-    embedding: type[nn.Module]
-    layer: type[nn.Module]
-    norm: Callable[[Any], nn.Module]
+    generation = model_parts(family).generation
+    if generation is None:
+        raise ValueError(f"the family {family} is no decoder that generates: its MODEL has no generation")
+    return generation
 
 
 Rows = Sequence[Sequence[int]]
@@ -310,17 +307,17 @@ class DecoderReader(CachedModel):
 
     def __init__(self, part: ModelStage, capacity: int) -> None:
         super().__init__(part, capacity, range(part.sizes.num_layers + 1))
-        self.kind: Decoder = load(part.sizes.family, "model").GENERATION
+        self.decoder = generation_of(part.sizes.family)
         self.masks = Masks(part.sizes, part.place)
 
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
         """The parts of a pipeline have a ``forward`` of their own, so the family's are called by their classes."""
-        x: torch.Tensor = self.kind.embedding.forward(unit, self.tokens, self.positions)
+        x: torch.Tensor = self.decoder.embedding.forward(unit, self.tokens, self.positions)
         return x
 
     def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         mask = self.masks.for_slots(self.slots, x.dtype, bool(unit.has_window))
-        x = self.kind.layer.forward(unit, x, mask, self.caches[number], None, mask)
+        x = self.decoder.layer.forward(unit, x, mask, self.caches[number], None, mask)
         return x
 
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.models.common.model_args import Module
 from megatron.mpu.context_parallel import gather_rows, own_positions, split_along_context
@@ -100,9 +101,15 @@ class ParallelContext:
         return x if self.cuts_heads else split_along_context(x, self.context, dim)
 
     def on_part(self, module: Module) -> Module:
-        """Return ``module``, whose weights every rank holds whole and applies to its hidden states alone."""
+        """Return ``module``, whose full weights every rank applies to its part of the sequence."""
         if self.sequence_parallel:
             module.place = self  # type: ignore[assignment]
             for parameter in module.parameters():
                 set_partial(parameter)
         return module
+
+
+def context_of(module: nn.Module) -> ParallelContext | None:
+    """Return the context that a layer or a model was built with; None for a module that has none."""
+    context = getattr(module, "place", None)
+    return context if isinstance(context, ParallelContext) else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from megatron.mpu.shard import Shard, is_uninitialized, materialize, shard_of
+from megatron.mpu.shard import Shard, is_uninitialized, materialize, set_uninitialized, shard_of
 
 # Initial weights from a counter keyed by (seed, parameter name): the same numbers in every layout.
 #
@@ -35,7 +35,7 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
         materialize(parameter)
         shard = shard_of(parameter)
         _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
-        parameter.is_uninitialized = False  # type: ignore[attr-defined]
+        set_uninitialized(parameter, False)
 
 
 def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rule:

@@ -31,6 +31,7 @@ from megatron.mpu.topology import Topology
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tds.schedule import LOOP
+from tds.user_functions import BatchFn
 
 # Recompute on one stage of a pipeline.
 
@@ -109,8 +110,40 @@ class ModelPipe(PipelineModule):
         self._declare_boundaries()
 
     @classmethod
+    def for_run(
+        cls,
+        config: Config,
+        args: Any,
+        context: ParallelContext,
+        topology: Topology,
+        *,
+        partition: str | list[int],
+        batch_fn: BatchFn | None,
+    ) -> ModelPipe:
+        """Return this rank's stage of the model that the run of ``config`` trains.
+
+        Args:
+            partition: as of the class.
+            batch_fn: converts a micro-batch to the inputs of the first stage and the arguments of the loss.
+        """
+        parallel, batch = config.parallel, config.batch
+        probe = (batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None
+        stage = cls(
+            args,
+            context,
+            topology,
+            partition=partition,
+            chunks=parallel.chunks,
+            placement=parallel.placement,
+            probe=probe,
+            **cls.beside(config),
+        )
+        stage._megatron_batch_fn = batch_fn
+        return stage
+
+    @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
-        """Return what travels beside the hidden states in a run of ``config``: arguments of the class."""
+        """Return which tensors are sent along with the hidden states in a run of ``config``: arguments of the class."""
         return {"has_segments": config.data.keeps_documents_apart}
 
     def specs(self) -> list[LayerSpec]:

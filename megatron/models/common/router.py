@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.experts import SIGMOID
@@ -24,6 +23,7 @@ from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.grouped import count
 from tds.backward_state import is_running
+from tds.linear import linear
 
 # What a router computes, in fp32 (fp64 in fp64), of the logits z of E experts:
 #
@@ -92,7 +92,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, E]
+        logits = linear(x.to(wide), self.weight.to(wide), fuse=False)  # [s, b, E]
         is_sigmoid = self.sizes.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():

@@ -22,6 +22,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.random import checkpoint
 from megatron.ops.activations import activation, is_gated
+from tds.linear import accumulates_in_place
 from tds.schedule.simulate import in_flight
 
 # What a model recomputes in backward, and how it keeps what it recomputes from.
@@ -101,11 +102,11 @@ class GatedLinear(ColumnParallelLinear):
     num_outputs = 2
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Two products with every second row, for a product with all would leave two tensors full of gaps.
+        """Compute two products with every second row each: one product would leave two strided tensors.
 
-        Where products add gradients to where they lie it is one with all rows, of the weight itself, and two copies.
+        Where the product accumulates the gradient in place it is one with the full weight, and two copies.
         """
-        if hasattr(self.weight, "add_product"):
+        if accumulates_in_place(self.weight):
             (both,) = self.products(x, (self.weight, self.bias))
             gated, values = both.unflatten(-1, (-1, 2)).unbind(-1)
             return gated.contiguous(), values.contiguous()

@@ -19,4 +19,5 @@ FAMILY = ModelFamily(
     recipe=("--hidden-bias", "--attention-dropout", "0", "--hidden-dropout", "0"),
     heads={1280: 20, 1536: 16, 1600: 25, 2560: 32},
     benchmark_flags="--activation gelu-tanh --max-position-embeddings {length}",
+    huggingface="megatron.models.gpt2.huggingface:FORMATS",
 )

@@ -245,3 +245,4 @@ FORMAT = HFFormat(
     biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
     unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
 )
+FORMATS = (FORMAT,)

@@ -21,4 +21,11 @@ class MptConfig(FamilyConfig):
     }
 
 
-FAMILY = ModelFamily(name="mpt", title="MPT", script="examples/mpt/run_mpt.sh", config=MptConfig, vocabulary=50368)
+FAMILY = ModelFamily(
+    name="mpt",
+    title="MPT",
+    script="examples/mpt/run_mpt.sh",
+    config=MptConfig,
+    vocabulary=50368,
+    huggingface="megatron.models.mpt.huggingface:FORMATS",
+)

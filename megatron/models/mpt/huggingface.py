@@ -188,3 +188,4 @@ FORMAT = HFFormat(
     our_logits=lambda model, tokens: model(tokens).transpose(0, 1),
     prepare=prepare,
 )
+FORMATS = (FORMAT,)

@@ -328,6 +328,11 @@ FAMILY = ModelFamily(
     follows={"dec_seq_length": "--dec-seq-length"},
     benchmark_flags="--activation relu",
     layer_lists={"encoder": "encoder.layers", "decoder": "decoder.layers"},
+    model="megatron.models.t5.model:MODEL",
+    pipeline="megatron.models.t5.pipeline:T5ModelPipe",
+    costs="megatron.models.t5.cost:costs",
+    data="megatron.models.t5.data:DATA",
+    huggingface="megatron.models.t5.huggingface:FORMATS",
 )
 
 

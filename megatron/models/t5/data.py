@@ -16,6 +16,7 @@ from megatron.data.documents import Documents, documents_key
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, runs
 from megatron.errors import DataError
+from megatron.models.parts import DataParts
 from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target, most_spans, noise_and_spans, raw_length
 
 if TYPE_CHECKING:
@@ -458,6 +459,9 @@ def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
     )
+
+
+DATA = DataParts(special_tokens=special_tokens, random_dataset=random_dataset)
 
 
 # What the model takes of a sample.

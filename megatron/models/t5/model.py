@@ -23,7 +23,8 @@ from megatron.models.common.model_args import fields_held
 from megatron.models.common.norms import RMSNorm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
-from megatron.models.common.transformer import Recompute, run_layers
+from megatron.models.common.transformer import Recompute, recompute_switches, run_layers
+from megatron.models.parts import ModelParts
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
 from megatron.mpu.embedding_lookup import HALF_PRECISION
@@ -177,6 +178,7 @@ def t5_rule(sizes: T5ModelArgs, std: float, *, is_given: bool = False) -> Rule:
 # T5 on one pipeline rank.
 
 __all__ = [
+    "MODEL",
     "RelativeBias",
     "T5DecoderLayer",
     "T5Embedding",
@@ -321,16 +323,20 @@ class T5Decoder(T5Side):
         return self.run(x, memory, self.bias, enc_segments, dec_segments)
 
 
-def model_args(config: Config, **switches: Any) -> T5ModelArgs:
-    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+def model_args(config: Config, *, recomputes: bool = False) -> T5ModelArgs:
+    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    switches = recompute_switches(config) if recomputes else {}
     return t5_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return how the initial weights scale."""
+    """Return the standard deviation of the initial weights, by name."""
     return t5_rule(model_args(config), config.model.init_method_std, is_given="init_method_std" in config.given)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    """Return the inputs of a T5 without labels; ``words(length)`` draws tokens [b, length]."""
     return {"enc_tokens": words(config.own.enc_seq_length), "dec_tokens": words(config.own.dec_seq_length)}
+
+
+MODEL = ModelParts(args=model_args, model=T5Model, weight_init=weight_init, example_inputs=example_inputs)

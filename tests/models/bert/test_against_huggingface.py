@@ -13,7 +13,7 @@ import torch
 from megatron.models.bert.huggingface import _recipes
 from megatron.models.bert.model import BertModel
 from megatron.models.common import huggingface
-from megatron.mpu.shard import shard_of
+from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim import build_optimizer
 from tests.helpers.bert_samples import SMALL, VOCAB, bert_batch, bert_sizes
 from tests.helpers.harness import run_ranks
@@ -99,7 +99,7 @@ def one(group, kind):
     recipes = recipes_of(variant)
     assert sorted(recipes) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
-        parameter.shard = shard_of(parameter)
+        set_shard(parameter, shard_of(parameter))
         fill(parameter, huggingface.to_our_weight(recipes[name], before))
     batch = bert_batch(0)
     with torch.no_grad():

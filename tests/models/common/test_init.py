@@ -14,7 +14,7 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
-from megatron.mpu.shard import Shard, empty_weight, shard_of
+from megatron.mpu.shard import Shard, empty_weight, is_uninitialized, shard_of
 from tests.helpers.model_samples import place_of, small_sizes
 
 
@@ -107,7 +107,7 @@ def test_biases_are_zero_and_norms_are_one():
 
 def test_nothing_is_unset_after_and_what_is_set_stays():
     model, _ = large_model()
-    assert not any(getattr(parameter, "is_uninitialized", False) for parameter in model.parameters())
+    assert not any(is_uninitialized(parameter) for parameter in model.parameters())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     initialize(model.named_parameters(), seed=2, rule=gpt2_rule(1.0, 1))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

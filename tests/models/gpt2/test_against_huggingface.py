@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import model_args_from
 from megatron.models.gpt2.huggingface import from_ours, model_fields, to_ours
-from megatron.mpu.shard import shard_of
+from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim import build_optimizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.model_samples import BATCH, SEQ, VOCAB, gradients_of, joined, place_of, worst_relative
@@ -105,7 +105,7 @@ def one(group, kind, cuts=False):
     weights = to_ours(before, HEADS)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
-        parameter.shard = shard_of(parameter)
+        set_shard(parameter, shard_of(parameter))
         fill(parameter, weights[name])
     with torch.no_grad():
         logits = model(text(0)[0], torch.arange(SEQ).expand(BATCH, SEQ))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
-from megatron.mpu.shard import shard_of
+from megatron.mpu.shard import set_shard, shard_of
 from megatron.ops.positions import relative_buckets
 from megatron.optim import build_optimizer
 from tests.helpers.harness import run_ranks
@@ -135,7 +135,7 @@ def our_model(config, state, place):
     weights = to_ours(state, HEADS, is_untied=sizes.untie_embeddings)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
-        parameter.shard = shard_of(parameter)
+        set_shard(parameter, shard_of(parameter))
         fill(parameter, weights[name])
     return model
 

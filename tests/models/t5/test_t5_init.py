@@ -10,7 +10,7 @@ from megatron.models.t5.huggingface import from_ours, model_fields
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model, t5_rule
 from megatron.mpu.groups import Group
-from megatron.mpu.shard import shard_of
+from megatron.mpu.shard import is_uninitialized, shard_of
 from tests.helpers.model_samples import place_of
 from tests.helpers.t5_samples import KINDS, LEARNED, t5_sizes
 
@@ -20,7 +20,7 @@ LARGE = {"hidden_size": 64, "kv_hidden_size": 24, "ff_hidden_size": 160, "vocab_
 def started(sizes, group=None):
     model = T5Model(sizes, place_of(group or Group((0,), 0)))
     initialize(model.named_parameters(), seed=1, rule=t5_rule(sizes, 0.02))
-    assert not any(getattr(parameter, "is_uninitialized", False) for parameter in model.parameters())
+    assert not any(is_uninitialized(parameter) for parameter in model.parameters())
     return dict(model.named_parameters())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.tensor_record import tiling_problem
-from megatron.mpu.shard import Shard, set_shard
+from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.optim.zero.partition import VECTOR, partition_of
 from tests.helpers.whole import random
 
@@ -52,7 +52,7 @@ def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, r
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
 def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replicas):
-    cut, whole = partition_of(parameter, replicas), getattr(parameter, "shard", Shard(tuple(parameter.shape)))
+    cut, whole = partition_of(parameter, replicas), shard_of(parameter)
     parts = [cut.shard(whole, replica) for replica in range(replicas)]
     for part, local in zip(parts, parts_of(cut, parameter.detach()), strict=True):
         assert part.unpadded(local).shape[cut.dim] == part.length
@@ -66,9 +66,9 @@ def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replic
 
 def test_a_weight_cut_by_the_tensor_group_is_cut_along_the_same_dimension():
     rows = set_shard(torch.nn.Parameter(torch.zeros(32, 64)), Shard((32, 128), 1, 64, 64))
-    assert partition_of(rows, 2).shard(rows.shard, 1) == Shard((32, 128), 1, 96, 32)
+    assert partition_of(rows, 2).shard(shard_of(rows), 1) == Shard((32, 128), 1, 96, 32)
     alone = set_shard(torch.nn.Parameter(torch.zeros(32, 128)), Shard((32, 128), 1, 0, 128))
-    assert partition_of(alone, 2).shard(alone.shard, 1) == Shard((32, 128), 0, 16, 16), "views of rows lie in one run"
+    assert partition_of(alone, 2).shard(shard_of(alone), 1) == Shard((32, 128), 0, 16, 16), "row slices are contiguous"
 
 
 def test_a_weight_with_fewer_vectors_than_replicas_leaves_some_without_a_part():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from megatron.mpu import layers
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.fused_linear import add_product, can_add_products, fused_linear, share_of
 from tds.gradient_reducer import AgreedOrder, GradientReducer
+from tds.linear import add_product, can_add_products, linear, share_of
+from tds.param_info import ParamInfo, info_of, set_info
 from tests.helpers.alive import Alive
 
 H, WORDS = 8, 11
@@ -165,28 +167,46 @@ def test_gate_and_value_are_one_product_of_their_weight() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@pytest.mark.parametrize("case", ["frozen", "no leaf", "other type", "no gradients", "swapped"])
-def test_what_is_no_plain_product_of_a_leaf_is_left_to_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["frozen", "no leaf", "other type", "no gradients", "autocast", "not fused", "fused"])
+@pytest.mark.parametrize("defers", [False, True])
+def test_what_is_no_plain_product_of_a_leaf_is_left_to_torch(case: str, defers: bool) -> None:
+    """A product that is not to be fused can still be deferred."""
     weight = nn.Parameter(torch.ones(3, 4), requires_grad=case != "frozen")
     table = weight * 2 if case == "no leaf" else weight
+    set_info(table, ParamInfo(add_product=lambda rows, inputs: None))
     x = torch.ones(2, 4, dtype=torch.bfloat16 if case == "other type" else torch.float32, requires_grad=True)
-    calls = []
-    own = F.linear
-    if case == "swapped":
-        monkeypatch.setattr(F, "linear", lambda *args: calls.append(args) or own(*args))
-    with torch.autocast("cpu", enabled=False), torch.set_grad_enabled(case != "no gradients"):
+    autocasts = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast")
+    with (
+        autocasts,
+        torch.set_grad_enabled(case != "no gradients"),
+        WeightGradStore().active() if defers else nullcontext(),
+    ):
         if case == "other type":
             with pytest.raises(RuntimeError, match="dtype"):
-                fused_linear(x, table)
+                linear(x, table)
             return
-        y = fused_linear(x, table)
-    assert y.grad_fn is None or "_FusedLinear" not in y.grad_fn.name()
-    assert len(calls) == (case == "swapped")
+        y = linear(x, table, fuse=case != "not fused")
+    kind = "" if y.grad_fn is None else y.grad_fn.name()
+    assert ("_FusedLinear" in kind) == (case == "fused" and not defers)
+    assert ("_SplitLinear" in kind) == (case in ("fused", "not fused") and defers)
+
+
+def test_our_layers_do_not_depend_on_the_name_in_torchs_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only users' layers are reached by replacing it; a product that is split calls torch's own."""
+    layer, store = layers.ColumnParallelLinear(H, H), WeightGradStore()
+    x = torch.ones(2, H, requires_grad=True)
+    with store.active():
+        monkeypatch.setattr(F, "linear", None)
+        y = layer(x)
+        monkeypatch.undo()
+    with store.deferring((0, 0)):
+        y.sum().backward()
+    assert store.split == {layer.weight, layer.bias}
 
 
 def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
     net, optimizer = made(torch.bfloat16, fuses=True)
-    assert not hasattr(net.up.weight, "add_product")
+    assert info_of(net.up.weight).add_product is None
     backward(net, 0)
     assert not optimizer.reducer.fused_params and optimizer.gradient_of(net.up.weight).abs().sum() > 0
     assert not can_add_products(torch.empty(2, 2, dtype=torch.bfloat16, device="meta"), torch.float32)

@@ -1,0 +1,149 @@
+"""linear: ``x W^T + b`` whose weight gradient can be deferred, or accumulated in place by the matrix product.
+
+Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, with two exceptions:
+
+* A schedule that splits backward passes (``tds.engine.weight_grad_store``) is active: the input and the gradient of
+  the output are kept until the ``BackwardWeight`` action.
+* The optimizer has set ``ParamInfo.add_product``: the product itself accumulates, ``sum.addmm_(grad^T, x)``, and the
+  product of the first micro-batch overwrites. Autograd would allocate the gradient as a tensor of its own and add it
+  to the sum over the micro-batches: a product and a pass over three tensors of the weight's size.
+
+In both cases the weight stays in autograd's graph and gets None. Its ``AccumulateGrad`` node runs after all its
+products, once in a backward pass, and its hooks with it: the all-reduce over the replicas (``tds.gradient_reducer``)
+starts at the usual moment. A gradient that reaches the weight in another way, such as a lookup in a tied table, is
+accumulated by that node.
+
+``C + A B`` in one product does not round as the sum of ``C`` and a product does, so losses differ from those without
+``add_product`` by rounding. They do not differ between schedules: a deferred product is the same product.
+
+Source: Megatron-LM's ``gradient_accumulation_fusion``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from tds.param_info import AddProduct, info_of
+
+
+class WeightGradDeferral(Protocol):
+    """Computes ``linear`` so that the weight gradient can be deferred: a ``WeightGradStore``."""
+
+    def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x W^T + b``; its backward pass keeps what the gradients of ``weight`` and ``bias`` need."""
+
+
+_deferral: WeightGradDeferral | None = None  # of all threads: recompute runs layers in the threads of autograd
+
+
+@contextmanager
+def deferring_weight_grads(deferral: WeightGradDeferral) -> Iterator[None]:
+    """Compute ``linear`` in the block by ``deferral``."""
+    global _deferral
+    outer, _deferral = _deferral, deferral
+    try:
+        yield
+    finally:
+        _deferral = outer
+
+
+def is_deferring_weight_grads() -> bool:
+    """Return True if a schedule that splits backward passes is active."""
+    return _deferral is not None
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, fuse: bool = True
+) -> torch.Tensor:
+    """Return ``x W^T + b``; the backward pass defers or accumulates the weight gradient where it can.
+
+    Args:
+        fuse: accumulate the weight gradient by ``ParamInfo.add_product`` where the optimizer has set it.
+
+    Shapes:
+        x      [..., input_size]
+        weight [output_size, input_size], bias [output_size]
+        output [..., output_size]
+    """
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    add_product = info_of(weight).add_product if fuse else None
+    if _deferral is None and add_product is None:
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled() or not is_plain_product(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if _deferral is not None:
+        return _deferral.split_linear(x, weight, bias)
+    product: torch.Tensor = _FusedLinear.apply(x, weight, bias, add_product)
+    return product
+
+
+def accumulates_in_place(weight: torch.Tensor) -> bool:
+    """Return True if products add the gradient of ``weight`` in place; never in a compiled layer."""
+    return not torch.compiler.is_compiling() and info_of(weight).add_product is not None
+
+
+def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
+    """Return True if ``weight`` is a leaf whose gradient can be computed after that of ``x``, in the same dtype."""
+    plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+        return False
+    if not (weight.is_leaf and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
+        return False
+    return bias is None or (isinstance(bias, torch.Tensor) and bias.is_leaf)
+
+
+def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a product in the dtype of ``weight`` can accumulate in ``dtype``; on CUDA in a wider one too."""
+    is_wide = weight.device.type == "cuda" and weight.dtype.itemsize == 2
+    return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
+
+
+def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """Return the percentage of elements of the trained ``parameters`` that ``some`` hold, and the names of the others.
+
+    At most four names are listed, the largest parameters first; "" where ``some`` are all.
+    """
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    others = {name: parameter.numel() for name, parameter in trained.items() if parameter not in some}
+    every = sum(parameter.numel() for parameter in trained.values())
+    names = sorted(others, key=lambda name: -others[name])
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{100 * (1 - sum(others.values()) / max(every, 1)):.1f}", listed
+
+
+@torch.no_grad()
+def add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
+    """Add ``a b`` to ``place`` in place; overwrite ``place`` if ``is_first``.
+
+    Shapes:
+        place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
+    """
+    product: Any = torch.addmm if place.dim() == 2 else torch.baddbmm
+    wide = {} if place.dtype == a.dtype else {"out_dtype": place.dtype}
+    product(place, a, b, beta=0 if is_first else 1, out=place, **wide)
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add_product: AddProduct
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.add_product = add_product
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])  # [n, output_size]
+        of_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            ctx.add_product(rows, x.reshape(-1, x.shape[-1]))
+        return of_x, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None

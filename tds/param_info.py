@@ -1,0 +1,226 @@
+"""ParamInfo: facts about one parameter that its values and its shape do not show.
+
+Layers record the facts at construction; the engine, the optimizer, checkpoints and comparisons read them. All facts are
+in one frozen dataclass, which is one attribute of the tensor:
+
+    set_info(weight, replace(info_of(weight), shard=shard))
+    info_of(weight).shard
+
+The attribute stays when ``parameter.data`` is assigned, so ``module.to(dtype)``, moves to a device and the shards of
+ZeRO 3 keep it, and pickle saves it. ``copy.deepcopy`` of a ``torch.nn.Parameter`` drops all Python attributes:
+``copy_infos`` copies the facts to the copied module. Compiled layers do not read it.
+
+DeepSpeed, Megatron's layers and users' models state some facts by attributes of their own. They are read and written in
+the second half of this file only:
+
+| attribute | set by | read by |
+|---|---|---|
+| ``model_parallel``, ``tensor_model_parallel`` | ``set_shard``, users' models | us, DeepSpeed: norms |
+| ``ds_pipe_replicated`` | DeepSpeed's tied layers, ``mark_tied_copy`` | us, DeepSpeed: norms |
+| ``sequence_parallel`` | ``set_partial``, Megatron's and Transformer Engine's layers | us |
+| ``ds_optim_param`` | ``excluded_from_broadcast`` | DeepSpeed: its broadcast of weights at the start |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+AddProduct = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds ``rows^T inputs``, of rows [n, output_size] and inputs [n, input_size], to the gradient of a weight."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The slice of a logical tensor that this rank holds.
+
+    ``global_shape`` is the logical shape, without padding. Along ``partition_dim`` this rank holds the logical
+    indices ``start ... start + length``. Rows of the local tensor after ``length`` are padding and are zero.
+    ``partition_dim`` None: every rank of the tensor-parallel group holds the full tensor.
+    """
+
+    global_shape: tuple[int, ...]
+    partition_dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    @property
+    def is_partitioned(self) -> bool:
+        return self.partition_dim is not None
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the logical tensor ``whole``, without padding."""
+        if self.partition_dim is None:
+            return whole
+        return whole.narrow(self.partition_dim, self.start, self.length)
+
+    def unpadded(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``local`` without its padding rows."""
+        if self.partition_dim is None or local.shape[self.partition_dim] == self.length:
+            return local
+        return local.narrow(self.partition_dim, 0, self.length)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices that are packed in a weight [m, n] of a layer, for optimizers of full matrices such as Muon.
+
+    Their rows alternate in periods, so that a slice of full periods holds the same share of each matrix:
+
+    | weight | rows of a period | periods |
+    |---|---|---|
+    | query, key, value of self-attention | (a/g) d of queries, d of keys, d of values | g, the query groups |
+    | key, value of attention to the encoder | d of keys, d of values | a, the heads |
+    | gate and up of a gated feed-forward | 1 of the gate, 1 of up | f |
+    | every other weight of a layer | all | 1 |
+
+    Args:
+        widths: rows of each matrix in a period; empty: the weight is one matrix.
+        head: rows of an attention head, where each matrix consists of full heads; 0: no heads along the rows.
+        is_apart: each period is a matrix of its own.
+    """
+
+    widths: tuple[int, ...] = ()
+    head: int = 0
+    is_apart: bool = False
+
+    def split(self, *, qkv: bool = True, heads: bool = False) -> Matrices:
+        """Return the matrices with query, key and value as one unless ``qkv``, or one per head with ``heads``."""
+        if not self.head:
+            return self
+        if heads:
+            return Matrices((self.head,), self.head, is_apart=True)
+        return self if qkv else Matrices()
+
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view [periods, rows of a period, n] of each matrix in ``whole`` [m, n].
+
+        Raises:
+            ValueError: m is not a multiple of the period.
+        """
+        period = sum(self.widths) or len(whole)
+        if len(whole) % period:
+            raise ValueError(f"the rows of a packed weight must be a multiple of {period}, got {len(whole)}")
+        by_period = whole.unflatten(0, (-1, period))
+        if self.is_apart:
+            return list(by_period.split(1))
+        return list(by_period.split(list(self.widths), 1)) if self.widths else [by_period]
+
+    def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (rows, columns) of each matrix of a weight of this ``shape``."""
+        views = self.views(torch.empty(tuple(shape), device="meta"))
+        return [(math.prod(view.shape[:2]), view.shape[2]) for view in views]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """Facts about one parameter.
+
+    Args:
+        shard: the slice of the logical tensor that this rank holds; None: no layer has recorded it.
+        matrices: the matrices in a weight of a layer; None for embeddings, heads, norms and biases.
+        has_partial_grad: every tensor-parallel rank holds the full parameter and computes a summand of its gradient,
+            from its part of the sequence or from its heads. The optimizer all-reduces it over that group.
+        is_expert: a weight of an expert that not all ranks of the data-parallel group hold. Its gradient is left out of
+            the all-reduce over the replicas; the optimizer reduces it over the ranks that hold the expert.
+        is_uninitialized: the values are to be drawn by the parameter's name (``megatron.models.common.parameters``).
+        add_product: accumulates the weight's gradient in place (``tds.linear``); None: autograd accumulates it.
+    """
+
+    shard: Shard | None = None
+    matrices: Matrices | None = None
+    has_partial_grad: bool = False
+    is_expert: bool = False
+    is_uninitialized: bool = False
+    add_product: AddProduct | None = None
+
+
+_ATTRIBUTE = "_param_info"
+_NO_FACTS = ParamInfo()
+
+
+def info_of(parameter: torch.Tensor) -> ParamInfo:
+    """Return the facts recorded for ``parameter``; the defaults of ``ParamInfo`` where there are none."""
+    info: ParamInfo = getattr(parameter, _ATTRIBUTE, _NO_FACTS)
+    return info
+
+
+def set_info(parameter: Tensor, info: ParamInfo) -> Tensor:
+    """Record ``info`` in place of what has been recorded for ``parameter``."""
+    setattr(parameter, _ATTRIBUTE, info)
+    return parameter
+
+
+def set_shard(parameter: Tensor, shard: Shard) -> Tensor:
+    """Record the slice that this rank holds, for DeepSpeed and for ported scripts too."""
+    parameter.model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
+    return set_info(parameter, replace(info_of(parameter), shard=shard))
+
+
+def copy_infos(source: nn.Module, target: nn.Module) -> None:
+    """Record for the parameters of ``target``, a deep copy of ``source``, what is recorded for those of ``source``.
+
+    ``add_product`` is left out: it accumulates the gradient of the original parameter.
+    """
+    for original, copied in zip(source.parameters(), target.parameters(), strict=True):
+        set_info(copied, replace(info_of(original), add_product=None))
+        copy_attributes(original, copied)
+
+
+# Attributes that DeepSpeed, Megatron's layers and users' models set or read.
+
+_NORM_ATTRIBUTES = ("ds_pipe_replicated", "model_parallel", "tensor_model_parallel")
+
+
+def is_tensor_parallel(parameter: torch.Tensor) -> bool:
+    """Return True if the tensor-parallel ranks hold different slices of ``parameter``."""
+    return bool(getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False))
+
+
+def is_tied_copy(parameter: torch.Tensor) -> bool:
+    """Return True if another pipeline stage owns this tied weight, so that norms do not count it here."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def mark_tied_copy(parameter: torch.Tensor, is_copy: bool) -> None:
+    """Record whether another pipeline stage owns this tied weight."""
+    parameter.ds_pipe_replicated = is_copy  # type: ignore[attr-defined]
+
+
+def set_partial(parameter: Tensor) -> Tensor:
+    """Record that each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
+    parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return set_info(parameter, replace(info_of(parameter), has_partial_grad=True))
+
+
+def is_partial(parameter: torch.Tensor) -> bool:
+    """Return True if each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
+    return info_of(parameter).has_partial_grad or bool(getattr(parameter, "sequence_parallel", False))
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Set on ``target`` the attributes that norms read; DeepSpeed's ``FP16_UnfusedOptimizer`` reads gradients' own."""
+    for name in _NORM_ATTRIBUTES:
+        setattr(target, name, getattr(source, name, False))
+
+
+@contextmanager
+def excluded_from_broadcast(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep ``deepspeed.initialize`` in the block from broadcasting ``parameters``: it skips any with this attribute."""
+    marked = list(parameters)
+    for parameter in marked:
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            del parameter.ds_optim_param  # type: ignore[attr-defined]
