@@ -65,8 +65,8 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 PYTHONS = {"_fields", "_initializing", "_current_frames"}
 """Private names of Python's named tuples, of its import system and of its threads."""
-DECLARED = {"_input_grad", "_input_type", "_input_pipe_partitioned", "_megatron_batch_fn"}
-"""What a program sets on its own module."""
+DECLARED = {"_input_grad", "_input_type", "_input_pipe_partitioned", "_megatron_batch_fn", "_param_info"}
+"""Attributes that a program sets on its own module, and that tds sets on parameters."""
 
 
 def _touched(*names: str) -> set[str]:

@@ -64,7 +64,7 @@ def test_an_object_off_the_list_is_named_and_nothing_of_it_is_run(tmp_path: Path
     load = make_safe(engine)
     assert make_safe(engine) is load is engine.load and isinstance(load, SafeLoad)
     with pytest.raises(
-        UnsafeFileError, match=r"got tests\.tds\.engine\.test_safe_loading\.explode, and .*is_trusted=True"
+        UnsafeFileError, match=r"got tests\.tds\.deepspeed\.test_safe_loading\.explode, and .*is_trusted=True"
     ):
         engine.load(path)
     with weights_only(), pytest.raises(Exception, match="Weights only"):
