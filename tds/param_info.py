@@ -132,7 +132,7 @@ class ParamInfo:
         is_expert: a weight of an expert that not all ranks of the data-parallel group hold. Its gradient is left out of
             the all-reduce over the replicas; the optimizer reduces it over the ranks that hold the expert.
         is_uninitialized: the values are to be drawn by the parameter's name (``megatron.models.common.parameters``).
-        add_product: accumulates the weight's gradient in place (``tds.linear``); None: autograd accumulates it.
+        add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 
     shard: Shard | None = None

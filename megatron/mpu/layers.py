@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import tds.linear
+import tds.linear_function
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import (
@@ -24,7 +24,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
-from tds.linear import is_deferring_weight_grads
+from tds.linear_function import is_deferring_weight_grads
 from tds.param_info import info_of
 
 # A product with a weight and a bias; in compiled layers on a CPU the bias by itself.
@@ -54,7 +54,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if bias is not None and _stands_alone(x):
         return plus_bias(F.linear(x, weight), bias)
-    return tds.linear.linear(x, weight, bias)
+    return tds.linear_function.linear(x, weight, bias)
 
 
 BESIDE, WHOLE_TILES = 8, 64

@@ -27,7 +27,7 @@ from megatron.optim.param_store import ParamStore
 from megatron.optim.state import load_state, state_of
 from megatron.optim.step_policy import StepPolicy
 from tds.grad_norm import accurate_dtype, is_counted_in_norm
-from tds.linear import can_add_products
+from tds.linear_function import can_add_products
 from tds.param_info import info_of, set_info
 
 
@@ -51,7 +51,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model, tensor: the ranks of one replica, and its tensor-parallel ranks.
         store: an empty store for the parameters; None for a single replica without ZeRO and offload.
         overlap_grad_reduce, has_pipeline: see ``make_reducer``.
-        fuses_accumulation: with ZeRO 0 and 1, layers with ``tds.linear`` add products to accumulated gradients.
+        fuses_accumulation: with ZeRO 0 and 1, layers add products in place (``tds.linear_function``).
 
     Attributes:
         store, reducer, policy, inner: the parts.

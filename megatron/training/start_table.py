@@ -22,7 +22,7 @@ from megatron.training.estimates import simulated_bubble
 from megatron.training.world import World
 from tds.grad_norm import is_counted_in_norm
 from tds.gradients import is_reduced_apart
-from tds.linear import share_of
+from tds.linear_function import share_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:

@@ -2,8 +2,8 @@
 
 Three kinds of work wait in a ``WeightGradStore`` from a ``BackwardInput`` to its ``BackwardWeight``:
 
-* calls of ``tds.linear.linear`` in our layers, and of ``torch.nn.functional.linear`` in the user's, on a leaf weight:
-  the input and the gradient of the output are kept;
+* calls of ``tds.linear_function.linear`` in our layers, and of ``torch.nn.functional.linear`` in the user's, on a leaf
+  weight: the input and the gradient of the output are kept;
 * modules with ``backward_dw()``, as Transformer Engine's and Megatron's layers and our experts have it;
 * with "backward_split": "graph" what autograd's graph allows (``graph_split``): the whole graph is kept.
 
@@ -11,7 +11,7 @@ While a store is active, both run as an autograd function of ours. In a ``Backwa
 input only and keeps what the gradients of weight and bias need. Each gradient is accumulated through its weight's
 ``AccumulateGrad`` node, so that hooks and sums are the usual ones, to the bit.
 
-``tds.linear.linear`` asks for the active store. Users' layers, ``nn.Linear`` above all, call
+``tds.linear_function.linear`` asks for the active store. Users' layers, ``nn.Linear`` above all, call
 ``torch.nn.functional.linear``: the name in torch's module is replaced meanwhile, so that a user's model needs no
 change. A ``TorchFunctionMode`` would be off inside ``backward``, where recompute runs layers again, and on GPUs that
 happens in another thread.
@@ -42,7 +42,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.linear import deferring_weight_grads, is_plain_product, share_of
+from tds.linear_function import deferring_weight_grads, is_plain_product, share_of
 from tds.param_info import info_of
 
 Key = tuple[int, int]
@@ -71,7 +71,7 @@ class _LinearCall:
         return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
 
     def run(self) -> None:
-        """Take the products that autograd itself would take, or those of ``tds.linear``.
+        """Take the products that autograd itself would take, or those of ``tds.linear_function``.
 
         Shapes:
             x    [..., input_size]

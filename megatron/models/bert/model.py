@@ -33,7 +33,7 @@ from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import segment_mask
 from megatron.ops.document_attention import document_starts, document_stops, way_of
-from tds.linear import linear
+from tds.linear_function import linear
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_regi
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from megatron.ops.grouped import Delayed, Slots, grouped_linear, return_rows, send_rows
-from tds.linear import linear
+from tds.linear_function import linear
 
 # Each expert has its own weights, under its own number: ``experts.5.up.weight`` [2f/t, h] and ``experts.5.down.weight``
 # [h, f/t], as the grouped layers of Megatron's Transformer Engine have them. So all that knows weights by their names

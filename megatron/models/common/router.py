@@ -23,7 +23,7 @@ from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.grouped import count
 from tds.backward_state import is_running
-from tds.linear import linear
+from tds.linear_function import linear
 
 # What a router computes, in fp32 (fp64 in fp64), of the logits z of E experts:
 #

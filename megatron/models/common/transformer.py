@@ -22,7 +22,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.random import checkpoint
 from megatron.ops.activations import activation, is_gated
-from tds.linear import accumulates_in_place
+from tds.linear_function import accumulates_in_place
 from tds.schedule.simulate import in_flight
 
 # What a model recomputes in backward, and how it keeps what it recomputes from.

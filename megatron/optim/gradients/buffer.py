@@ -7,7 +7,7 @@
 | after the slots | unsharded gradients, one after the other | an all-reduce in place |
 
 Gradients are not copied: autograd's gradient of a weight is added to the bucket and freed, or a fused layer adds its
-product there (``tds.linear``; with slots, one product for each length of a shard, at most three). A bucket has
+product there (``tds.linear_function``; with slots, one product for each length of a shard, at most three). A bucket has
 memory from its first gradient in a step until the step is taken. A bucket of one weight takes over the memory of the
 first gradient if the layouts agree, so that a large gradient never exists twice.
 
@@ -31,7 +31,7 @@ from megatron.torch_compat import reduce_scatter_single
 from tds.grad_norm import accurate_dtype
 from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import multiply, refuse_sparse
-from tds.linear import add_product
+from tds.linear_function import add_product
 
 SCATTERS: bool | None = None
 """True if ZeRO 1 reduce-scatters; None: on NCCL. gloo implements a reduce-scatter by an all-reduce, and an all-reduce

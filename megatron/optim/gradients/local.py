@@ -9,7 +9,7 @@ from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
 from tds.grad_norm import accurate_dtype
 from tds.gradients import WIDE
-from tds.linear import add_product
+from tds.linear_function import add_product
 
 
 class LocalGradReducer(GradReducer):

@@ -21,7 +21,9 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
     monkeypatch.setattr(console.data_progress, "epochs_text", lambda *_: "")
     monkeypatch.setattr(console, "progress_line", lambda *_: "")
     module = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1, bias=False))
-    engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fused={module[0].weight}))
+    engine = SimpleNamespace(
+        module=module, optimizer=SimpleNamespace(reducer=SimpleNamespace(fused_params={module[0].weight}))
+    )
     progress = SimpleNamespace(step=1, samples_consumed=1)
     each: Any = Console("plain", 2, [])
     each.trainer = SimpleNamespace(engine=engine, data=None, progress=progress, last_step=2, print_line=lambda _: None)

@@ -18,7 +18,7 @@ from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from tds.engine.weight_grad_store import WeightGradStore
 from tds.gradient_reducer import AgreedOrder, GradientReducer
-from tds.linear import add_product, can_add_products, linear, share_of
+from tds.linear_function import add_product, can_add_products, linear, share_of
 from tds.param_info import ParamInfo, info_of, set_info
 from tests.helpers.alive import Alive
 
