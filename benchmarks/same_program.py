@@ -8,7 +8,7 @@
 
 | part | what must be the same |
 |---|---|
-| losses | GPT-2, T5, BERT at tensor 2 x pipe 2, dropout on: losses, checkpoints (bits; clipped 1e-12 and 1e-6) |
+| losses | GPT-2, T5, BERT, LLaMA with experts, tp 2 x pp 2, dropout: losses, checkpoints (bits; clipped 1e-12, 1e-6) |
 | resume | the other's checkpoints, native and DeepSpeed's, go on here as there, to the bit; older fixtures |
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
@@ -59,7 +59,11 @@ from benchmarks.scripts import SCRIPTS  # noqa: E402
 
 FIXTURE_TESTS = ("test_format_1.py", "test_formats.py")
 TEXTS, TOKENIZER = "examples/corpus/*/*.txt", "tests/golden/tokenizer.json"
-TRAINED = ("gpt2", "t5", "bert")
+TRAINED = {
+    "gpt2": "--seq-length 32", "t5": "--enc-seq-length 32", "bert": "--seq-length 32",
+    "llama": "--seq-length 32 --num-experts 4 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1",
+}  # fmt: skip
+"""Family and its own flags; LLaMA's default is no dropout."""
 SIZES = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 6 --lr 3e-3 "
     "--warmup 0 --log-interval 1 --eval-iters 0 --split 900,50,50 --device cpu --progress plain"
@@ -155,9 +159,8 @@ class Checkout:
 
     def train(self, family: str, folder: Path, data: str, flags: str) -> Path:
         """Train on four ranks in the run folder ``folder``, which is returned."""
-        length = "--enc-seq-length 32" if family == "t5" else "--seq-length 32"
         launch = "-m megatron.launch --nproc-per-node 4 --preload torch,deepspeed"
-        self.run(f"{launch} {SCRIPTS[family]} {SIZES} {length} {data} {flags} --save {folder}")
+        self.run(f"{launch} {SCRIPTS[family]} {SIZES} {TRAINED[family]} {data} {flags} --save {folder}")
         return folder
 
     def tokenize(self, texts: Iterable[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:

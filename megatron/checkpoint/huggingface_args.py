@@ -152,10 +152,11 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     found = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in found:
         found.setdefault(hf_format.head, found[hf_format.word])
+    redundant = copies(config)
     return {
         full: header
         for full, header in found.items()
-        if full not in copies(config) and (full in expected or not hf_format.biases.fullmatch(full))
+        if full not in redundant and (full in expected or not hf_format.biases.fullmatch(full))
     }
 
 
