@@ -18,6 +18,7 @@ from megatron.arguments.model_choice import ModelChoice
 from megatron.arguments.scan import Scan
 from megatron.arguments.sources import (
     CHECKPOINT,
+    CHECKPOINT_SCHEDULE,
     COMMAND_LINE,
     CONFIG_FILE,
     DEEPSPEED_DEFAULT,
@@ -105,6 +106,7 @@ def collect(
     typed = {name: value for name, value in found.values.items() if name not in found.from_file}
     of_file = {name: value for name, value in found.values.items() if name in found.from_file}
     layers = [
+        Layer(CHECKPOINT_SCHEDULE, found.schedule),
         Layer(COMMAND_LINE, typed, found.spelling),
         Layer(CONFIG_FILE, of_file, found.spelling),
         deepspeed_json.layer_of(stated, found.values, values_of(weaker), found.problems),

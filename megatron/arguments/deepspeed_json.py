@@ -390,11 +390,18 @@ def layer_of(
     return Layer(
         DEEPSPEED_JSON,
         values={name: value for name, (_, value) in stated.items()},
-        written={name: f"{key} {text_of_value(value)}" for name, (key, value) in stated.items()},
+        written={name: f"{key} {text_of_value(value)}{_origin(key, json)}" for name, (key, value) in stated.items()},
         keys={name: key for name, (key, _) in stated.items()},
         invalid={name: problem for name, problem in invalid.items() if problem},
         excluded={"dtype": excluded(json)},
     )
+
+
+def _origin(key: str, json: Mapping[str, Any]) -> str:
+    """Return a remark on a parameter of the scheduler that the JSON omits; "" for every other key."""
+    section, _, name = key.rpartition(".params.")
+    is_omitted = section == "scheduler" and name not in json["scheduler"]["params"]
+    return f" (default of {json['scheduler']['type']})" if is_omitted else ""
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:

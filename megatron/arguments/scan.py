@@ -21,6 +21,7 @@ class Scan:
         ignored: flag or JSON key -> why it has no effect.
         converted: flag in another trainer's units -> its value.
         implied: field -> DeepSpeed's default for a key that the JSON omits.
+        schedule: field -> value of the checkpoint's schedule, with ``--use-checkpoint-opt_param-scheduler``.
         follows_megatron: the script is written for one of Megatron's programs.
     """
 
@@ -37,6 +38,7 @@ class Scan:
     ignored: dict[str, str] = field(default_factory=dict)
     converted: dict[str, Any] = field(default_factory=dict)
     implied: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
     follows_megatron: bool = False
 
     def add_unknown(self, problem: str, typed: str) -> None:

@@ -34,14 +34,19 @@ class Source:
     is_default: bool = False
 
 
+CHECKPOINT_SCHEDULE = Source(
+    name="checkpoint's schedule",
+    about=(
+        "only with --use-checkpoint-opt_param-scheduler: learning rate, its schedule and weight decay of the run that "
+        "--load or --resume continues"
+    ),
+    conflict="",
+)
 COMMAND_LINE = Source(
     name="command line",
     about="flags as typed; of a repeated flag the last one",
-    overrides=(
-        "all sources below, except for the loss scale of the JSON, and for the schedule of the checkpoint with "
-        "--use-checkpoint-opt_param-scheduler"
-    ),
-    conflict="",
+    overrides="all sources below, except for the loss scale of the JSON",
+    conflict="the flag is ignored, and listed at the start",
 )
 CONFIG_FILE = Source(
     name="--config",
@@ -51,15 +56,22 @@ CONFIG_FILE = Source(
 )
 DEEPSPEED_JSON = Source(
     name="DeepSpeed JSON",
-    about='--deepspeed_config, or its keys in the file of --config; "auto" gives no value',
+    about=(
+        '--deepspeed_config, or its keys in the file of --config; "auto" gives no value; the learning rate of the '
+        "scheduler section (of a WarmupDecayLR without warmup_max_lr: 1e-3) replaces that of the optimizer section"
+    ),
     conflict=(
-        "an error if a flag of the command line differs, except that flags decide the optimizer and its parameters, "
-        "and the JSON decides the loss scale; --config decides with a note"
+        "an error if a flag of the command line differs, also for the learning rate of the scheduler section; except "
+        "that flags decide the optimizer and its parameters, and the JSON decides the loss scale; --config decides "
+        "with a note"
     ),
 )
 CHECKPOINT = Source(
     name="checkpoint",
-    about="sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder",
+    about=(
+        "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; of a run "
+        "that is continued also the parameters that DeepSpeed's default would give, and settings whose default changed"
+    ),
     conflict=(
         "an error (exit code 3) if the command line or --config gives other weights; the stronger source decides "
         "fields that fit the same weights"
@@ -77,7 +89,7 @@ MODEL = Source(
 )
 RUN_SCRIPT = Source(
     name="MEGATRON_DEFAULTS",
-    about="flags in the environment: the recipe and the variables of a run script",
+    about="flags in the environment: the recipe of a run script, whose variables are flags of the command line",
     is_default=True,
 )
 PROGRAM = Source(
@@ -102,7 +114,7 @@ FAMILY = Source(
 DEFAULT = Source(name="default", about="the default in the table of flags", overrides="", is_default=True)
 
 SOURCES = (
-    COMMAND_LINE, CONFIG_FILE, DEEPSPEED_JSON,
+    CHECKPOINT_SCHEDULE, COMMAND_LINE, CONFIG_FILE, DEEPSPEED_JSON,
     CHECKPOINT, MODEL, RUN_SCRIPT, PROGRAM, DEEPSPEED_DEFAULT, FAMILY, DEFAULT,
 )  # fmt: skip
 """The strongest source first. ``config_from_values`` applies the last two to the fields that no other source gives."""
@@ -193,6 +205,9 @@ def values_of(layers: Sequence[Layer]) -> dict[str, Any]:
 
 # Two sources give different values: return the setting that counts.
 
+SCHEDULE_REPLACES = "the schedule of the checkpoint replaces it"
+"""Why a flag or a key has no effect with --use-checkpoint-opt_param-scheduler."""
+
 
 def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Setting:
     if name in SCALING:
@@ -209,12 +224,18 @@ def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Sett
     return flag
 
 
+def _checkpoint_and_json(name: str, saved: Setting, json: Setting, found: Scan) -> Setting:
+    found.ignored[json.key] = SCHEDULE_REPLACES
+    return saved
+
+
 def _file_and_json(name: str, file: Setting, json: Setting, found: Scan) -> Setting:
     found.notes.append(f"{file.written} holds, and {json.written} of the JSON does not")
     return file
 
 
 CONFLICTS: Mapping[tuple[Source, Source], Callable[[str, Setting, Setting, Scan], Setting]] = {
+    (CHECKPOINT_SCHEDULE, DEEPSPEED_JSON): _checkpoint_and_json,
     (COMMAND_LINE, DEEPSPEED_JSON): _flag_and_json,
     (CONFIG_FILE, DEEPSPEED_JSON): _file_and_json,
 }

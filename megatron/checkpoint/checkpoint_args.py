@@ -25,6 +25,7 @@ from typing import Any
 from megatron import hub, object_store
 from megatron.arguments.flag_values import all_options
 from megatron.arguments.scan import Scan
+from megatron.arguments.sources import SCHEDULE_REPLACES
 from megatron.arguments.translate import CHECKPOINT_SCHEDULE
 from megatron.checkpoint import former, remote
 from megatron.checkpoint.huggingface.config import (
@@ -87,8 +88,9 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         found.ignored |= dict.fromkeys(asked, "no learning-rate schedule is loaded")
     if starts_new_run:
         return brought
-    schedule = _take_schedule(found, source) if asked and source.optimizer else {}
-    return {**brought, **_keep_settings(found, source, flags), **schedule}
+    if asked and source.optimizer:
+        _take_schedule(found, source)
+    return {**brought, **_keep_settings(found, source, flags)}
 
 
 SCHEDULE = (
@@ -99,8 +101,8 @@ SCHEDULE = (
 """Fields of the optimizer that ``--use-checkpoint-opt_param-scheduler`` takes from the checkpoint."""
 
 
-def _take_schedule(found: Scan, source: Source) -> dict[str, Any]:
-    """Return the schedule of the checkpoint and remove the flags of the command line that it replaces.
+def _take_schedule(found: Scan, source: Source) -> None:
+    """Set ``found.schedule``, and move the flags that it replaces to the ignored flags.
 
     Source: Megatron-LM, core/optimizer_param_scheduler.py, ``OptimizerParamScheduler.load_state_dict``.
     """
@@ -108,28 +110,28 @@ def _take_schedule(found: Scan, source: Source) -> dict[str, Any]:
     for length in ("decay", "warmup"):
         if saved.get(f"lr_{length}_samples") is not None:  # the number of steps was derived from it
             saved[f"lr_{length}_iters"] = None
-    reason = "the schedule of the checkpoint replaces it"
     for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
         if found.converted.pop(flag, None) is not None:
-            found.ignored[flag] = reason
+            found.ignored[flag] = SCHEDULE_REPLACES
     for name in SCHEDULE:
         given, typed = found.values.pop(name, None), found.spelling.pop(name, None)
         if typed is not None and name in saved and given != saved[name]:
-            found.ignored[typed] = reason
-    for name in ("lr_decay_iters", "lr_decay_samples"):
+            found.ignored[typed] = SCHEDULE_REPLACES
+    for name in ("lr_decay_iters", "lr_decay_samples"):  # for ``translate.lengths``
         if saved.get(name) is not None:
             found.values[name], found.spelling[name] = saved[name], f"{name} {saved[name]} of {source.place}"
+    found.schedule = saved
     options = {option.name: option for _, option in all_options()}
     changed = {name: value for name, value in saved.items() if value is not None and value != options[name].default}
     listed = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in changed.items())
     found.notes.append(f"learning-rate schedule of {source.place}: {listed}")
-    return {name: value for name, value in saved.items() if name not in found.values}
 
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the run keeps although their default has changed; one line reports them."""
+    given = {**found.values, **found.schedule}
     implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
-    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in found.values}
+    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in given}
     defaults = {**{option.name: option.default for _, option in all_options()}, **found.implied, **flags}
     if changed := list(describe_kept(kept, defaults, source.optimizer.get("optimizer"))):
         found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")

@@ -141,6 +141,8 @@ def test_other_schedulers_and_values_are_rejected(content: dict[str, Any], messa
 def test_flags_and_scheduler_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got --lr 0.1 and scheduler.params.warmup_max_lr 0.5"):
         read(DECAY, tmp_path, "--lr 0.1")
+    with pytest.raises(ConfigError, match=r"scheduler.params.warmup_max_lr 0.001 \(default of WarmupDecayLR\)"):
+        read(scheduler("WarmupDecayLR", total_num_steps=20), tmp_path, "--lr 0.1")
 
 
 def test_muon_has_deepspeeds_defaults(tmp_path: Path) -> None:

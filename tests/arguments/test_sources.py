@@ -128,7 +128,7 @@ def test_a_value_outside_the_optimizer_section_must_agree(tmp_path: Path) -> Non
 def test_help_all_lists_the_sources_in_order() -> None:
     text = help_text(is_whole=True)
     places = [text.index(f"{number}. {source.name}: ") for number, source in enumerate(SOURCES, 1)]
-    assert places == sorted(places) and "1. command line" not in help_text()
+    assert places == sorted(places) and "1. checkpoint's schedule" not in help_text()
 
 
 def test_every_source_has_a_row_in_the_table() -> None:

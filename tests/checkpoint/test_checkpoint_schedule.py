@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,20 @@ def test_it_has_no_effect_without_a_schedule_to_load(flags: str, tmp_path) -> No
     flags = flags.format(nowhere=tmp_path / "none", saved=SAVED / "steps")
     config = read(f"{LINE} {sizes} {FLAGS['steps']} {OTHER} {flags} {FLAG}")
     assert FLAG in config.ignored and config.optimizer.lr == 0.5
+
+
+def test_it_replaces_the_schedule_of_the_json_too(tmp_path: Path) -> None:
+    saved, progress = resumed("steps")
+    decay = {"warmup_type": "linear", "warmup_max_lr": 0.4, "warmup_num_steps": 3, "total_num_steps": 9}
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.7}},
+        "scheduler": {"type": "WarmupDecayLR", "params": decay},
+    }
+    for names in (["optimizer"], ["optimizer", "scheduler"]):
+        json_file = tmp_path / "ds.json"
+        json_file.write_text(json.dumps({name: sections[name] for name in names}))
+        config, _ = resumed("steps", f"--deepspeed_config {json_file} {FLAG}")
+        assert rates(config, progress) == rates(saved, progress)
+        assert config.optimizer.weight_decay == saved.optimizer.weight_decay
+        assert {"optimizer.params.weight_decay"} <= config.ignored.keys()
+    assert "scheduler.params.warmup_max_lr" in config.ignored
