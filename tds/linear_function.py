@@ -9,7 +9,7 @@ Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, 
   to the sum over the micro-batches: a product and a pass over three tensors of the weight's size.
 
 In both cases the weight stays in autograd's graph and gets None. Its ``AccumulateGrad`` node runs after all its
-products, once in a backward pass, and its hooks with it: the all-reduce over the replicas (``tds.gradient_reducer``)
+products, once in a backward pass, and its hooks with it: the all-reduce over the replicas (``tds.bucket_reducer``)
 starts at the usual moment. A gradient that reaches the weight in another way, such as a lookup in a tied table, is
 accumulated by that node.
 

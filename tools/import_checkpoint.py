@@ -25,7 +25,7 @@ from megatron import log
 from megatron.errors import exit_code
 
 ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", "gated-silu", "gated-gelu")
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-silu", "gated-gelu")
 
 
 def positive(text: str) -> int:

@@ -1,6 +1,7 @@
-"""From a command line to a ``Config``: the layer above the families, whose flags it knows; no torch.
+"""From a command line and the other sources of values to a ``Config``; no torch.
 
-What it stands on still lies in ``megatron.config``: scan, defaults, DeepSpeed's JSON, checks over several sections.
+``sources`` has the order of the sources, ``collect`` reads them, ``parser`` has ``parse``. The fields of a ``Config``,
+their flags and ranges are in ``megatron.config``.
 """
 
 from megatron.arguments.deepspeed_json import engine_dict as engine_dict

@@ -69,8 +69,8 @@ DEEPSPEED_JSON = Source(
 CHECKPOINT = Source(
     name="checkpoint",
     about=(
-        "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; of a run "
-        "that is continued also the parameters that DeepSpeed's default would give, and settings whose default changed"
+        "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; of a "
+        "continued run also the parameters that DeepSpeed's default would give, and settings whose default changed"
     ),
     conflict=(
         "an error (exit code 3) if the command line or --config gives other weights; the stronger source decides "

@@ -40,7 +40,7 @@ class CapturedState:
 
 
 class SyncSaver:
-    """Writes checkpoints while training waits; ``AsyncSaver`` has the same interface."""
+    """Writes checkpoints while training waits. ``AsyncSaver.save`` takes the same arguments and returns earlier."""
 
     def __init__(self, world: Group) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and kept activations of a decoder's parts (was DecoderCosts) and head. No torch."""
+"""Parameters, FLOPs and kept activations of the layers and the head of a decoder. No torch."""
 
 from __future__ import annotations
 

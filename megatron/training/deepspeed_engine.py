@@ -1,4 +1,4 @@
-"""DeepSpeed's engine for a run without a pipeline, and the engine of tds for a pipeline."""
+"""The engines with DeepSpeed's interface: tds's for a pipeline, DeepSpeed's own without one."""
 
 from __future__ import annotations
 
@@ -61,14 +61,30 @@ def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
     return sharing_groups(groups_by_ranks(grid))
 
 
+def build_pipeline_engine(
+    config: Config, world: World, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer
+) -> Any:
+    """Return the ``tds.PipelineEngine`` of a pipeline module. Collective."""
+    return _initialize(config, world, module, optimizer, mpu=None)
+
+
 def build_deepspeed_engine(
     config: Config, world: World, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer
 ) -> Any:
-    """Return the engine of tds for a pipeline, DeepSpeed's engine for any other model. Collective."""
+    """Return DeepSpeed's engine of a model without a pipeline. Collective."""
+    return _initialize(config, world, module, optimizer, mpu=DeepSpeedMpu(world.grid))
+
+
+def _initialize(
+    config: Config,
+    world: World,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    mpu: DeepSpeedMpu | None,
+) -> Any:
     check_agreement(world.kind)
     tds.quiet(not config.run.verbose_deepspeed)
     settings = engine_dict(config, world.grid.topology.world_size)
-    mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
     with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups_of(world.grid):
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     return engine

@@ -137,5 +137,5 @@ def make_learning_rate(config: Config) -> LRScheduler:
 
 def _known(dtype: str | None) -> str:
     if dtype is None:
-        raise RuntimeError("the precision is not resolved yet: call config.resolve_dtype first")
+        raise RuntimeError("the precision is not resolved yet: call megatron.arguments.resolve_dtype first")
     return dtype

@@ -18,13 +18,12 @@ from megatron.models.common.router import Routers
 from megatron.models.registry import model_parts
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutStreams
-from megatron.optim import (
-    MixedPrecisionOptimizer,
-)
+from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import fused_kernels
 from megatron.training.compile import compile_layers
 from megatron.training.deepspeed_engine import (
     build_deepspeed_engine,
+    build_pipeline_engine,
     initialize_loaded_deepspeed,
     reasons_for_deepspeed,
     sharing_groups_of,
@@ -72,7 +71,9 @@ def build_engine(
         module, optimizer = build_weights(config, world, streams, model_provider)
     to_deepspeed = partial(build_deepspeed_engine, config, world, module, optimizer)
     batch, replicas = config.batch, world.grid.data_context
-    if has_pipeline or reasons_for_deepspeed(config, module):
+    if has_pipeline:
+        engine = build_pipeline_engine(config, world, module, optimizer)
+    elif reasons_for_deepspeed(config, module):
         engine = to_deepspeed()
     else:
         initialize_loaded_deepspeed(world.kind)

@@ -24,7 +24,7 @@ from tds.deepspeed.module import forwards_uncounted
 from tds.device import drawing_from, host_copy, random_states
 from tds.log import log_rank_0
 from tds.p2p.communicator import PackedLayout, Slice
-from tds.p2p.local_boundary import entered
+from tds.p2p.input_leaves import with_leaves
 from tds.p2p.structure import Structure, flatten
 from tds.p2p.tensor_meta import TensorMeta
 from tds.torch_api import changes_of
@@ -131,7 +131,7 @@ class _Kept:
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
             laid_out[once].copy_(whole[once])
             whole = laid_out
-        return entered([whole])[0][0] if spec.needs_grad else whole
+        return with_leaves([whole])[0][0] if spec.needs_grad else whole
 
 
 def _waits_elsewhere(x: Any) -> bool:

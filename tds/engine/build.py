@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tds import torch_api
+from tds.bucket_reducer import BucketReducer, ChunkOrder
 from tds.engine import auto_schedule
 from tds.engine.data_consistency import DataConsistency
 from tds.engine.grid import PipelineGrid
@@ -16,7 +17,6 @@ from tds.engine.pipeline_json import PipelineSettings
 from tds.engine.recompute import Recompute
 from tds.engine.schedule_plan import SchedulePlan
 from tds.engine.stage import Stage
-from tds.gradient_reducer import ChunkOrder, GradientReducer
 from tds.gradients import GradientSource, bucket_numbers, is_reduced_apart
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator
@@ -25,10 +25,10 @@ from tds.p2p.transport import StageLinks
 from tds.schedule import LOOP, Kind, Placement
 
 
-def make_reducer(
+def make_bucket_reducer(
     module: Any, grid: PipelineGrid, device: torch.device, gradients: GradientSource | None, settings: PipelineSettings
-) -> GradientReducer | None:
-    """Return the all-reduce over replicas; None with one replica, or for an engine that only evaluates."""
+) -> BucketReducer | None:
+    """Return the reducer of gradients over the replicas; None for one replica, or an engine that only evaluates."""
     if gradients is None or grid.data_parallel_size == 1:
         return None
     parameters_of = getattr(module, "parameters_of", lambda _: list(module.parameters()))
@@ -39,7 +39,7 @@ def make_reducer(
     order = ChunkOrder(every, chunks, tied, numbers=numbers)
     use_buckets = getattr(gradients, "use_buckets", None)  # a program's own source may lack it
     scatter = None if use_buckets is None or settings.sums_dtype is not None else use_buckets(order)
-    return GradientReducer(
+    return BucketReducer(
         order,
         gradients.of,
         grid.get_data_parallel_group(),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tds.bubble_timer import Row
+from tds.bucket_reducer import BucketReducer
 from tds.device import is_host, keep_freed, random_numbers_kept
 from tds.engine import build
 from tds.engine.evaluate import check_arguments, mean_output
@@ -24,7 +25,6 @@ from tds.engine.report import REDUCTION, STEP, NoReport, Report
 from tds.engine.stage_call import Call
 from tds.engine.update import OptimizerUpdate, Update
 from tds.grad_norm import clip, global_norm, is_counted_in_norm
-from tds.gradient_reducer import GradientReducer
 from tds.gradients import GradientSource, reduce_gradients, sum_tied
 from tds.log import log_rank_0
 from tds.loss import LossMeter
@@ -43,7 +43,7 @@ class ScheduleEngine:
     Attributes that a program may set:
 
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
-                          number of tokens of a micro-batch keeps 16-bit gradients in range
+                          number of tokens of a step of all replicas keeps 16-bit gradients in range
         mean_num_micro_batches
                           micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
                           many as on this replica
@@ -123,7 +123,7 @@ class ScheduleEngine:
             )
         self._gradients, self._update = gradients, update
         self._plan = build.make_plan(module, grid, settings)
-        self._reducer = build.make_reducer(module, grid, device, gradients, settings)
+        self._reducer = build.make_bucket_reducer(module, grid, device, gradients, settings)
         self._trained_at_start = frozenset(self._trained())
         self._stage = build.make_stage(module, grid, device, settings, self._recompute)
         links = self._stage.exchange.links
@@ -412,7 +412,7 @@ class ScheduleEngine:
         sum_tied(self.module.get_tied_weights_and_groups(), gradients.of, self.settings.sums_dtype)
 
     def _reduce_over_replicas(
-        self, gradients: GradientSource, reducer: GradientReducer | None, factor: float | torch.Tensor
+        self, gradients: GradientSource, reducer: BucketReducer | None, factor: float | torch.Tensor
     ) -> None:
         """Replace each gradient by the sum over the replicas times ``factor``; wait for it. Collective."""
         if reducer is not None:

@@ -12,7 +12,7 @@ import torch
 from tds.device import tuple_like, upload
 from tds.engine.batch_structure import no_pair, refuse_input
 from tds.engine.data_consistency import ENDED, NO_READER, READY, DataConsistency, DataEnded, checksum
-from tds.p2p.local_boundary import entered
+from tds.p2p.input_leaves import with_leaves
 from tds.user_functions import BatchFn
 
 
@@ -172,7 +172,7 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
     def copied(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
             copy = upload(value.detach(), device)
-            return entered([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
+            return with_leaves([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
             return tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
         if isinstance(value, Mapping):

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from tds.gradient_reducer import BucketSchedule
+from tds.bucket_reducer import BucketSchedule
 
 
 class OptimizerGradients:
-    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` returns them."""
+    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` returns them.
+
+    For an optimizer without a ``gradient_source`` of its own; Megatron's has ``optim.gradients.engine_source``.
+    """
 
     come_in_hooks = True
     takes_unfrozen = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tds.schedule import (
     Action,
@@ -16,9 +16,6 @@ from tds.schedule import (
 )
 from tds.schedule.limits import Posts, receive_posts, send_window
 from tds.schedule.simulate import by_default
-
-if TYPE_CHECKING:
-    pass
 
 
 class SchedulePlan:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from tds.bucket_reducer import BucketReducer
 from tds.engine.micro_batches import BatchSource
 from tds.engine.report import untimed
-from tds.gradient_reducer import GradientReducer
 from tds.gradients import GradientSource
 from tds.loss import LossMeter
 from tds.schedule import (
@@ -40,7 +40,7 @@ class Call:
     meter: LossMeter
     loss_fn: Callable[[Any, Any], Any] | None
     gradients: GradientSource | None = None
-    reducer: GradientReducer | None = None
+    reducer: BucketReducer | None = None
     loss_scale: float = 1.0
     on_micro_batch: Callable[[int], None] | None = None
     on_action: Callable[[Action], None] | None = None

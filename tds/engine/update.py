@@ -1,4 +1,4 @@
-"""Update: the optimizer's step as the engine calls it."""
+"""Update: the optimizer's step as the engine calls it. ``tds.deepspeed.engine.EngineUpdate`` is DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Update(Protocol):
 
 
 class OptimizerUpdate:
-    """The step of an optimizer of torch's form.
+    """The step of an optimizer of torch's form, in a ``ScheduleEngine`` without DeepSpeed.
 
     Args:
         clip: clips the gradients; called before each step. Collective.

@@ -26,7 +26,7 @@ from tds.device import is_host, side_stream
 from tds.p2p.boundary import declaration, declared_boundary, records_of
 from tds.p2p.boundary_layers import Place, input_place, output_place
 from tds.p2p.collective_scope import collective_scope
-from tds.p2p.local_boundary import entered
+from tds.p2p.input_leaves import with_leaves
 from tds.p2p.message_header import HEADER_SIZE, decode_header, encode_header
 from tds.p2p.packed_layout import PackedLayout, Slice
 from tds.p2p.structure import Structure, flatten
@@ -153,7 +153,8 @@ class P2PCommunicator(Transport):
         if not is_on_host:
             self._marks.append((action, self.clock.mark()))
         with self.beside or nullcontext():
-            for number in itertools.chain(*self.posts[place : place + 1 + is_on_host]):
+            ahead = 1 if is_on_host else 0  # on a host one action earlier
+            for number in itertools.chain(*self.posts[place : place + 1 + ahead]):
                 self._post_for(number)
 
     def forget(self) -> None:
@@ -195,7 +196,7 @@ class P2PCommunicator(Transport):
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
         crossing = self.incoming.get(self._key(message)) or self._take_header(message)
         tensors = self._unpack(crossing.activations, message)
-        given, leaves = entered(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
+        given, leaves = with_leaves(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
         with_grad = iter(given)
         tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves

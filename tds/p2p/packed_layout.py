@@ -30,7 +30,7 @@ class Slice:
 
 
 class PackedLayout:
-    """Where each tensor of a message lies in its bytes; computed once per boundary and call."""
+    """Where each tensor of a message lies in its bytes; computed again only if the tensors of the boundary change."""
 
     def __init__(self, specs: Sequence[TensorMeta], cut: Slice) -> None:
         self.specs = tuple(specs)

@@ -11,7 +11,7 @@ from tests.cuda.worker import Case, Worker
 
 FIRST = {
     "tolist in tds/loss_reduction.py:read": 1,  # losses and gradient norm at once: the one read of every step
-    "tolist in tds/gradient_reducer.py:_agree": 2,  # the order of the buckets, once in a run
+    "tolist in tds/bucket_reducer.py:_agree": 2,  # the order of the buckets, once in a run
 }
 STEADY = {"tolist in tds/loss_reduction.py:read": 1}
 MASKED = {"t5", "mpt", "bert"}

@@ -143,7 +143,7 @@ def norm_of_fp16_optimizers_counts_tied_weights_twice(original: Any) -> Any:
 # Sums over replicas that start within the last backward.
 
 
-@mutant("tds.gradient_reducer:GradientReducer.ready", EARLY_SUMS)
+@mutant("tds.bucket_reducer:BucketReducer.ready", EARLY_SUMS)
 def buckets_are_reduced_before_their_gradients_are_final(original: Any) -> Any:
     def ready(self: Any, parameter: torch.Tensor) -> None:
         original(self, parameter)
@@ -152,20 +152,20 @@ def buckets_are_reduced_before_their_gradients_are_final(original: Any) -> Any:
     return ready
 
 
-@mutant("tds.gradient_reducer:BucketSchedule._arrange", EARLY_SUMS)
+@mutant("tds.bucket_reducer:BucketSchedule._arrange", EARLY_SUMS)
 def replicas_reduce_buckets_in_different_orders(original: Any) -> Any:
     return lambda self, order: original(self, order[::-1] if dist.is_initialized() and dist.get_rank() == 1 else order)
 
 
 @mutant(
-    "tds.gradient_reducer:GradientReducer.finish_launch",
+    "tds.bucket_reducer:BucketReducer.finish_launch",
     f"{OVERLAPPED}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once",
 )
 def buckets_with_an_unused_weight_are_not_reduced(original: Any) -> Any:
     return lambda self: self.order.rest()
 
 
-@mutant("tds.gradient_reducer:ChunkOrder.__init__", TWO_REPLICAS)
+@mutant("tds.bucket_reducer:ChunkOrder.__init__", TWO_REPLICAS)
 def weights_outside_of_layers_are_not_reduced(original: Any) -> Any:
     def init(self: Any, every: Any, chunks: Any, *args: Any, **kwargs: Any) -> None:
         in_layers = {parameter for chunk in chunks for parameter in chunk}
@@ -175,24 +175,24 @@ def weights_outside_of_layers_are_not_reduced(original: Any) -> Any:
 
 
 @mutant(
-    "tds.gradient_reducer:ChunkOrder.__init__", "tests/tds/test_sharing.py::test_replicas_add_up_what_is_shared_once[2]"
+    "tds.bucket_reducer:ChunkOrder.__init__", "tests/tds/test_sharing.py::test_replicas_add_up_what_is_shared_once[2]"
 )
 def tied_weights_are_reduced_over_replicas_before_their_copies_are_summed(original: Any) -> Any:
     return lambda self, every, chunks, tied=(), *args, **kwargs: original(self, every, chunks, (), *args, **kwargs)
 
 
 @mutant(
-    "tds.gradient_reducer:ChunkOrder.reset",
+    "tds.bucket_reducer:ChunkOrder.reset",
     f"{REDUCTION}::test_weights_frozen_and_unfrozen_between_steps_stay_equal_on_all_replicas[False]",
 )
 def weights_unfrozen_after_the_first_step_are_not_reduced(original: Any) -> Any:
-    from tds.gradient_reducer import BucketSchedule
+    from tds.bucket_reducer import BucketSchedule
 
     return lambda self: original(self) if self._trained is None else BucketSchedule.reset(self)
 
 
 @mutant(
-    "tds.gradient_reducer:GradientReducer._arrive",
+    "tds.bucket_reducer:BucketReducer._arrive",
     f"{REDUCTION}::test_a_weight_that_gets_its_gradient_in_parts_is_refused",
 )
 def gradients_added_after_their_bucket_was_reduced_are_accepted(original: Any) -> Any:
@@ -200,7 +200,7 @@ def gradients_added_after_their_bucket_was_reduced_are_accepted(original: Any) -
 
 
 @mutant(
-    "tds.gradient_reducer:GradientReducer.reset",
+    "tds.bucket_reducer:BucketReducer.reset",
     f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
 )
 def sums_of_a_failed_backward_are_written_in_the_next_step(original: Any) -> Any:
@@ -565,7 +565,7 @@ def gradient_that_stays_on_its_stage_is_doubled(original: Any) -> Any:
     return recv_backward
 
 
-@mutant("tds.p2p.local_boundary:entered", f"{EXCHANGE}::test_what_a_stage_hands_to_itself_is_not_changed_unnoticed")
+@mutant("tds.p2p.input_leaves:with_leaves", f"{EXCHANGE}::test_what_a_stage_hands_to_itself_is_not_changed_unnoticed")
 def next_chunk_may_change_saved_activations_in_place(original: Any) -> Any:
     return lambda tensors, is_own=False: original(tensors)
 

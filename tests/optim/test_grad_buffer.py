@@ -23,7 +23,7 @@ from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.partition import partition_of
 from megatron.torch_compat import name_of
 from tds import gradients
-from tds.gradient_reducer import AgreedOrder
+from tds.bucket_reducer import AgreedOrder
 from tests.helpers.alive import Alive
 from tests.helpers.harness import RankFailure, run_ranks
 from tests.helpers.zero_parts import Model, loss_of, make, take_step, tokens_of

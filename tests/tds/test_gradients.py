@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
+from tds.bucket_reducer import AgreedOrder, ChunkOrder
 from tds.engine.pipeline_json import reduce_bucket_size
 from tds.grad_norm import clip, global_norm
-from tds.gradient_reducer import AgreedOrder, ChunkOrder
 from tds.gradients import GradientBucket, bucket_numbers, buckets, multiply, one_run, reduce_gradients, sum_tied
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, preload_zero

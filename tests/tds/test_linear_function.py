@@ -16,8 +16,8 @@ from megatron.models.common.transformer import GatedLinear
 from megatron.mpu import layers
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
+from tds.bucket_reducer import AgreedOrder, BucketReducer
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.gradient_reducer import AgreedOrder, GradientReducer
 from tds.linear_function import add_product, can_add_products, linear, share_of
 from tds.param_info import ParamInfo, info_of, set_info
 from tests.helpers.alive import Alive
@@ -124,7 +124,7 @@ def test_the_first_backward_that_sums_gradients_knows_which_it_will_reach(monkey
     monkeypatch.setattr(order, "_agree", lambda turns: started.append(turns) or setattr(order, "_agreed", 1))
     for parameter in net.parameters():
         order.register(parameter)
-    reducer = GradientReducer(order, optimizer.gradient_of, None)
+    reducer = BucketReducer(order, optimizer.gradient_of, None)
     monkeypatch.setattr(reducer, "_start", lambda ready: started.extend(ready))
     with reducer.last_backward():
         backward(net, 0)

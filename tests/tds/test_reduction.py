@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
+from tds.bucket_reducer import BucketReducer, ChunkOrder
 from tds.deepspeed.optimizers import Gradients
-from tds.gradient_reducer import ChunkOrder, GradientReducer
 from tds.gradients import GradientBucket, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
@@ -48,10 +48,10 @@ def _sums(
     tied: Sequence[nn.Parameter] = (),
     bucket_bytes: int | None = None,
     **more: Any,
-) -> GradientReducer:
+) -> BucketReducer:
     gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
     order = ChunkOrder(model.parameters(), _chunks(model, num_chunks), tied, bucket_bytes)
-    return GradientReducer(order, gradients.of, dist.group.WORLD, **more)
+    return BucketReducer(order, gradients.of, dist.group.WORLD, **more)
 
 
 def _loss(model: nn.Module, rank: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 import tds
 from tds.p2p.boundary import Boundary
-from tds.p2p.local_boundary import entered
+from tds.p2p.input_leaves import with_leaves
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Dense, Toy, make_engine, reference, train, worst
@@ -143,7 +143,7 @@ def test_a_dict_crosses_cut_over_the_tensor_group() -> None:
 def test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place() -> None:
     message = torch.arange(-3.0, 5.0)
     tensors = message[:4].view(2, 2), message[4:]
-    (x, y), leaves = entered(tensors)
+    (x, y), leaves = with_leaves(tensors)
     assert (x.data_ptr(), y.data_ptr()) == tuple(t.data_ptr() for t in tensors)
     assert [leaf.untyped_storage().nbytes() for leaf in leaves] == [4, 4]
     square = y * y  # y is saved for its backward, which must not take a change of x for one of y

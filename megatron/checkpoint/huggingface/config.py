@@ -162,7 +162,7 @@ def family_by_type() -> dict[str, str]:
 
 # ``config.json`` of a Hugging Face folder from our configuration, and back.
 #
-# What the fields are stands in the file of each family: ``forms`` lists them.
+# The fields are in the ``huggingface.py`` of each family.
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file")
 

@@ -252,13 +252,15 @@ _PLAIN: dict[str, Any] = {
 
 
 def other_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[str]:
-    """Yield the settings of a decoder that act in ``model`` and that a format there has otherwise.
+    """Yield a problem for each setting of a decoder that changes ``model`` and that the format cannot express.
 
-    A setting that neither ``fixed`` nor ``free`` names must be that of a GPT-2, so that a format cannot pass over one.
+    A setting that neither ``fixed`` nor ``free`` names must have its value in ``_PLAIN``. The table does not have
+    ``activation``, ``hidden_bias``, ``untie_embeddings`` and ``num_query_groups``: most formats have several values of
+    these, and their ``problems`` check them.
 
     Args:
-        fixed: setting -> the only value that the format has.
-        free: settings that the format takes as they are.
+        fixed: setting -> the only value that the format can express.
+        free: settings of which the format can express every value.
     """
     flags = {option.name: option.flag or option.name for option in options_of(ModelConfig)}
     for name, only in {**_PLAIN, **fixed}.items():

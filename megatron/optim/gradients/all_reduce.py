@@ -1,4 +1,4 @@
-"""AllReduceGradReducer: gradients in a ``GradBuffer``, all-reduced in place after the last backward (ZeRO 0 and 1)."""
+"""AllReduceGradReducer: gradients in a ``GradBuffer``, all-reduced in place (ZeRO 0 and 1)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megatron.optim.gradients.buffer import GradBuffer, scatters
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.partition import ParamPartition
-from tds.gradient_reducer import AgreedOrder, Bucket, BucketSchedule
+from tds.bucket_reducer import AgreedOrder, Bucket, BucketSchedule
 from tds.gradients import is_reduced_apart, reduce_gradients
 
 
 class AllReduceGradReducer(GradReducer):
     """Full gradients of several replicas.
 
-    ``finish`` all-reduces them. The engine of a pipeline does so itself, in the buckets that it passes to
-    ``use_buckets``; with ZeRO 1 on NCCL it reduce-scatters them.
+    Without a pipeline ``finish`` all-reduces them after the last backward. In a pipeline this class only accumulates:
+    the engine's ``tds.bucket_reducer.BucketReducer`` all-reduces the buckets that it has passed to ``use_buckets`` (or
+    reduce-scatters them, with ZeRO 1 on NCCL) and starts during the last backward; ``finish`` is not called.
     """
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from megatron.mpu.groups import Group
 from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import reduce_scatter_single
+from tds.bucket_reducer import Bucket, BucketSchedule
 from tds.grad_norm import accurate_dtype
-from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import multiply, refuse_sparse
 from tds.linear_function import add_product
 

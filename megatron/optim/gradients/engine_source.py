@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.optim.gradients.reducer import GradReducer
-from tds.gradient_reducer import Bucket, BucketSchedule
+from tds.bucket_reducer import Bucket, BucketSchedule
 
 
 class GradientOwner(Protocol):
@@ -30,10 +30,13 @@ class GradientOwner(Protocol):
 class EngineGradients:
     """Implements ``tds.gradients.GradientSource`` for an optimizer that scales, clips and clears gradients itself.
 
-    The engine accumulates over micro-batches by autograd and reduces over stages and replicas.
+    Hooks of the optimizer's reducer accumulate over micro-batches; the engine reduces over stages and replicas.
     """
 
-    come_in_hooks = takes_unfrozen = are_multiplied_in_step = clips_itself = True
+    come_in_hooks = True
+    takes_unfrozen = True
+    are_multiplied_in_step = True
+    clips_itself = True
     norm_is_scaled = False
 
     def __init__(self, optimizer: GradientOwner) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim.gradients.all_reduce import AllReduceGradReducer
 from megatron.optim.param_store import ParamStore
-from tds.gradient_reducer import GradientReducer
+from tds.bucket_reducer import BucketReducer
 
 
 class OverlappedGradReducer(AllReduceGradReducer):
@@ -23,7 +23,7 @@ class OverlappedGradReducer(AllReduceGradReducer):
         scatter = self.use_buckets(self._order)
         way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
         group = store.data_group.handle
-        self._reducer = GradientReducer(self._order, self.grad, group, way_out=way_out, scatter=scatter)
+        self._reducer = BucketReducer(self._order, self.grad, group, way_out=way_out, scatter=scatter)
         self._is_last = False
 
     def begin_last_backward(self) -> None:

@@ -25,8 +25,8 @@ from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.gradients.reduction import LocalGrad, Reduction
 from megatron.optim.param_store import ParamStore
+from tds.bucket_reducer import AgreedOrder, Bucket
 from tds.grad_norm import accurate_dtype
-from tds.gradient_reducer import AgreedOrder, Bucket
 from tds.gradients import multiply
 
 

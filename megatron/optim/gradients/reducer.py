@@ -3,8 +3,9 @@
 | subclass | used for | sum over the replicas |
 |---|---|---|
 | ``LocalGradReducer`` | one replica | none |
-| ``AllReduceGradReducer`` | ZeRO 0 and 1 | after the last backward, in a pipeline by the engine |
-| ``OverlappedGradReducer`` | ZeRO 0 and 1, --overlap-grad-reduce | starts during the last backward |
+| ``AllReduceGradReducer`` | ZeRO 0 and 1 | after the last backward |
+| the same in a pipeline | ZeRO 0 and 1 | none: the engine sums, by ``tds.bucket_reducer`` |
+| ``OverlappedGradReducer`` | ZeRO 0 and 1, --overlap-grad-reduce, no pipeline | starts during the last backward |
 | ``ReduceScatterGradReducer`` | ZeRO 2 and 3 | during every backward; each replica keeps its shard |
 """
 
@@ -20,8 +21,8 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, is_partial, shard_of
 from megatron.optim.gradients.sum_group import SumGroup
 from megatron.optim.param_store import ParamStore
+from tds.bucket_reducer import Bucket, BucketSchedule
 from tds.grad_norm import global_norm, is_counted_in_norm
-from tds.gradient_reducer import Bucket, BucketSchedule
 from tds.gradients import is_reduced_apart, multiply
 
 

@@ -19,7 +19,7 @@ from megatron.optim.gradients import reduction
 from megatron.optim.zero.layers import layers_of
 from megatron.optim.zero.partition import partition_of
 from megatron.training import optimizer_setup
-from tds import gradient_reducer, gradients
+from tds import bucket_reducer, gradients
 from tests.helpers.harness import RankFailure, run_ranks
 from tests.helpers.zero_parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
 
@@ -174,7 +174,7 @@ def test_buckets_are_those_in_which_stage_0_sums(monkeypatch: pytest.MonkeyPatch
     for limit in (1, 500, 900, 2**20):
         monkeypatch.setattr(gradients, "BUCKET_BYTES", limit)
         theirs = [[id(p) for p in bucket] for bucket in gradients.buckets(parameters)]
-        order = gradient_reducer.AgreedOrder(None)
+        order = bucket_reducer.AgreedOrder(None)
         for parameter in parameters:
             order.register(parameter)
         assert sorted([id(p) for p in bucket] for bucket in order._guessed()) == sorted(theirs)

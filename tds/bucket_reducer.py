@@ -1,4 +1,4 @@
-"""GradientReducer: sums of gradients over the replicas that start during the last backward of a step.
+"""BucketReducer: sums of gradients over the replicas that start during the last backward of a step.
 
 The last backward makes gradients final one by one, from the last layer to the first. They are sent in buckets. A bucket
 starts when its last gradient is final and the previous buckets have started: all replicas must start buckets in the
@@ -224,7 +224,7 @@ class AgreedOrder(BucketSchedule):
         )
 
 
-class GradientReducer:
+class BucketReducer:
     """The sums over the replicas in one step, some of which start in its ``last_backward``; ``finish`` waits for all.
 
     Args:
