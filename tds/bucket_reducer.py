@@ -140,8 +140,9 @@ class AgreedOrder(BucketSchedule):
     The buckets are those in which ``reduce_gradients`` sums gradients of 32 or 64 bits. In the first backward their
     order is a guess: the last weights first, and buckets with biases or norms of all layers at the end. A bucket that
     backward does not fill, because one of its weights gets no gradient, would block all later ones, so it comes last.
-    The replicas agree on this in the first backward: at its first gradient by autograd's graph, and at its end by the
-    gradients that have arrived. So ``arrived`` and ``rest`` are collective in the first backward.
+    The replicas agree on this in the first backward: at its first gradient by autograd's graph (``_agreed`` 0 -> 1),
+    and at its end by the gradients that have arrived (1 -> 2). So ``arrived`` and ``rest`` are collective in the first
+    backward, and only there.
 
     Args:
         group: the replicas' process group.

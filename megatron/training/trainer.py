@@ -167,7 +167,8 @@ class Trainer:
             callback.trainer = self
         self._having = {hook: [each for each in self.callbacks if _overrides(each, hook)] for hook in HOOKS}
         if self._having["on_before_update"]:
-            self._check_loss, engine.on_loss = engine.on_loss, self._before_update
+            self._check_loss = engine.on_loss  # the engine's own check, which ``_before_update`` calls after the hooks
+            engine.on_loss = self._before_update
 
     def fit(self) -> None:
         """Take the steps that are left, and end the run.

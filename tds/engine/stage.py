@@ -60,11 +60,12 @@ class Stage:
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._program = program_of((), self.index, self.placement)
+        self._always_defers = self.splitter.modules.always_wait
         self._broken_by: str | None = None
         self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
-            Backward: self.backward_in_halves if self.splitter.modules.always_wait else self.backward,
+            Backward: self.backward_in_halves if self._always_defers else self.backward,
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
@@ -141,7 +142,7 @@ class Stage:
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         noting = _adding_note(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
-        with call.part(FORWARD), noting, self._splitting(action), self._recomputing():
+        with call.part(FORWARD), noting, self._splittable_layers(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
             self.recompute.discard()
@@ -155,7 +156,7 @@ class Stage:
 
     def backward(self, action: Action, call: Call) -> None:
         """Run the whole backward of one micro-batch; send the gradients of what came in back."""
-        with self._making_final(action, call):
+        with self._starting_reductions(action, call):
             self._run_backward(action, call)
         if call.reducer is not None and action in self._program.last:
             call.reducer.register_chunk_ready(action.chunk)
@@ -190,7 +191,7 @@ class Stage:
         state = self._in_flight.pop(action_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
-            with self._splitting(action), self._putting_off(action):
+            with self._splittable_layers(action), self._deferring_weight_grads(action):
                 if isinstance(action, BackwardInput):
                     self.splitter.backward(state.roots, arrived, state.leaves)
                 elif state.roots:
@@ -200,28 +201,29 @@ class Stage:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
             self.exchange.send_backward(outgoing, returned)
 
-    def _splitting(self, action: Action) -> AbstractContextManager[None]:
-        """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
+    def _splittable_layers(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context in which linear layers keep what a deferred weight gradient needs, if the schedule defers
+        those of this micro-batch. The forward, and the backward because it may recompute the layers."""
         return self.splitter.active() if action_key(action) in self._program.put_off else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
         is_on = getattr(self.module, "activation_checkpoint_interval", 0)
         return self.recompute.running(self.module) if is_on else nullcontext()
 
-    def _putting_off(self, action: Action) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._methods[type(action)] == self.backward
-            else self.splitter.deferring(action_key(action))
-        )
+    def _deferring_weight_grads(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context in which the backward of linear layers leaves their weight gradients to
+        ``backward_weight``."""
+        defers = isinstance(action, BackwardInput) or self._always_defers
+        return self.splitter.deferring(action_key(action)) if defers else nullcontext()
 
     def _forward_of(self) -> tuple[int, int] | None:
         """Return the micro-batch and chunk whose forward runs in training."""
         action = self.exchange.action
         return action_key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
-    def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
-        """Let sums over the replicas start as the chunk's last backward makes gradients final."""
+    def _starting_reductions(self, action: Action, call: Call) -> AbstractContextManager[None]:
+        """Return a context in which the reductions over the replicas start as the last backward of a chunk fills
+        their buckets. Null where the gradients are not final after that backward."""
         if call.reducer is None or action not in self._program.last or self.splits or call.recomputes_reentrantly:
             return nullcontext()
         if not _gradients(call).come_in_hooks:
@@ -236,7 +238,7 @@ class Stage:
             return
         given = output, labels
         noting = _adding_note(lambda: f"the loss function was given {describe_structure(given)}")
-        with call.part(FORWARD), noting, self._splitting(action):
+        with call.part(FORWARD), noting, self._splittable_layers(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
             share = call.meter.add(loss, action.micro_batch)
