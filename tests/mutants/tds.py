@@ -300,7 +300,7 @@ def loss_is_not_scaled_before_the_backward(original: Any) -> Any:
 
 @mutant(
     "tds.deepspeed.optimizers:BF16Gradients.before_backward",
-    f"{DEEPSPEED_OPTIMIZERS}::test_each_optimizer_trains_as_with_deepspeeds_engine_to_the_bit",
+    f"{DEEPSPEED_OPTIMIZERS}::test_every_optimizer_trains_as_with_deepspeeds_engine_to_the_bit",
 )
 def bf16_gradients_of_earlier_micro_batches_are_accumulated_again(original: Any) -> Any:
     return lambda self: None
