@@ -22,10 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
+from megatron.config.model import ModelConfig
+from megatron.config.option import options_of
 from megatron.errors import exit_code
 
 ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-silu", "gated-gelu")
 
 
 def positive(text: str) -> int:
@@ -49,7 +50,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="order of the rows of query, key and value on each tensor rank (default: by the version in the files; "
         "3-heads-d for CPM-1)",
     )  # fmt: skip
-    add("--activation", choices=ACTIVATIONS, help="default: gelu-tanh, unless the files say that it was exact")
+    choices = next(option.choices for option in options_of(ModelConfig) if option.name == "activation")
+    add("--activation", choices=choices, help="default: gelu-tanh, unless the files say that it was exact")
     add("--vocab-size", type=positive, metavar="V", help="drop rows of padding behind it (default: keep all)")
     return parser.parse_args(argv)
 
