@@ -1,4 +1,4 @@
-"""How many messages of a schedule may be on their way: how many sends may wait, and when each receive is posted."""
+"""Limits on the messages of a schedule: the send window, and when each receive is posted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from tds.schedule.actions import LOOP, Action, Backward
 from tds.schedule.validate import Event, ScheduleError, run, validate
 
-# How many messages a stage may have on their way to a neighbour before it waits for the oldest.
+# The send window: how many messages to a neighbour may be in flight before a stage waits for the oldest.
 #
-# Without a limit a stage that runs ahead, as the first does in an evaluation, would keep all that it has sent. With one
-# a schedule can come to stand still: every stage waits to send, and none gets to the action that would take a message;
-# around a ring of chunks this really happens. Which limits are safe depends on the whole schedule, so each is tried on
-# it. The trial is strict: it counts messages that are not taken, while a real sender is freed when the receive is
-# posted, which is earlier, and it holds the action back, while a real stage does it first and waits after.
+# Without a limit a stage that runs ahead, as the first one in an evaluation, would keep everything it has sent. With
+# too small a limit the schedule deadlocks: every stage waits to send, and none reaches the action that takes a
+# message. This happens with chunks, whose messages form a ring. Which limits are safe depends on the whole schedule,
+# so each is tried on it. The trial is stricter than a real run: it counts a message until it is taken, while a real
+# send completes when the receive is posted, and it delays the action itself, while a real stage runs the action and
+# waits afterwards.
 
 
 @functools.lru_cache(maxsize=32)
@@ -29,7 +30,7 @@ def send_window(
     is_training: bool = True,
     placement: str = LOOP,
 ) -> int:
-    """Return a limit with which the schedule runs to its end: p + 1 where that is enough.
+    """Return a send window with which the schedule completes: p + 1, doubled as often as necessary.
 
     Raises:
         ScheduleError: it does not run whatever the limit.
@@ -49,31 +50,43 @@ def send_window(
     return all_of_them
 
 
-# When each receive is posted. On a GPU a posted receive is a kernel that waits, and a send is one that waits for it.
-# Whatever waits for the whole device then (a synchronize in a layer, an allocator that gives memory back, a kernel that
-# is loaded at its first use) waits for the other stage, too. Should that one need what this stage has still to run, or
-# wait for its own device in just such a place, both would wait for ever.
+# When each receive is posted. On NCCL a posted receive is a kernel that waits for the sender, and a send is a kernel
+# that waits for the receive. Anything that waits for the whole device then (a synchronize in a layer, the allocator,
+# the first use of a kernel) waits for the other stage too. If that stage needs a later result of this one, or waits
+# for its own device in the same way, both wait for ever.
 #
-# So one run of the schedule is written down, action by action. A receive is posted behind the last action of its stage
-# that comes ahead of the send there. Then whoever goes through the actions in this order finds all messages arrived, at
-# each action of each stage, even if every host waits for its device at every action; and as waiting for less cannot
-# stop what waiting for all does not, every run ends. None is posted further ahead of its action than the least number
-# of actions with which all of the schedule ends: one in 1F1B, GPipe and ZB-H1; with chunks, where messages go round a
-# ring, mostly one to three; in a user's own what it takes.
+# Therefore one run of the schedule is written down, action by action, and a receive is posted only after the last
+# action of its stage that precedes the send in that run. Walking through the actions in this order, every message has
+# arrived at every action, even if each host waits for its device before each action. A run that waits less often ends
+# as well. Subject to this, no receive is posted more than ``ahead`` actions before it is needed, with the smallest
+# ``ahead`` for which the schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 for chunks, whose messages
+# form a ring.
 
 Posts = tuple[tuple[int, ...], ...]
-"""Of each action of a stage, by number: the actions whose receives are posted once the one before it is done."""
+"""For each action of a stage: the actions whose receives are posted before it."""
 
 
-class _Travel(NamedTuple):
-    """A message: the number of the action that sends it on its stage, of the one that takes it, and the least number of
-    an action there ahead of which its receive may be posted."""
+class _Message(NamedTuple):
+    """A message between two stages. Actions are numbered on each stage from 0.
+
+    Args:
+        sent_by: action of ``sender`` that sends it.
+        taken_by: action of ``receiver`` that needs it.
+        earliest: first action of ``receiver`` before which the receive may be posted.
+    """
 
     sender: int
-    sent: int
+    sent_by: int
     receiver: int
-    taken: int
+    taken_by: int
     earliest: int
+
+
+class _Condition(NamedTuple):
+    """The condition that ``stage`` has completed the wait before its action ``number``."""
+
+    stage: int
+    number: int
 
 
 @functools.lru_cache(maxsize=32)
@@ -84,26 +97,28 @@ def receive_posts(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> tuple[Posts, ...]:
-    """Return, for each stage, when it posts what its actions receive.
+    """Return, for each stage, before which action it posts each receive.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    travels = _travels(stages, num_chunks, placement)
+    messages = _messages_between(stages, num_chunks, placement)
     for ahead in itertools.count(1):
-        places = [max(each.earliest, each.taken - ahead) for each in travels]
-        if _ends(travels, places, [len(actions) for actions in stages]):
+        posted_before = [max(message.earliest, message.taken_by - ahead) for message in messages]
+        if _completes(messages, posted_before, [len(actions) for actions in stages]):
             break
     posts: list[list[list[int]]] = [[[] for _ in actions] for actions in stages]
-    for each, place in zip(travels, places, strict=True):
-        posts[each.receiver][place].append(each.taken)
-    return tuple(tuple(map(tuple, each)) for each in posts)
+    for message, number in zip(messages, posted_before, strict=True):
+        posts[message.receiver][number].append(message.taken_by)
+    return tuple(tuple(map(tuple, of_stage)) for of_stage in posts)
 
 
-def _travels(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Travel]:
-    """Return all messages between stages in the order in which they are taken where all actions take the same time, a
-    whole backward twice as much."""
+def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Message]:
+    """Return the messages of one run in the order in which they are taken.
+
+    In this run a whole backward takes two units of time, and every other action one.
+    """
     begun: list[tuple[int, Event]] = []
     free_at = [0] * len(stages)
     arrives_at: dict[Any, int] = {}
@@ -112,38 +127,46 @@ def _travels(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str
         start = free_at[stage] if source is None else max(free_at[stage], arrives_at.pop((source, takes)))
         free_at[stage] = arrives_at[target, sends] = start + (2 if isinstance(action, Backward) else 1)
         begun.append((start, event))
-    done = [0] * len(stages)
+    num_done = [0] * len(stages)
     sent: dict[Any, tuple[int, int, int]] = {}
-    travels = []
+    messages = []
     for _, (stage, _, source, takes, target, sends) in sorted(begun, key=itemgetter(0)):
         if source is not None:
             sender, number, earliest = sent.pop((source, takes))
             if sender != stage:
-                travels.append(_Travel(sender, number, stage, done[stage], earliest))
+                messages.append(_Message(sender, number, stage, num_done[stage], earliest))
         if target is not None:
-            sent[target, sends] = stage, done[stage], done[target.receiver]
-        done[stage] += 1
-    return travels
+            sent[target, sends] = stage, num_done[stage], num_done[target.receiver]
+        num_done[stage] += 1
+    return messages
 
 
-def _ends(travels: Sequence[_Travel], places: Sequence[int], counts: Sequence[int]) -> bool:
-    """Return whether all stages get through where each waits ahead of every action for all messages that it has
-    started, when the receives are posted ahead of the actions of these ``places``."""
-    needs: list[list[list[tuple[int, int]]]] = [[[] for _ in range(count + 1)] for count in counts]
-    for (sender, sent, receiver, _, _), place in zip(travels, places, strict=True):
-        needs[receiver][place].append((sender, sent))  # its send: that stage is past the wait ahead of this action
-        needs[sender][sent + 1].append((receiver, place - 1))  # its receive
-    past = [-1] * len(counts)
-    waiting: list[list[tuple[int, int]]] = [[] for _ in counts]  # for this stage: how far it must be, who waits
-    todo = list(range(len(counts)))
-    while todo:
-        stage = todo.pop()
-        while past[stage] < counts[stage]:
-            missing = next((need for need in needs[stage][past[stage] + 1] if past[need[0]] < need[1]), None)
-            if missing is not None:
-                waiting[missing[0]].append((missing[1], stage))
+def _completes(messages: Sequence[_Message], posted_before: Sequence[int], num_actions: Sequence[int]) -> bool:
+    """Return True if every stage reaches its end though it waits, before each action, for all messages it has started.
+
+    For example stage 0 sends with its action 0, and stage 1 posts the receive before its action 2. Then stage 1 cannot
+    begin action 2 until stage 0 is past the wait before action 0, and stage 0 cannot begin action 1 until stage 1 is
+    past the wait before action 1.
+
+    Args:
+        posted_before: for each message, the action of its receiver before which the receive is posted.
+    """
+    conditions: list[list[list[_Condition]]] = [[[] for _ in range(count + 1)] for count in num_actions]
+    for message, number in zip(messages, posted_before, strict=True):
+        conditions[message.receiver][number].append(_Condition(message.sender, message.sent_by))
+        conditions[message.sender][message.sent_by + 1].append(_Condition(message.receiver, number - 1))
+
+    passed = [-1] * len(num_actions)  # by stage: the last action whose wait is over; the end counts as an action
+    blocked: list[list[tuple[int, int]]] = [[] for _ in num_actions]  # by stage: (action it must pass, waiting stage)
+    to_try = list(range(len(num_actions)))
+    while to_try:
+        stage = to_try.pop()
+        while passed[stage] < num_actions[stage]:
+            unmet = next((c for c in conditions[stage][passed[stage] + 1] if passed[c.stage] < c.number), None)
+            if unmet is not None:
+                blocked[unmet.stage].append((unmet.number, stage))
                 break
-            past[stage] += 1
-        todo += [other for number, other in waiting[stage] if number <= past[stage]]
-        waiting[stage] = [each for each in waiting[stage] if each[0] > past[stage]]
-    return past == list(counts)
+            passed[stage] += 1
+        to_try += [other for number, other in blocked[stage] if number <= passed[stage]]
+        blocked[stage] = [(number, other) for number, other in blocked[stage] if number > passed[stage]]
+    return passed == list(num_actions)
