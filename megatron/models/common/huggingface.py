@@ -108,9 +108,9 @@ def read_into(
     shapes: Mapping[str, list[int]],
     shard: Shard,
 ) -> None:
-    """Fill ``target`` with the part of our weight that ``shard`` is.
+    """Fill ``target`` with the slice ``shard`` of our weight.
 
-    Of ``theirs`` no more is read than that needs, one after the other: what is held beside ``target`` is of one tensor.
+    Only the needed rows and columns of their tensors are read, one tensor after the other.
 
     Args:
         theirs: by name; indexed with slices.
@@ -119,13 +119,13 @@ def read_into(
     Raises:
         CheckpointError: rows cannot be cut into blocks.
     """
-    each = _heights(recipe, shapes)
+    heights = _heights(recipe, shapes)
     begin, end = shard.start, shard.start + shard.length
     if shard.partition_dim == 0:
-        for start, stop in _spans(begin, end, sum(each)):
-            _fill(target[start - begin : stop - begin], recipe, theirs, each, start, None)
+        for start, stop in _spans(begin, end, sum(heights)):
+            _fill(target[start - begin : stop - begin], recipe, theirs, heights, start, None)
     else:
-        _fill(target, recipe, theirs, each, 0, None if shard.partition_dim is None else slice(begin, end))
+        _fill(target, recipe, theirs, heights, 0, None if shard.partition_dim is None else slice(begin, end))
 
 
 def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int]:
@@ -137,7 +137,7 @@ def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int
 
 
 def _spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Cut our rows ``start`` to ``stop`` into whole blocks of so many ``rows``, together, and parts of one block."""
+    """Yield our rows ``start`` to ``stop`` as one span of whole blocks of ``rows`` rows, and spans within a block."""
     edges = {edge for edge in (-(-start // rows) * rows, stop // rows * rows) if start < edge < stop}
     return itertools.pairwise(sorted({start, stop} | edges))
 
@@ -146,24 +146,30 @@ def _fill(
     target: torch.Tensor,
     recipe: WeightMapping,
     theirs: Mapping[str, Readable],
-    each: list[int],
+    heights: list[int],
     start: int,
     columns: slice | None,
 ) -> None:
-    """Fill ``target``, which holds our rows from ``start`` on: whole blocks, or rows of one."""
-    first, low = divmod(start, sum(each))  # block, and row in it
-    count = -(-(low + target.shape[0]) // sum(each))
-    blocks = target.unflatten(0, (count, -1))
-    begin, high = 0, low + blocks.shape[1]
-    for number, height in enumerate(each):
-        name, part = recipe.names[number // recipe.parts_in_one], number % recipe.parts_in_one
-        lowest, highest = max(low, begin), min(high, begin + height)
-        if lowest < highest:
-            at = (part * recipe.blocks + first) * height + lowest - begin
-            rows = slice(at, at + (count - 1) * height + highest - lowest)
-            found = _cut(recipe, theirs[name], rows, columns)
-            blocks[:, lowest - low : highest - low].copy_(found.unflatten(0, (count, -1)))
-        begin += height
+    """Fill ``target``, which holds our rows from ``start`` on: whole blocks, or rows of one block.
+
+    A block of ours has ``heights[i]`` rows of each part, for example those of query, key and value of a head. In their
+    tensor the rows of a part are contiguous over all blocks.
+    """
+    block_height = sum(heights)
+    first_block, low = divmod(start, block_height)
+    num_blocks = -(-(low + target.shape[0]) // block_height)
+    blocks = target.unflatten(0, (num_blocks, -1))  # rows low to high of each block
+    high = low + blocks.shape[1]
+    part_start = 0
+    for number, height in enumerate(heights):
+        begin, end = max(low, part_start), min(high, part_start + height)  # rows of the block that are of this part
+        if begin < end:
+            name, part = recipe.names[number // recipe.parts_in_one], number % recipe.parts_in_one
+            first_row = (part * recipe.blocks + first_block) * height + begin - part_start
+            rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
+            read = _cut(recipe, theirs[name], rows, columns)
+            blocks[:, begin - low : end - low].copy_(read.unflatten(0, (num_blocks, -1)))
+        part_start += height
 
 
 def _cut(recipe: WeightMapping, tensor: Readable, rows: slice, columns: slice | None) -> torch.Tensor:
