@@ -76,7 +76,7 @@ class EngineMonitor:
 
     @contextmanager
     def step(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Watch and time one ``train_batch``, the update ``step``; record its actions if the trace or "auto" needs them."""
+        """Watch and time one ``train_batch``, the update ``step``, and record it if the trace or "auto" needs it."""
         self._stage.span = None
         has_readers = self._tracing is not None or self._auto is not None
         recording = self._recording(step, num_micro_batches) if has_readers else nullcontext()

@@ -16,7 +16,7 @@ class Recompute(Protocol):
         """Return a context in which the forward of ``module`` runs with the configured recomputation."""
 
     def is_reentrant(self, module: Any) -> bool:
-        """Return True if float inputs of the first stage must require a gradient, because recomputation is reentrant."""
+        """Return True if recomputation is reentrant: then float inputs of the first stage must require a gradient."""
 
     def discard(self) -> None:
         """Drop the state that a forward pass without a backward pass has stored."""
