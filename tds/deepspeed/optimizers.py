@@ -10,10 +10,10 @@
 | DeepSpeedZeroOptimizer (ZeRO 1) | ``param.grad`` or ``param.grad_accum`` | by the optimizer | by it, over all stages |
 
 The engine always reduces the gradients: autograd accumulates over micro-batches, then the engine sums the copies of
-tied weights and all-reduces over the replicas. The type is that of the gradients or the JSON's "communication_data_type".
-The results are stored where the optimizer's own reduction would have stored them. ZeRO 1 then only copies the shard
-that it updates. In fp16, DeepSpeed's optimizers sum the overflow flag over all stages and tensor ranks of a replica, so
-that all ranks skip the same steps and have the same loss scale.
+tied weights and all-reduces over the replicas. These sums have the gradients' type, or the "communication_data_type" of
+the JSON. The results are stored where the optimizer's own reduction would have stored them. ZeRO 1 then only copies the
+shard that it updates. In fp16, DeepSpeed's optimizers sum the overflow flag over all stages and tensor ranks of a
+replica, so that all ranks skip the same steps and have the same loss scale.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class BF16Gradients(Gradients):
 class ZeroGradients(Gradients):
     """Gradients under ZeRO 1, which shards the optimizer states over the replicas.
 
-    If the JSON sets another dtype for accumulation, DeepSpeed's hooks move gradients to ``param.grad_accum``. During the
-    backward, the engine all-reduces the gradients over the replicas. It rounds them to "communication_data_type" only
-    if the JSON sets it.
+    If the JSON sets another dtype for accumulation, DeepSpeed's hooks move gradients to ``param.grad_accum``. The
+    engine all-reduces the gradients over the replicas during the backward. It rounds them to "communication_data_type"
+    only if the JSON sets it.
     """
 
     takes_unfrozen = False
@@ -111,10 +111,9 @@ class ZeroGradients(Gradients):
         self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         self._dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
         make_contiguous(optimizer)
-        largest = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
-        optimizer.reduce_bucket_size = min(
-            optimizer.reduce_bucket_size, max(largest, 1)
-        )  # it allocates a buffer of this size
+        num_elements = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
+        # The optimizer allocates a buffer of this size.
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_elements, 1))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = getattr(parameter, self._name, None)

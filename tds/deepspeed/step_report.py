@@ -67,9 +67,8 @@ class StepReport:
         engine = self._engine
         if engine.wall_clock_breakdown():
             engine.timers.log(list(PARTS), normalizer=self._num_steps)
-            for (
-                timer
-            ) in engine.timers.get_timers().values():  # DeepSpeed's hooks start further timers, which would accumulate
+            # DeepSpeed's hooks start further timers, which would accumulate.
+            for timer in engine.timers.get_timers().values():
                 timer.reset()
         if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
             step_s = self._elapsed_s / self._num_steps
