@@ -13,8 +13,8 @@ node and its hooks run once per backward pass, after all its products, so the al
 (``tds.bucket_reducer``) starts at the usual time. That node accumulates gradients that reach the weight in another way,
 such as a lookup in a tied table.
 
-``C + A B`` in one product rounds differently from a product and a sum, so losses with and without ``add_product`` differ
-by rounding. They do not differ between schedules, because a deferred product is the same product.
+``C + A B`` in one product rounds differently from a product and a sum, so losses with and without ``add_product``
+differ by rounding. They do not differ between schedules, because a deferred product is the same product.
 
 Source: Megatron-LM's ``gradient_accumulation_fusion``.
 """
@@ -99,7 +99,7 @@ def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a product in the dtype of ``weight`` can accumulate in ``dtype``; on CUDA, ``dtype`` may be wider."""
+    """Return True if products in the dtype of ``weight`` can accumulate in ``dtype``; on CUDA, it may be wider."""
     is_wide = weight.device.type == "cuda" and weight.dtype.itemsize == 2
     return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
 

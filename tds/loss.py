@@ -38,8 +38,9 @@ NO_LOSS_FN = (
 
 @dataclass(frozen=True)
 class Weighted:
-    """A weighted loss, such as a mean over tokens: the sum of ``total`` over all micro-batches and replicas, divided by
-    the sum of ``count``.
+    """A loss averaged by weight, such as a mean over tokens.
+
+    The mean is the sum of ``total`` over all micro-batches and replicas, divided by the sum of ``count``.
 
     Args:
         total: the summed loss; a tensor of one element.

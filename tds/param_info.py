@@ -1,7 +1,7 @@
 """ParamInfo: metadata of one parameter that its values and its shape do not show.
 
-Layers set the metadata at construction; the engine, the optimizer, checkpoints and comparisons read it. It is one frozen
-dataclass, stored as one attribute of the tensor:
+Layers set the metadata at construction; the engine, the optimizer, checkpoints and comparisons read it. It is one
+frozen dataclass, stored as one attribute of the tensor:
 
     set_info(weight, replace(info_of(weight), shard=shard))
     info_of(weight).shard
@@ -131,7 +131,7 @@ class ParamInfo:
             its part of the sequence or from its heads. The optimizer all-reduces the gradient over that group.
         is_expert: a weight of an expert, which only some ranks of the data-parallel group have. Its gradient is
             excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
-        is_uninitialized: the values will be initialized by the parameter's name (``megatron.models.common.parameters``).
+        is_uninitialized: the values will be set by the parameter's name (``megatron.models.common.parameters``).
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 
@@ -215,7 +215,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @contextmanager
 def excluded_from_broadcast(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Mark ``parameters`` with ``ds_optim_param`` in the block, so that ``deepspeed.initialize`` does not broadcast them."""
+    """Mark ``parameters`` with ``ds_optim_param`` in the block, so that ``deepspeed.initialize`` skips them."""
     marked = list(parameters)
     for parameter in marked:
         parameter.ds_optim_param = True  # type: ignore[attr-defined]
